@@ -142,11 +142,13 @@ def shapes(source: str, length: int | str) -> dict[str, tuple[int | str, ...]]:
     """Return the shapes of all inputs: batch 1 and the length, or what keeps the axes symbolic."""
 
     def size(axis: int | str) -> int | str:
-        if axis == "batch" and isinstance(length, str):
-            return axis
-        return axis if isinstance(axis, int) else 1 if axis == "batch" else length
+        if axis == "batch":
+            return axis if isinstance(length, str) else 1
+        return axis if isinstance(axis, int) else length
 
-    return {spec.name: tuple(map(size, spec.shape)) for spec in load_model(source).inputs}
+    # A model of the zoo is loaded with sizes of its own.
+    specs = load_model(source).inputs if source.endswith(".onnx") else get_preset(source).inputs
+    return {spec.name: tuple(map(size, spec.shape)) for spec in specs}
 
 
 def compiled(source: str, length: int | str, directory: Path) -> Module:
