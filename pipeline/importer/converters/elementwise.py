@@ -44,13 +44,14 @@ def convert_pow(node: ConverterInput) -> tvm.ir.Expr | None:
             for _ in range(int(value) - 1):
                 product = node.builder.emit(relax.op.multiply(product, base))
             return product
-    return None if _is_float(base) and dtype_of(base) == dtype_of(node.input(1)) else _pow_by_cast(node, base)
+    stock = _is_float(base) and dtype_of(base) == dtype_of(node.input(1)) != "bfloat16"
+    return None if stock else _pow_by_cast(node, base)
 
 
 def _pow_by_cast(node: ConverterInput, base: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return a power in the dtype of the base, computed in float64 for integers."""
+    """Return a power in the dtype of the base, computed in float64 for integers and in float32 for bfloat16."""
     emit, dtype = node.builder.emit, dtype_of(base)
-    wide = dtype if _is_float(base) else "float64"
+    wide = {"bfloat16": "float32"}.get(dtype, dtype) if _is_float(base) else "float64"
     factors = (
         tensor if dtype_of(tensor) == wide else emit(relax.op.astype(tensor, wide)) for tensor in (base, node.input(1))
     )

@@ -279,7 +279,8 @@ def normed_channels(parameters: int, **given: object) -> Form:
 
 
 def quantised(node: Node) -> Node:
-    return node.held(np.array(0.1, node.x.dtype)).held(np.array(3, "uint8"))
+    scale = 2 if node.x.dtype.kind in "iu" else 0.1
+    return node.held(np.array(scale, node.x.dtype)).held(np.array(3, "uint8"))
 
 
 def dequantised(node: Node) -> Node:

@@ -22,6 +22,7 @@ FOUND = (
     "Mod fmod bfloat16 plain",
     "PRelu row bfloat16 plain",
     "PRelu same int32 plain",
+    "Pow same bfloat16 plain",
     "ReduceL2 last int64 plain",
     "ReduceLogSum all int32 plain",
     "ReduceMax all bool none last",
