@@ -1,12 +1,13 @@
 """Compile zoo models, untuned, for every CUDA target: routes of the kernels, what they take of a GPU, and seconds.
 
     python -m benchmarks.whole_models.target_matrix [--models MODEL ...] [--targets cuda:sm_80,cuda:sm_86] [--jobs 2]
-        [--out FILE]
+        [--out FILE [--keep]]
 
 MODEL is as in `benchmarks.whole_models.kernel_hashes`. Nothing is run, so no GPU is needed; CUDA's compiler is. Kernels
 are made without records. Of each kernel, the result names its route, its template, and for a default schedule its
 reason. Of each cubin it has the registers, shared memory and spills that ptxas tells. Exits 1 when a model fails, a
-kernel spills, or one asks for more shared memory than a block of its target may have.
+kernel spills, or one asks for more shared memory than a block of its target may have. With `--keep`, rows that FILE has
+of other models and targets stay; each row names its commit.
 """
 
 from __future__ import annotations
@@ -125,19 +126,35 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="models compiled side by side")
     parser.add_argument("--commit", help="the commit that is compiled, where there is no git")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", action="store_true", help="keep rows of FILE that are not compiled again")
     arguments = parser.parse_args()
     pairs = [(model, target) for model in arguments.models for target in arguments.targets.split(",")]
     rows: list[dict[str, Any]] = []
+    before = rows_of(arguments.out) if arguments.keep and arguments.out is not None else []
     with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
         for made in as_completed([pool.submit(compiled, *pair) for pair in pairs]):
-            rows.append(made.result())
+            rows.append({**made.result(), "commit": arguments.commit})
             row, fault = rows[-1], at_fault(rows[-1])
             told = fault or f"{row['kernels']} kernels, {len(row['default_schedules'])} by default schedules"
             print(f"{row['model']} {row['target']}: {told}, {row.get('seconds')} s", flush=True)
             if arguments.out is not None:
-                document = {"machine": machine(), "commit": arguments.commit, "rows": sorted(rows, key=_place)}
+                document = {"machine": machine(), "rows": with_rows(before, rows)}
                 arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     sys.exit(1 if any(map(at_fault, rows)) else 0)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file, each with its commit; none where there is no file."""
+    if not path.exists():
+        return []
+    document = json.loads(path.read_text(encoding="utf-8"))
+    return [{**row, "commit": row.get("commit", document.get("commit"))} for row in document["rows"]]
+
+
+def with_rows(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows, and those of before of other models and targets, in order."""
+    made = {_place(row) for row in rows}
+    return sorted([*(row for row in before if _place(row) not in made), *rows], key=_place)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[str, str]:
