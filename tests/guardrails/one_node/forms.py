@@ -178,8 +178,8 @@ def tiled(node: Node) -> Node:
     return node.ints(*(2 for _ in node.shape))
 
 
-def turned(node: Node) -> Node:
-    return node.with_(perm=list(range(node.x.ndim))[::-1])
+def turned(node: Node) -> Node | None:
+    return node.with_(perm=list(range(node.x.ndim))[::-1]) if node.x.ndim else None
 
 
 def triangle(upper: int) -> Form:
