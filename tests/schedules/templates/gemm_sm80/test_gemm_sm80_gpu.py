@@ -129,7 +129,9 @@ def test_quantised_weights_are_multiplied_as_their_levels_and_scales(
     # Sums of x that do not cancel show an offset of levels that is taken off wrongly.
     for shift in (0, 4) * 5:
         arrays = arguments_of(case, shift)
-        right = expected_of(case, arrays)
+        # The instructions read weights in half precision. Gates are as steep as their sums are large: from weights that
+        # are not rounded they differ by up to 1.06e-3 (on the H200; 7.9e-4 in 24 draws emulated in NumPy).
+        right = expected_of(case, arrays, rounded=True)
         output = tvm.runtime.tensor(np.full(right.shape, np.nan, case.output), device)
         kernel["main"](*(tvm.runtime.tensor(array, device) for array in arrays.values()), output)
         error = np.linalg.norm(output.numpy().astype(np.float64) - right) / np.linalg.norm(right)

@@ -37,8 +37,8 @@ def arguments_of(case: GemvCase, shift: float = 0) -> dict[str, np.ndarray]:
     return arrays
 
 
-def expected_of(case: GemvCase, arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the output in float64."""
+def expected_of(case: GemvCase, arrays: dict[str, np.ndarray], *, rounded: bool = False) -> np.ndarray:
+    """Return the output in float64, of weights as they are or `rounded` to half precision."""
     if case.bits == 16:
         weight = arrays["w"].astype(np.float64)
     else:
@@ -47,6 +47,7 @@ def expected_of(case: GemvCase, arrays: dict[str, np.ndarray]) -> np.ndarray:
             levels = np.stack([levels & 15, levels >> 4], axis=-1).reshape(case.n, case.k)
         scales = arrays["scales"].astype(np.float64).repeat(min(case.group, case.k), axis=0)[: case.k].T
         weight = (levels.astype(np.float64) - 2 ** (case.bits - 1)) * scales
+        weight = weight.astype(np.float16).astype(np.float64) if rounded else weight
     result = arrays["x"].astype(np.float64) @ weight.T
     if "bias" in arrays:
         result = result + arrays["bias"]
