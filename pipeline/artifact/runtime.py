@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,7 @@ from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
 from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
-from relaxtune.pipeline.artifact.device_choice import device_for
+from relaxtune.pipeline.artifact.device_choice import SupportsCudaStream, device_for, on_stream, turns_on
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.entries import BucketEntry
 from relaxtune.pipeline.artifact.loading import as_tuple, copied, load_machine, read_weights, shared_outputs
@@ -57,7 +58,10 @@ class Module:
     into `input_buffers` first, except those that are these buffers themselves. A module with symbolic sizes has a graph
     for each set of sizes that comes again (`pipeline.artifact.size_graphs`).
 
-    Threads may call one module; calls take turns, since a run works in buffers that belong to the module.
+    Threads may call one module; calls take turns, since a run works in buffers that belong to the module. Several
+    modules, of one artifact or of several, run at once. On a GPU each call goes to the stream that is current there
+    (`tvm_ffi.use_torch_stream`), or to the one that `run_device` is given; it waits until the
+    calls of other streams are done.
 
     A module with shape buckets sends each call to the best of them (`pipeline.artifact.bucket_routing`), padded where
     the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
@@ -80,7 +84,8 @@ class Module:
         self._weights = tuple(weights)
         # Asked of the system once: a run must not read /sys again.
         self._threads = threads if threads is not None else default_threads()
-        self._turn = threading.Lock()
+        self._turn = turns_on(device)
+        self._thread: ThreadPoolExecutor | None = None
         self._router: Router | None = None
         self._weights_file: Path | None = None
         # Numbers of the outputs that lie in memory of others; what they are is known from the first call on.
@@ -247,6 +252,12 @@ class Module:
                 outputs = self._call(self._buffers)
             return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
 
+    async def run_async(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return what `run` does, without holding up the event loop: the module's calls run in a thread of its own."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, inputs)
+
     @property
     def input_buffers(self) -> tuple[Tensor, ...] | None:
         """The tensors that a CUDA graph reads its inputs from, to be filled by the caller; None without a graph."""
@@ -258,7 +269,9 @@ class Module:
             tvm.runtime.tensor(np.asarray(inputs[spec.name], order="C"), device=self._device) for spec in self.inputs
         )
 
-    def run_device(self, tensors: Sequence[Tensor | SupportsDLPack]) -> tuple[Tensor, ...]:
+    def run_device(
+        self, tensors: Sequence[Tensor | SupportsDLPack], *, stream: int | SupportsCudaStream | None = None
+    ) -> tuple[Tensor, ...]:
         """Return the outputs as tensors on the device; no dtype or shape is checked, nothing is copied or waited for.
 
         Outputs have `__dlpack__`, for `torch.from_dlpack` and its like.
@@ -269,28 +282,33 @@ class Module:
             One for each input, in the model's order, on `device`. A call goes to a shape bucket when it has exactly its
             sizes; nothing is padded here. A CUDA graph of symbolic sizes that reads them in place holds them until the
             next call.
+        stream : int, an object with `__cuda_stream__`, or None
+            The CUDA stream that the work goes to, such as `torch.cuda.current_stream()`; None takes the current one of
+            `tvm_ffi`. The inputs must be ready there.
 
         Raises
         ------
         PipelineError
-            A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes.
+            A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; or a CPU is given
+            a stream.
         """
-        if self._graphs is not None:
+        with on_stream(self._device, stream):
+            if self._graphs is not None:
+                with self._turn:
+                    again = self._graphs.again(tensors)
+                    if again is not None:
+                        return self._without_sharing(again)
+            given = [
+                one
+                if isinstance(one, Tensor)
+                else borrowed_input(one, self.inputs[n].name, self._manifest.model, self._device)
+                for n, one in enumerate(tensors)
+            ]
+            routed = self._router.run_device(given) if self._router is not None else None
+            if routed is not None:
+                return routed
             with self._turn:
-                again = self._graphs.again(tensors)
-                if again is not None:
-                    return self._without_sharing(again)
-        given = [
-            one
-            if isinstance(one, Tensor)
-            else borrowed_input(one, self.inputs[n].name, self._manifest.model, self._device)
-            for n, one in enumerate(tensors)
-        ]
-        routed = self._router.run_device(given) if self._router is not None else None
-        if routed is not None:
-            return routed
-        with self._turn:
-            return self._call(given)
+                return self._call(given)
 
     def synchronise(self) -> None:
         """Wait until the device has finished all that was started."""

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +14,13 @@ import numpy as np
 import onnx
 import pytest
 import tvm
+import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
 from relaxtune.models import TensorSpec
+from relaxtune.pipeline.artifact.device_choice import Turns
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
@@ -131,6 +135,99 @@ def test_threads_share_a_module(module: Module, bert_inputs: Inputs) -> None:
     for result in results:
         for name, array in result.items():
             np.testing.assert_array_equal(array, expected[name])
+
+
+def test_artifacts_and_copies_of_one_run_in_threads_at_once(
+    module: Module, artifact: Path, bert_inputs: Inputs, tmp_path: Path
+) -> None:
+    node = helper.make_node("Mul", ["x", "x"], ["y"])
+    onnx.save(make_model([node], {"x": ("float32", (3,))}, {"y": ("float32", (3,))}).proto, tmp_path / "model.onnx")
+    compile_model(ModelRequest(tmp_path / "model.onnx", target="llvm"), tmp_path / "square", samples=0)
+    square = Module.load(tmp_path / "square")
+    copies = [module, Module.load(artifact), Module.load(artifact)]
+    feeds = [{**bert_inputs, "input_ids": np.roll(bert_inputs["input_ids"], n, axis=1)} for n in range(6)]
+    expected = [module.run(feed) for feed in feeds]
+
+    def work(number: int) -> list[bool]:
+        feed, one = feeds[number], copies[number % len(copies)]
+        same = []
+        for turn in range(10):
+            found = one.run(feed)
+            same += [np.array_equal(found[name], array) for name, array in expected[number].items()]
+            x = np.arange(3, dtype="float32") + 100 * number + turn
+            same.append(np.array_equal(square.run({"x": x})["y"], x * x))
+        return same
+
+    with ThreadPoolExecutor(len(feeds)) as pool:
+        found = list(pool.map(work, range(len(feeds))))
+    assert all(map(all, found))
+    assert [len(same) for same in found] == [10 * (len(module.outputs) + 1)] * len(feeds)
+
+
+def test_run_async_leaves_the_event_loop_free(module: Module, artifact: Path, bert_inputs: Inputs) -> None:
+    feeds = [{**bert_inputs, "input_ids": np.roll(bert_inputs["input_ids"], n, axis=1)} for n in range(4)]
+    expected = [module.run(feed) for feed in feeds]
+    copies = [module, Module.load(artifact)]
+
+    busy, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with copies[1]._turn:
+            busy.set()
+            free.wait(60)
+
+    async def work() -> tuple[list[Inputs], Exception | None]:
+        waiting = asyncio.create_task(copies[1].run_async(feeds[0]))
+        found = await asyncio.gather(*(copies[0].run_async(feed) for feed in feeds))
+        assert not waiting.done()
+        free.set()
+        last = await waiting
+        try:
+            await copies[0].run_async({})
+        except PipelineError as e:
+            return [*found, last], e
+        return [*found, last], None
+
+    holder = threading.Thread(target=hold)  # a call of another thread that takes long
+    holder.start()
+    assert busy.wait(60)
+    found, error = asyncio.run(work())
+    holder.join()
+    for result, wanted in zip(found, [*expected, expected[0]], strict=True):
+        for name, array in wanted.items():
+            np.testing.assert_array_equal(result[name], array)
+    assert "missing input" in str(error)
+
+
+def test_outputs_are_taken_by_other_libraries_where_they_lie(module: Module, bert_inputs: Inputs) -> None:
+    (first, *_) = module.run_device(module.to_device(bert_inputs))
+    assert np.from_dlpack(first).__array_interface__["data"][0] == first.data_ptr()
+
+
+def test_torch_tensors_go_in_and_out_without_a_copy(module: Module, bert_inputs: Inputs) -> None:
+    torch = pytest.importorskip("torch")
+    given = [torch.from_numpy(bert_inputs[spec.name]).clone() for spec in module.inputs]
+    expected = module.run(bert_inputs)
+    for spec, tensor in zip(module.outputs, module.run_device(given), strict=True):
+        taken = torch.from_dlpack(tensor)
+        assert taken.data_ptr() == tensor.data_ptr()
+        np.testing.assert_array_equal(taken.numpy(), expected[spec.name])
+
+
+def test_a_stream_on_a_cpu_is_refused(module: Module, bert_inputs: Inputs) -> None:
+    with pytest.raises(PipelineError, match=r"has no streams: the artifact is for a CPU; leave `stream` out"):
+        module.run_device(module.to_device(bert_inputs), stream=7)
+
+
+def test_a_call_on_another_stream_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(tvm.runtime.Device, "sync", lambda _, stream=None: waited.append(stream))
+    device = tvm.cpu(0)
+    turns = Turns(device)
+    for stream in (7, 7, 9, 7):
+        with tvm_ffi.use_raw_stream(device, stream), turns:
+            pass
+    assert waited == [7, 9]
 
 
 def test_run_names_every_input_that_does_not_fit(module: Module, bert_inputs: Inputs) -> None:
