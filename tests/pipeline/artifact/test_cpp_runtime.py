@@ -93,6 +93,20 @@ def test_c_gives_the_bits_of_python(
         assert_same(runtime, layers, {"x": rows(count)}, tmp_path)
 
 
+def test_calls_leave_padding_out_as_in_python(runtime: Path, tmp_path: Path) -> None:
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    made = relaxtune.compile(
+        "bert-tiny", tmp_path / "unpadded", target="llvm", samples=0, unpad=True,
+        shapes=dict.fromkeys(names, ("batch", "sequence")),
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    masks = [np.ones((2, 5)), rng.random((3, 7)) < 0.5, np.arange(9) >= np.array([[3], [0], [8]]), np.zeros((2, 4))]
+    for mask in masks:
+        ids = rng.integers(0, 100, mask.shape)
+        feed = dict(zip(names, (ids, mask.astype("int64"), np.zeros(mask.shape, "int64")), strict=True))
+        assert_same(runtime, made.directory, feed, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an artifact whose calls are padded on both sides; its outputs show what padding holds."""

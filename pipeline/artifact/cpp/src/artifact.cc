@@ -20,6 +20,7 @@
 #include "manifest.h"
 #include "padding.h"
 #include "tensors.h"
+#include "token_list.h"
 
 namespace relaxtune {
 namespace {
@@ -141,7 +142,7 @@ std::map<std::string, Tensor> LoadWeights(const std::string& path, DLDevice devi
 class Code {
  public:
   Code(const std::string& directory, const CodeEntry& entry, const std::map<std::string, Tensor>& weights,
-       DLDevice device)
+       const std::optional<Unpadding>& unpadding, DLDevice device)
       : entry_(entry),
         device_(device),
         machine_(LoadCode(directory + "/" + entry.file)->GetFunction("vm_load_executable").value()().cast<ffi::Module>()) {
@@ -154,6 +155,7 @@ class Code {
         throw Error("it lacks the weight " + name, directory + "/params.safetensors", "compile the model again");
       weights_.push_back(found->second);
     }
+    if (unpadding) tokens_.emplace(*unpadding, device);
     if (entry.cuda_graph && IsStatic()) SaveWithBuffers();
   }
 
@@ -167,6 +169,12 @@ class Code {
         continue;
       }
       arguments.push_back(Argument(inputs[i]));
+    }
+    if (tokens_) {
+      auto list = [this](const Tensor& mask, const TokenList::Lists& to) {
+        Call("list_tokens", {mask, to[0], to[1], to[2], to[3]});
+      };
+      for (const Tensor& one : tokens_->Of(arguments[tokens_->mask()], list)) arguments.push_back(one);
     }
     std::vector<Tensor> outputs = buffers_.empty() ? Machine(arguments) : Unpacked(Call(kSaved, {}));
     if (!known_) Note(outputs, buffers_.empty() ? arguments : buffers_);
@@ -195,7 +203,9 @@ class Code {
     return {several.begin(), several.end()};
   }
 
+  // Whether all sizes are known; how many tokens a mask leaves is not.
   bool IsStatic() const {
+    if (tokens_) return false;
     for (const TensorSpec& spec : entry_.inputs)
       for (const Axis& axis : spec.shape)
         if (axis.size < 0) return false;
@@ -252,6 +262,7 @@ class Code {
   DLDevice device_;
   ffi::Module machine_;
   std::vector<Tensor> weights_, buffers_;
+  std::optional<TokenList> tokens_;
   std::vector<bool> shared_;
   bool known_ = false;
 };
@@ -309,9 +320,9 @@ Artifact Artifact::Load(const std::string& directory, const Options& options) {
   try {
     ConfigureThreads(options.threads);
     auto weights = LoadWeights(directory + "/params.safetensors", state->device);
-    state->codes.emplace_back(directory, manifest.main, weights, state->device);
+    state->codes.emplace_back(directory, manifest.main, weights, manifest.unpadding, state->device);
     for (const CodeEntry& bucket : manifest.buckets)
-      state->codes.emplace_back(directory, bucket, weights, state->device);
+      state->codes.emplace_back(directory, bucket, weights, manifest.unpadding, state->device);
   } catch (const ffi::Error& e) {
     throw Error(std::string("it cannot be loaded: ") + e.message(), directory, "compile the model again");
   }

@@ -125,8 +125,14 @@ Manifest Parse(const json::Object& body, const std::string& where) {
   found.main = {"model.so", Specs(body[String("inputs")]), Specs(body[String("outputs")]),
                 Texts(body[String("weights")]), target[String("cuda_graph")].cast<bool>(), {}};
   found.maxima = Sizes(Member(body, "maxima"));
-  if (body.count(String("unpadding")) && body[String("unpadding")] != nullptr)
-    throw Error("it leaves padding out (--unpad), which this library cannot", where, "compile it without --unpad");
+  if (body.count(String("unpadding")) && body[String("unpadding")] != nullptr) {
+    auto unpadding = Member(body, "unpadding");
+    std::string mask = unpadding[String("mask")].cast<String>();
+    size_t place = 0;
+    while (place < found.main.inputs.size() && found.main.inputs[place].name != mask) ++place;
+    if (place == found.main.inputs.size()) throw Error("its mask " + mask + " is no input", where, kDamaged);
+    found.unpadding = {place, unpadding[String("multiple")].cast<int64_t>()};
+  }
   if (body[String("buckets")] != nullptr) {
     auto buckets = Member(body, "buckets");
     found.masks = Texts(buckets[String("masks")]);

@@ -5,6 +5,7 @@
 #include <relaxtune/artifact.h>
 
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,12 @@ struct CodeEntry {
   std::map<std::string, int64_t> sizes;  // of a shape bucket, by axis; none for the artifact's own code
 };
 
+// How padding is left out: by which input, and what the number of tokens is rounded up to.
+struct Unpadding {
+  size_t mask;
+  int64_t multiple;
+};
+
 struct Manifest {
   std::string model, kind, arch, machine;
   std::vector<std::string> cpu_features;
@@ -29,6 +36,7 @@ struct Manifest {
   std::map<std::string, double> fills;
   std::vector<std::string> masks;
   std::map<std::string, int64_t> maxima;
+  std::optional<Unpadding> unpadding;
   std::map<std::string, std::pair<std::string, int64_t>> files;  // name -> sha256, bytes
 };
 
