@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 from tvm import tirx
@@ -167,7 +168,7 @@ class AttentionSpec:
             layouts |= {"new key": self.growth.new_key, "new value": self.growth.new_value}
         return layouts
 
-    @property
+    @cached_property
     def is_static(self) -> bool:
         """Whether all sizes and strides are numbers."""
         return not any(isinstance(value, tirx.Expr) for value in _values(self))
