@@ -284,7 +284,7 @@ class Module:
             next call.
         stream : int, an object with `__cuda_stream__`, or None
             The CUDA stream that the work goes to, such as `torch.cuda.current_stream()`; None takes the current one of
-            `tvm_ffi`. The inputs must be ready there.
+            `tvm_ffi`. The inputs must be ready there. Keep it until a call on another stream, which waits for it.
 
         Raises
         ------
