@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 
 import numpy as np
 import pytest
-from tvm import tirx
-from tvm.sym import Analyzer
 
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
-from relaxtune.schedules.templates.emit.tensor_cores import chunk_place
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import lane_places, load_source, multiply_source
-from relaxtune.schedules.templates.gemm_sm80.plan import FLOAT_DEPTH, GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import FLOAT_TILES
 from relaxtune.schedules.tir.matmul import recognise_matmul
+from tests.schedules.templates.gemm_sm80.warp_on_cpu import compiled, constant, laid_out, of, pointer
 from tests.schedules.templates.matmul_cases import MatmulCase
 
 # What the source asks of a GPU, for a processor: addresses are bytes into `shared`.
@@ -63,36 +60,7 @@ def lanes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         known |= {load, multiply}
         words = 8 * max(plan.m_steps, plan.n_steps)
         parts.append(_LANE.format(number=number, words=words, load=load, multiply=multiply))
-    library = tmp_path_factory.mktemp("lanes") / "lanes.so"
-    command = ["g++", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input="\n".join(parts), text=True, check=True)
-    return ctypes.CDLL(str(library))
-
-
-def laid_out(tile: np.ndarray) -> np.ndarray:
-    """Return the memory of a tile, chunks of 4 elements of each row where the copies put them."""
-    rows, columns = tile.shape
-    width = columns // 4
-    # The pattern repeats after 8 rows.
-    pattern = [[constant(chunk_place(of(r), of(c), width, FLOAT_DEPTH)) for c in range(width)] for r in range(8)]
-    memory = np.full(tile.size, np.nan, np.float32)
-    for r in range(rows):
-        for c in range(width):
-            at = pattern[r % 8][c] + r // 8 * 8 * columns
-            memory[at : at + 4] = tile[r, 4 * c : 4 * c + 4]
-    return memory
-
-
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def of(value: int) -> tirx.Expr:
-    return tirx.IntImm("int32", value)
-
-
-def constant(expression: tirx.Expr) -> int:
-    return int(Analyzer().simplify(expression))
+    return compiled("\n".join(parts), tmp_path_factory.mktemp("lanes"))
 
 
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=[f"{tile}{' [N, K]' * turned}" for tile, turned in PLANS])
@@ -100,7 +68,7 @@ def test_lanes_multiply_their_rows_and_columns(lanes: ctypes.CDLL, number: int) 
     plan, (_, transposed) = plan_of(*PLANS[number]), PLANS[number]
     p, rng = plan.parameters, np.random.default_rng(number)
     a, b = (rng.standard_normal((rows, p.block_k)).astype(np.float32) for rows in (p.block_m, p.block_n))
-    tiles = (laid_out(a), laid_out(b if transposed else b.T))
+    tiles = (laid_out(a, 1), laid_out(b if transposed else b.T, 1))
     memory, starts = np.concatenate(tiles), (0, tiles[0].size, tiles[0].size)
     assert not np.isnan(memory).any()
     product = a.astype(np.float64) @ b.T.astype(np.float64)

@@ -7,12 +7,9 @@ these as PTX ISA 9.0 has it for mma.m16n8k16.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 
 import numpy as np
 import pytest
-from tvm import tirx
-from tvm.sym import Analyzer
 
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
@@ -23,6 +20,7 @@ from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH,
 from relaxtune.schedules.templates.gemm_sm80.template import STORED_TILES
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import Quantisation
+from tests.schedules.templates.gemm_sm80.warp_on_cpu import compiled, constant, laid_out, of, pointer
 from tests.schedules.templates.gemv_cases import GemvCase
 
 _HOST = """
@@ -106,36 +104,7 @@ def lanes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         known |= {load, multiply}
         words = 16 * max(plan.m_steps, plan.n_steps)
         parts.append(_LANE.format(number=number, words=words, load=load, multiply=multiply))
-    library = tmp_path_factory.mktemp("lanes") / "lanes.so"
-    command = ["g++", "-O1", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input="\n".join(parts), text=True, check=True)
-    return ctypes.CDLL(str(library))
-
-
-def laid_out(tile: np.ndarray, together: int) -> np.ndarray:
-    """Return the memory of a tile, chunks of 16 bytes of each row where the copies put them."""
-    rows, columns = tile.shape
-    each = 16 // tile.itemsize
-    width = columns // each
-    pattern = [[constant(chunk_place(of(r), of(c), width, each, together)) for c in range(width)] for r in range(8)]
-    memory = np.empty(tile.size, tile.dtype)
-    for r in range(rows):
-        for c in range(width):
-            at = pattern[r % 8][c] + r // 8 * 8 * columns
-            memory[at : at + each] = tile[r, each * c : each * (c + 1)]
-    return memory
-
-
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def of(value: int) -> tirx.Expr:
-    return tirx.IntImm("int32", value)
-
-
-def constant(expression: tirx.Expr) -> int:
-    return int(Analyzer().simplify(expression))
+    return compiled("\n".join(parts), tmp_path_factory.mktemp("lanes"))
 
 
 @pytest.mark.parametrize("number", range(len(PLANS)), ids=[f"{tile}, {bits} bits" for tile, bits, _ in PLANS])
