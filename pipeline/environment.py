@@ -1,34 +1,48 @@
-"""What a measurement is true for (`Environment`) and what a kernel is compiled for (`TargetKey`)."""
+"""What a measurement is true for (`Environment`), what a kernel is compiled for (`TargetKey`), and by which code."""
 
 from __future__ import annotations
 
+import getpass
+import logging
+import os
 import platform
+import socket
+import subprocess
+from functools import cache
 from pathlib import Path
 
 import tvm
 import tvm_ffi
 from tvm.target import codegen
 
-from relaxtune.schedules.targets import PORTABLE, ResolvedTarget
-from relaxtune.schedules.targets.capabilities import is_of
+import relaxtune
+from relaxtune.schedules.targets import PLANNED_FOR, PORTABLE, ResolvedTarget
+from relaxtune.schedules.targets.capabilities import device_runs
 from relaxtune.tuning_db.records import Environment, TargetKey, canonical_json
+
+logger = logging.getLogger(__name__)
 
 # The device of a compile-only environment: a lookup with it accepts records of every device of the same architecture.
 UNKNOWN_DEVICE = "unknown"
 
+_COMMIT_DIGITS = 12
+# Seconds that git may take; it reads the time stamps of some thousand files.
+_GIT_S = 20.0
+
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
-# Parts of a target that say nothing about the code it gets: names, TVM's own search keys, the host's half, and whether
-# PTX is kept beside the code.
-_NOT_ATTRIBUTES = frozenset({"kind", "tag", "keys", "host", "device", PORTABLE})
+# Parts of a target that say nothing about the code of a decision: names, TVM's own search keys, the host's half,
+# whether PTX is kept beside the code, and for which GPU decisions are proposed.
+_NOT_ATTRIBUTES = frozenset({"kind", "tag", "keys", "host", "device", PORTABLE, PLANNED_FOR})
 
 
 def detect_environment(target: ResolvedTarget) -> Environment:
     """Return the environment of the device that would run code for `target` on this machine.
 
-    A machine that cannot run the target (no GPU, or another architecture) gets `device_name` "unknown": such an
-    environment serves look-ups for compiling, and no measurement may be stamped with it.
+    A newer GPU runs a portable target, by its PTX. A machine that cannot run the target (no GPU, or another one) gets
+    `device_name` "unknown": such an environment serves look-ups for compiling, and no measurement may be stamped with
+    it.
     """
     if target.kind == "cuda":
         return _cuda_environment(target)
@@ -56,6 +70,42 @@ def target_cores(target: ResolvedTarget) -> int | None:
     return getattr(target.limits, "cores", None)
 
 
+@cache
+def code_version(root: Path | None = None) -> str:
+    """Return the relaxtune that runs: its version, and from a git checkout the commit: `0.1.0+g1a6e40f0aaaa.dirty`.
+
+    Parameters
+    ----------
+    root : Path or None
+        The folder that the package lies in; by default where it was imported from.
+
+    Notes
+    -----
+    `dirty` says that tracked files differ from the commit. An installed package knows its version alone.
+    """
+    place = root or Path(relaxtune.__file__).resolve().parent.parent
+    if not (place / ".git").exists():
+        return relaxtune.__version__
+    # Not the repository that the environment or a parent folder of the caller names.
+    git = ["git", f"--git-dir={place / '.git'}", f"--work-tree={place}"]
+    asked = ["describe", "--always", "--dirty", f"--abbrev={_COMMIT_DIGITS}", "--match="]
+    try:
+        done = subprocess.run([*git, *asked], capture_output=True, text=True, check=True, timeout=_GIT_S)
+    except (OSError, subprocess.SubprocessError) as e:
+        logger.info("records name no commit of relaxtune: %s", getattr(e, "stderr", None) or e)
+        return relaxtune.__version__
+    return f"{relaxtune.__version__}+g{done.stdout.strip().replace('-', '.')}"
+
+
+def user_here() -> str:
+    """Return who runs this process, as user@host."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     """Return the processor's product name as the system tells it, else the machine's architecture."""
     try:
@@ -79,7 +129,7 @@ def nvidia_driver_version(path: Path = NVIDIA_DRIVER_VERSION) -> str | None:
 
 def _cuda_environment(target: ResolvedTarget) -> Environment:
     device = tvm.cuda(0)
-    local = bool(device.exist) and is_of(target.arch, str(device.compute_version))
+    local = bool(device.exist) and device_runs(target.arch, str(device.compute_version), portable=target.portable)
     return Environment(
         device_kind="cuda",
         device_name=str(device.device_name) if local else UNKNOWN_DEVICE,

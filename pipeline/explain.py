@@ -27,6 +27,8 @@ class ConsideredRecord:
     ----------
     id, database
         Its number, and the database it is in where several lie over each other.
+    code_version
+        The relaxtune that measured it, with its commit where that is known.
     taken
         Whether the kernel is made by it.
     reason
@@ -42,6 +44,7 @@ class ConsideredRecord:
     arch: str
     driver: str | None
     tvm_version: str
+    code_version: str | None
     taken: bool
     reason: str
 
@@ -155,6 +158,7 @@ def _considered(told: Iterable[tuple[TuningRecord, str]]) -> tuple[ConsideredRec
             arch=record.target.arch,
             driver=record.environment.driver,
             tvm_version=record.environment.tvm_version,
+            code_version=record.code_version,
             taken=reason.startswith(TAKEN),
             reason=reason,
         )

@@ -26,10 +26,11 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
-from relaxtune.pipeline.choose.model_arm import LoadedArm
+from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_inputs
 from relaxtune.pipeline.choose.selection import tasks_without_record
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.gate.predecessor import slower_than_last
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
@@ -165,8 +166,8 @@ def require_device(prepared: PreparedModel) -> None:
 def not_here(target: ResolvedTarget) -> str:
     """Return what is said where a target cannot be measured."""
     return (
-        f"tuning measures on the device, and {target.arch} is not on this machine; run the tune where it is, or make "
-        "the artifact from records alone with `relaxtune compile`"
+        f"tuning measures on the device, and {target.arch} is not on this machine; run the tune where it is, make the "
+        "artifact from records alone with `relaxtune compile`, or, on a newer GPU, measure PTX there with --portable"
     )
 
 
@@ -209,6 +210,10 @@ def finish_tuned(
                 prepared, choices = asked, shipping.compiled.choices
             own = shipping.report.arm(OWN_ARM)
             missed = _missed(own.median_ms, request.limits)
+            share = request.limits.max_slowdown
+            if missed is None and share is not None:
+                inputs = timed_inputs(asked.model, asked.lowered.options.maxima)
+                missed = slower_than_last(shipped.directory, out, inputs, share, turn)
             record_shipped(
                 asked,
                 prepared,

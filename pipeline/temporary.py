@@ -56,7 +56,7 @@ def locked_folder(place: Path, prefix: str) -> Iterator[Path]:
 @contextmanager
 def shared_folder(name: str) -> Iterator[Path]:
     """Give a folder that processes of this machine share by its name; the last of them to leave removes it."""
-    folder = Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
+    folder = shared_path(name)
     folder.mkdir(mode=0o700, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -68,6 +68,11 @@ def shared_folder(name: str) -> Iterator[Path]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
+
+
+def shared_path(name: str) -> Path:
+    """Return the place of a shared folder, which may not be there."""
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{name}"
 
 
 def sweep(place: Path, prefix: str) -> None:

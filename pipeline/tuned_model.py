@@ -26,7 +26,7 @@ from relaxtune.pipeline.choose.norm_forms import (
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale_records import still_true_in
-from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import PreparedModel, stage
@@ -291,6 +291,7 @@ def tune_tasks(
         model_sha256=of.model_sha256,
         target=target_key(of.target),
         options=json.dumps(options, default=str),
+        code_version=code_version(),
     )
     try:
         if on_job is not None:

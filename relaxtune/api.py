@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -117,7 +117,7 @@ class ModelOptions(TypedDict, total=False):
     Attributes
     ----------
     target
-        `auto` (a GPU if there is one, else this CPU), `llvm`, `cuda`, `cuda:sm_90a`, a TVM tag, or JSON.
+        `auto` (a GPU, else this CPU), `llvm`, `cuda`, `cuda:sm_90a`, `cuda:sm_89@L4`, a TVM tag, or JSON.
     portable
         Whether PTX is kept beside a GPU's code, so that newer GPUs run it too.
     shapes
@@ -325,13 +325,15 @@ def gate(
     *,
     model: str | Path | None = None,
     inputs: Mapping[str, np.ndarray] | Sequence[Mapping[str, np.ndarray]] | None = None,
+    database: str | Path | None = None,
 ) -> GateReport:
     """Return whether an artifact may take the place of another; `raise_if_refused()` of the report raises.
 
     Both run here, alternately. `inputs` is what they run on, one call or several, random if not given; `model` is where
-    the ONNX model is, if not where it was.
+    the ONNX model is, if not where it was. The report is kept in `database`, passed or refused.
     """
-    return run_gate(Path(new), Path(baseline), limits, source=model, inputs=inputs)
+    with nullcontext() if database is None else SqlDatabase.open(database) as opened:
+        return run_gate(Path(new), Path(baseline), limits, source=model, inputs=inputs, database=opened)
 
 
 def refit(
@@ -355,9 +357,7 @@ def refit(
 
 def report(directory: str | Path, *, database: str | Path | None = None) -> Report:
     """Return where an artifact's time goes, kernel by kernel, by the records behind its kernels."""
-    if database is None:
-        return report_artifact(Path(directory))
-    with open_database(database) as opened:
+    with nullcontext() if database is None else open_database(database) as opened:
         return report_artifact(Path(directory), database=opened)
 
 
@@ -375,8 +375,7 @@ def open_registry(store: str | Path, database: str | Path) -> Iterator[Registry]
 
 def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
     profile = {axis: AxisProfile(*sizes) for axis, sizes in options.get("profile", {}).items()}
-    file = options.get("lengths")
-    if file is not None and profile:
+    if (file := options.get("lengths")) is not None and profile:
         raise UsageError("lengths gives the profile too; leave profile out, or lengths")
     lengths = read_histogram(Path(file)) if file is not None else ()
     lowering = LoweringOptions(

@@ -11,6 +11,7 @@ from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from relaxtune.schedules.cpu.any_size.attention import AnySizeAttention
 from relaxtune.schedules.cpu.any_size.matmul import AnySizeMatmul
 from relaxtune.schedules.cpu.any_size.rows import AnySizeRows
 from relaxtune.schedules.cpu.convolution import Convolution
@@ -59,7 +60,7 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     if target.kind.name == "llvm":
         register_vector_math()
         rules = (
-            *(Elementwise(), AnySizeMatmul(), Matmul(), NormedMatmul(), Convolution()),
+            *(Elementwise(), AnySizeMatmul(), AnySizeAttention(), Matmul(), NormedMatmul(), Convolution()),
             *(AnySizeRows(), RowReduction(), Generic(), Plain()),
         )
         return [(rule.name, rule) for rule in rules]

@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.command_line import Ended, exit_code
 from tests.tuning_db.new_schema import schema_is_copied
 from tests.warm_python import warm_workers
 
@@ -67,3 +68,14 @@ def _process_as_it_was() -> Iterator[None]:
     logging.disable(disabled)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def relaxtune(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Run `relaxtune ARGUMENTS` in this process."""
+
+    def run(*arguments: object) -> Ended:
+        capsys.readouterr()
+        return Ended(exit_code(*arguments), *capsys.readouterr())
+
+    return run

@@ -9,8 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,24 +19,6 @@ from onnx import TensorProto, helper, numpy_helper
 from relaxtune.pipeline.cli.app import main
 
 ROOT = Path(__file__).parent.parent
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def relaxtune(capsys) -> Callable[..., Outcome]:
-    def run(*arguments: object) -> Outcome:
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 def small_model(

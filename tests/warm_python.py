@@ -37,8 +37,9 @@ MODULES = (
     "relaxtune.pipeline.batch.worker",
     "relaxtune.pipeline.cli.app",
     "relaxtune.pipeline.jobs",
+    "relaxtune.pipeline.onnx_runtime.worker",
     "relaxtune.pipeline.tuning.local.build_worker",
-    "relaxtune.pipeline.tuning.local.fork_server",
+    "relaxtune.pipeline.processes.fork_server",
     "relaxtune.pipeline.tuning.local.measure_worker",
 )
 _LIBC = ctypes.CDLL(None)
@@ -163,7 +164,7 @@ def run(words: list[str], *, timeout: float | None = None, **options: object) ->
 @contextlib.contextmanager
 def workers_start(popen: type[subprocess.Popen]) -> Iterator[None]:
     """Start the product's processes by this `Popen`."""
-    from relaxtune.pipeline.tuning.local import spawning
+    from relaxtune.pipeline.processes import spawning
 
     kept = spawning.subprocess
     spawning.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
@@ -244,7 +245,7 @@ def _prepare(start: _Start) -> None:
     first = {"-c": "", "-m": start.folder}.get(option, os.path.dirname(what))
     sys.path[:] = [first, *dict.fromkeys([*given, *_PATH])]
     sys.argv = [option or what, *arguments]
-    if "relaxtune.pipeline.tuning.local" not in what:
+    if "relaxtune.pipeline.processes" not in what:
         _SERVER.nested(start.descriptors)
         warm_workers().__enter__()
 

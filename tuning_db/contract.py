@@ -125,8 +125,10 @@ class TuningDatabase(ABC):
         return self.record_measurements([record])[0]
 
     @abstractmethod
-    def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
-        """Keep and return a new job that starts now; `options` is JSON."""
+    def start_job(
+        self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}", code_version: str | None = None
+    ) -> Job:
+        """Keep and return a new job that starts now; `options` is JSON, `code_version` the relaxtune that runs."""
 
     @abstractmethod
     def finish_job(self, job_id: str, outcome: str) -> Job:

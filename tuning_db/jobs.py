@@ -10,7 +10,11 @@ from relaxtune.tuning_db.records import TargetKey, canonical_text, clean_text, r
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a tuning command; `options` is canonical JSON, `outcome` None while it runs or when it was killed."""
+    """One run of a tuning command.
+
+    `options` is canonical JSON, `outcome` None while it runs or when it was killed. `code_version` is the relaxtune
+    that ran: its version and, from a git checkout, the commit; None where it is not known.
+    """
 
     id: str
     model: str
@@ -20,11 +24,14 @@ class Job:
     started_at: datetime
     finished_at: datetime | None = None
     outcome: str | None = None
+    code_version: str | None = None
 
     def __post_init__(self) -> None:
         """Bring the options to canonical JSON and the times to UTC."""
         object.__setattr__(self, "model", clean_text(self.model))
         object.__setattr__(self, "options", canonical_text(self.options, "Job.options"))
+        if self.code_version is not None:
+            object.__setattr__(self, "code_version", clean_text(self.code_version))
         object.__setattr__(self, "started_at", require_utc(self.started_at, "Job.started_at"))
         if self.finished_at is not None:
             object.__setattr__(self, "finished_at", require_utc(self.finished_at, "Job.finished_at"))

@@ -113,8 +113,12 @@ class LayeredDatabase(TuningDatabase):
         own = self._first.find_workload(workload_hash, tvm_version)
         return None if own is not None else self.find_workload(workload_hash, tvm_version)
 
-    def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
-        return self._first.start_job(model=model, model_sha256=model_sha256, target=target, options=options)
+    def start_job(
+        self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}", code_version: str | None = None
+    ) -> Job:
+        return self._first.start_job(
+            model=model, model_sha256=model_sha256, target=target, options=options, code_version=code_version
+        )
 
     def finish_job(self, job_id: str, outcome: str) -> Job:
         return self._first.finish_job(job_id, outcome)

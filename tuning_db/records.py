@@ -259,6 +259,9 @@ class TuningRecord:
         Its row in the database it was read from; takes no part in comparison.
     layer : str or None
         The database it was read from, when several lie over each other (`tuning_db.layers`); takes no part either.
+    code_version : str or None
+        The relaxtune that measured it: version and, where it ran from a git checkout, commit. It decides nothing in a
+        look-up. None where it is not known, as in databases made before it was kept.
     """
 
     workload_hash: str
@@ -280,6 +283,7 @@ class TuningRecord:
     id: int | None = field(default=None, compare=False)
     layer: str | None = field(default=None, compare=False)
     kernel_hash: str | None = None
+    code_version: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what would lie: a success without a true latency, a time without zone, a target of another device."""
@@ -289,7 +293,9 @@ class TuningRecord:
         object.__setattr__(self, "created_at", require_utc(self.created_at, "TuningRecord.created_at"))
         object.__setattr__(self, "duration_s", require_quantity(self.duration_s, "TuningRecord.duration_s"))
         object.__setattr__(self, "decision", clean_text(self.decision))
-        object.__setattr__(self, "error", None if self.error is None else clean_text(self.error))
+        for name in ("error", "code_version"):
+            told = getattr(self, name)
+            object.__setattr__(self, name, None if told is None else clean_text(told))
         for name in ("registers", "smem_bytes", "spill_bytes", "seed"):
             require_integer(getattr(self, name), f"TuningRecord.{name}")
         true_latencies = all(math.isfinite(value) and value > 0 for value in self.latencies_us)
@@ -322,9 +328,10 @@ class TuningRecord:
         place = [self.workload_hash, self.signature_key, self.target.key, self.environment.key]
         made = [self.route, self.decision, self.status, raw, self.error, self.seed, self.duration_s]
         resources = [self.registers, self.smem_bytes, self.spill_bytes]
-        # Came later: a record without it keeps the key it had.
+        # Came later: a record without them keeps the key it had.
         kernel = [] if self.kernel_hash is None else [self.kernel_hash]
-        return content_key([*place, *made, *resources, self.job_id, self.created_at.isoformat(), *kernel])
+        code = [] if self.code_version is None else [{"code_version": self.code_version}]
+        return content_key([*place, *made, *resources, self.job_id, self.created_at.isoformat(), *kernel, *code])
 
 
 @dataclass(frozen=True)

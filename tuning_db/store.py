@@ -114,8 +114,10 @@ class SqlDatabase(Transactions, TuningDatabase):
 
         return self.write(work)
 
-    def start_job(self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}") -> Job:
-        job = Job(str(uuid.uuid4()), model, model_sha256, target, options, utc_now())
+    def start_job(
+        self, *, model: str, model_sha256: str, target: TargetKey, options: str = "{}", code_version: str | None = None
+    ) -> Job:
+        job = Job(str(uuid.uuid4()), model, model_sha256, target, options, utc_now(), code_version=code_version)
         self.write(lambda session: writing.put_job(session, job))
         return job
 

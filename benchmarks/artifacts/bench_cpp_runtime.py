@@ -81,19 +81,13 @@ def measure(model: str, target: str, precision: str | None, place: Path, built: 
             found[arm].append(_told(_run([*words, str(artifact), str(RUNS)])))
     module = Module.load(artifact)
     inputs = sample_inputs(reference_model(module), samples=1, seed=0)[0]
-    np.savez(place.parent / "in.npz", **inputs)
-    _run(
-        [
-            sys.executable,
-            str(CLIENT),
-            str(library),
-            str(artifact),
-            str(place.parent / "in.npz"),
-            str(place.parent / "out.npz"),
-        ]
-    )
+    given, made = place.parent / "given", place.parent / "made"
+    for one in (given, made):
+        one.mkdir(exist_ok=True)
+    np.savez(given / "call.npz", **inputs)
+    _run([sys.executable, *map(str, (CLIENT, library, artifact, given, made))])
     expected = module.run(inputs)
-    with np.load(place.parent / "out.npz") as got:
+    with np.load(made / "call.npz") as got:
         same = all(got[name].tobytes() == array.tobytes() for name, array in expected.items())
     medians = {
         arm: {key: statistics.median(one[key] for one in told) for key in told[0]} for arm, told in found.items()

@@ -5,8 +5,9 @@
 
 Each run is a process of its own with a fresh database, pinned to its GPUs (CUDA_VISIBLE_DEVICES) and to so many cores
 a GPU. Through Ray, a cluster of one node with these GPUs and cores and a PostgreSQL are started before the clock is.
-Busy is the share of the tuning in which a device measured, or waited for its turn while a cell was timed. `stages` says
-how often each stage was done and what it took, in all processes (`relaxtune.pipeline.spans`); `--spans` keeps each one.
+Idle is the share of the tuning in which a device had nothing to measure, as the driver sees it; `used_share` is what
+the measuring processes themselves say they used, the way to and from them left out. `stages` says how often each stage
+was done and what it took, in all processes (`relaxtune.pipeline.spans`); `--spans` keeps each one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for count, way in itertools.product(arguments.devices, arguments.ways):
             result, spans = start_arm(arguments, count, way)
-            runs.append({"devices": count, "way": way, **result, "stages": summarise(spans)})
+            used = used_share(spans, count * float(result.get("tuning_s") or 0.0))  # type: ignore[arg-type]
+            runs.append({"devices": count, "way": way, **result, "used_share": used, "stages": summarise(spans)})
             told = {key: value for key, value in runs[-1].items() if key not in ("cells", "moments", "stages")}
             print(json.dumps(told), flush=True)
             if arguments.out:
@@ -81,6 +83,13 @@ def main() -> None:
             if arguments.spans:
                 logs.append([vars(one) for one in spans])
                 arguments.spans.write_bytes(gzip.compress(json.dumps(logs).encode()))
+
+
+def used_share(spans: Sequence[Span], devices_s: float) -> float | None:
+    """Return the share of the tuning in which devices checked, timed or computed references, as they told it."""
+    stages = (": measure", ": reference", ": final")
+    used = sum(one.seconds for one in spans if one.stage.endswith(stages))
+    return used / devices_s if devices_s else None
 
 
 def summarise(spans: Sequence[Span]) -> dict[str, dict[str, float]]:

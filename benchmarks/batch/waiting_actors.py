@@ -68,7 +68,7 @@ class WaitingBuilders:
         with open(path, "rb") as file:
             return file.read()
 
-    async def build(self, what: bytes, _target: bytes, _limits: object) -> tuple[Built, bytes]:
+    async def build(self, what: bytes, *_: object) -> tuple[Built, bytes]:
         """Wait, and return code that the kernel decides."""
         from relaxtune.pipeline.tuning.measure.backend import Built
         from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact

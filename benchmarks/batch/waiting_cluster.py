@@ -142,6 +142,10 @@ class WaitingExecutors(Executors):
         """Return the environment of a device that waits."""
         return ENVIRONMENT
 
+    def count_devices(self, target: ResolvedTarget) -> int:
+        """Return how many actors wait."""
+        return self._workers.count
+
     def backends(
         self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
     ) -> Any:

@@ -45,7 +45,7 @@ ERROR_MAX = 6e-4
 SETS_MAX = 24
 SHAPES = ((4096, 4096), (8192, 2048), (2048, 8192))
 CASES = [
-    *(Case(m, n, k, bits) for m, (n, k), bits in product((32, 128, 512, 2048), SHAPES, (4, 8))),
+    *(Case(m, n, k, bits) for m, (n, k), bits in product((32, 64, 128, 192, 256, 512, 2048), SHAPES, (4, 8))),
     # Edges: rows that no tile divides, groups shorter than a stage, all epilogues.
     *(Case(m, 1000, 800, bits, group, timed=False) for m, bits, group in product((17, 300), (4, 8), (32, 96, 800))),
     *(Case(129, 512, 256, bits, 128, "residual", timed=False) for bits in (4, 8)),

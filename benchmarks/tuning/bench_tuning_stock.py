@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -275,10 +276,12 @@ def run_ours(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
             target=prepared.target,
             environment=prepared.environment,
         )
-        records = sorted(database.list_records(RecordFilter(target_kind=target_key(prepared.target).kind)), key=_row)
+        kept = database.list_records(RecordFilter(target_kind=target_key(prepared.target).kind))
+        records = sorted(kept, key=attrgetter("id"))
     # Contenders are timed again at the end, which makes further records of the same candidates.
     first = {(record.workload_hash, record.decision): record for record in reversed(records)}
-    candidates = sorted((record for record in first.values() if record.route is not Route.FALLBACK), key=_row)
+    searched = (record for record in first.values() if record.route is not Route.FALLBACK)
+    candidates = sorted(searched, key=attrgetter("id"))
     documents = []
     for number, task in enumerate(kernels):
         choice = next(choice for choice in choices if choice.task == task.name)
@@ -298,10 +301,6 @@ def run_ours(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
         "valid": sum(record.status is Status.OK for record in candidates),
         "kernels": documents,
     }
-
-
-def _row(record: TuningRecord) -> int:
-    return record.id or 0
 
 
 def _bests(

@@ -36,7 +36,7 @@ from relaxtune.pipeline.bench.measure import (
     BenchmarkReport,
     measure,
     module_arm,
-    onnxruntime_arms,
+    onnxruntime_peer,
     run_conditions,
 )
 from relaxtune.pipeline.environment import cpu_name
@@ -90,7 +90,7 @@ def measure_model(name: str, arguments: argparse.Namespace, folder: Path) -> lis
         report = measure(
             {
                 **{arm: module_arm(module, inputs) for arm, module in modules.items()},
-                PEER: onnxruntime_arms(symbolic, inputs)[ORT_ARM],
+                PEER: onnxruntime_peer(symbolic, inputs).arms[ORT_ARM],
             },
             runs=arguments.runs,
             conditions=run_conditions(modules[SYMBOLIC]),

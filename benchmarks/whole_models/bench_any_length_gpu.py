@@ -1,15 +1,17 @@
 """One symbolic artifact at many sizes on a GPU, beside static artifacts, torch.compile(dynamic=True) and ONNX Runtime.
 
     python -m benchmarks.whole_models.bench_any_length_gpu [--model bert-base] [--batches 1,8,32] [--lengths 1,7,16,...]
-        [--static 1x128,8x512,...] [--arms static,torch,torch_graphs,ort] [--runs 30] [--budget S] [--out FILE.json]
+        [--static 1x128,8x512,...] [--arms static,torch,torch_graphs,torch_eager,ort] [--runs 30] [--budget S]
+        [--out FILE.json]
 
 Precision is fp16; nothing is tuned: all kernels are what is taken without a record. Each call's output is first
 compared with the float32 model (relative error, Frobenius): in torch where the benchmark has a module of it, else in
 ONNX Runtime on the CPU. Then the arms take turns; a time is what a caller waits for, by the host clock, with inputs on
 the device. Sizes come a few times before they are timed, so that ours runs as a CUDA graph, and the peers have compiled
 and allocated. `torch` is `torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs
-(`mode="reduce-overhead"`). Lengths are of the prompt, or of the cache of a decode step; images have none. `--static`
-names the points with a static artifact. Artifacts are compiled beside each other, one thread each; `cpu_s` of a
+(`mode="reduce-overhead"`), `torch_eager` eager torch captured in a CUDA graph of each size (not a default). Lengths are
+of the prompt, or of the cache of a decode step; images have none. `--static` names the points with a static artifact.
+Artifacts are compiled beside each other, one thread each; `cpu_s` of a
 compilation is its processor time. Needs torch; for `ort` onnxruntime-gpu.
 """
 
@@ -125,6 +127,7 @@ class Peers:
             modes = {"torch": None, "torch_graphs": "reduce-overhead"}
             for name in modes.keys() & set(arms):
                 self._torch[name] = torch.compile(built(torch.float16), dynamic=True, mode=modes[name])
+        self._eager = built(torch.float16) if self._exact is not None and "torch_eager" in arms else None
         self._session = self._ort(self.model, ["CUDAExecutionProvider"]) if "ort" in arms else None
 
     def _ort(self, model: Any, providers: list[str]) -> Any:
@@ -152,8 +155,10 @@ class Peers:
         return {name: tensor.float() for name, tensor in self._exact(*wide).items()}
 
     def torch_arms(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Arm]:
-        """Return a call of each compiled module."""
+        """Return a call of each module."""
         import torch
+
+        from benchmarks.gpu_arms.torch_arms import graph_arm
 
         tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
 
@@ -165,7 +170,20 @@ class Peers:
 
             return run
 
-        return {name: arm(module) for name, module in self._torch.items()}
+        arms = {name: arm(module) for name, module in self._torch.items()}
+        if self._eager is not None:
+            captured, checked = graph_arm(self._eager, tensors), list[bool]()
+
+            def replay() -> Any:
+                captured.launch()
+                captured.synchronise()
+                # Copies of the outputs, the first time.
+                outputs = captured.outputs() if not checked else {}
+                checked.append(True)
+                return outputs
+
+            arms["torch_eager"] = replay
+        return arms
 
     def ort_arm(self, feeds: Mapping[str, np.ndarray]) -> Arm | None:
         """Return a call with inputs and outputs on the device."""
@@ -339,7 +357,7 @@ def run_points(
         print(f"{text_of(point)}: {text} us; host {host:.0f}; error {found[_SYMBOLIC]['error']:.2g}", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n")
-    for other in ("static", "torch", "torch_graphs", "ort"):
+    for other in ("static", "torch", "torch_graphs", "torch_eager", "ort"):
         pairs = [one for one in document["points"].values() if "median_us" in one.get(other, {})]
         own = [one[_SYMBOLIC].get("median_us", float("nan")) for one in pairs]
         ratios = [mine / one[other]["median_us"] for mine, one in zip(own, pairs, strict=True)]

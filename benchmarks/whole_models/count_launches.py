@@ -1,8 +1,8 @@
 """Count the GPU kernels that one inference launches, in each layer and outside the layers; nothing is run.
 
-    python -m benchmarks.whole_models.count_launches [MODEL ...]
+    python -m benchmarks.whole_models.count_launches [MODEL ...] [--target cuda:sm_90a]
 
-Each model is lowered for sm_90a with two and with three layers of its full width, its kernels made by defaults of
+Each model is lowered for the target with two and with three layers of its full width, its kernels made by defaults of
 templates and fallback schedules. `before` is without the passes that `PASSES` names and without templates.
 """
 
@@ -33,7 +33,7 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.gpu.binding import count_launches
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Route
 
 PASSES = frozenset(
@@ -42,7 +42,6 @@ PASSES = frozenset(
         *("norms_of_half", "gather_rows", "interleave_gates", "rotate_in_matmul", "fuse_norms"),
     }
 )
-TARGET = resolve_target("cuda:sm_90a")
 # A vocabulary is as wide as it is without changing a kernel's form; this one keeps the weights small.
 VOCABULARY = 1024
 
@@ -90,33 +89,35 @@ CASES = {
 }
 
 
-def launches(model: OnnxModel, precision: str | None, *, before: bool) -> int:
+def launches(model: OnnxModel, precision: str | None, target: ResolvedTarget, *, before: bool) -> int:
     """Return the kernels that one inference launches."""
     options = LoweringOptions(precision=precision, disabled_passes=PASSES if before else frozenset())
-    lowered = lower(import_model(model), TARGET.target, options)
+    lowered = lower(import_model(model), target.target, options)
     choices = select_kernels(
         lowered,
         extract_tasks([lowered]),
         database=None,
-        target=TARGET,
-        environment=detect_environment(TARGET),
+        target=target,
+        environment=detect_environment(target),
         routes=DEFAULT_ROUTES - {Route.TEMPLATE} if before else DEFAULT_ROUTES,
     )
-    mod = apply_fallback(apply_choices(lowered.mod, choices), TARGET.target)
+    mod = apply_fallback(apply_choices(lowered.mod, choices), target.target)
     return sum(count_launches(mod[name]) * len(calls) for name, calls in lowered.kernels.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--target", default="cuda:sm_90a")
     args = parser.parse_args()
+    target = resolve_target(args.target)
     print(f"{'model':36} {'a layer':>8} {'before':>8} {'outside':>8} {'before':>8}")
     for name in args.models:
         case = CASES[name]
         precision = "fp16" if case.precision is Precision.FP32 else None
         counts = {}
         for before in (False, True):
-            two, three = (launches(case.model(layers), precision, before=before) for layers in (2, 3))
+            two, three = (launches(case.model(layers), precision, target, before=before) for layers in (2, 3))
             counts[before] = (three - two, 3 * two - 2 * three)
         columns = (counts[False][0], counts[True][0], counts[False][1], counts[True][1])
         print(f"{name:36} {' '.join(f'{column:8}' for column in columns)}", flush=True)

@@ -1,90 +1,23 @@
-"""Which device an artifact runs on, whether this machine has what its code was made for, and whose turn it is there."""
+"""Which device an artifact runs on, and whether this machine has what its code was made for."""
 
 from __future__ import annotations
 
 import logging
 import platform
 import re
-import threading
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import tvm
-import tvm_ffi
 from tvm.runtime import Device
 from tvm.target import codegen
 
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import driver_release, load_cuda_runtime
-from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.targets.capabilities import native_arch, runs_on, translates_to
 
 logger = logging.getLogger(__name__)
-
-
-class SupportsCudaStream(Protocol):
-    """A stream of any library with the CUDA stream protocol, such as those of PyTorch, CuPy and cuda.core."""
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the version of the protocol, 0, and the handle."""
-
-
-class Turns:
-    """A context in which one call at a time is given to a device; the calls of a GPU go to one stream after another.
-
-    TVM gives memory of a call back while the GPU still works in it, and the next call may take it. That is right on one
-    stream, where work waits for what was given before. A call on another stream waits here until the work of the last
-    stream is done.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._turn = threading.RLock()
-        self._stream: int | None = None
-
-    def __enter__(self) -> None:
-        """Wait for the turn, and for the work of another stream."""
-        self._turn.acquire()
-        stream = tvm_ffi.get_raw_stream(self._device)
-        if stream != self._stream:
-            if self._stream is not None:
-                self._device.sync(self._stream)
-            self._stream = stream
-
-    def __exit__(self, *_: object) -> None:
-        """Let the next one."""
-        self._turn.release()
-
-
-_of_gpus: dict[int, Turns] = {}
-
-
-def turns_on(device: Device) -> Turns:
-    """Return the turns of a module on a device: all modules of a GPU share them, as they share its memory."""
-    return (
-        Turns(device)
-        if device.dlpack_device_type() == tvm.cpu().dlpack_device_type()
-        else _of_gpus.setdefault(int(device.index), Turns(device))
-    )
-
-
-def on_stream(device: Device, stream: int | SupportsCudaStream | None) -> AbstractContextManager[object]:
-    """Return a context in which calls go to a stream: by its handle, or an object of its library; None changes nothing.
-
-    Raises
-    ------
-    PipelineError
-        The device is a CPU.
-    """
-    if stream is None:
-        return nullcontext()
-    if device.dlpack_device_type() == tvm.cpu().dlpack_device_type():
-        raise PipelineError(f"{device} has no streams: the artifact is for a CPU; leave `stream` out")
-    handle = stream if isinstance(stream, int) else stream.__cuda_stream__()[1]
-    context: AbstractContextManager[object] = tvm_ffi.use_raw_stream(device, handle)
-    return context
 
 
 def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:

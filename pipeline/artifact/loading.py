@@ -71,6 +71,20 @@ def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarr
         raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
 
 
+class Kernels:
+    """A function of the virtual machine with its weights; takes the inputs and returns the outputs.
+
+    It knows no module, so that a module goes as soon as nothing uses it, not when Python looks for circles.
+    """
+
+    def __init__(self, function: Callable[..., object], weights: Sequence[Tensor]) -> None:
+        self._function, self._weights = function, tuple(weights)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs of one call."""
+        return as_tuple(self._function(*tensors, *self._weights))
+
+
 def as_tuple(result: object) -> tuple[Tensor, ...]:
     """Return what a function of the virtual machine gave back, one tensor or several, as a tuple."""
     if isinstance(result, Tensor):
@@ -107,10 +121,3 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the first and the last address of a tensor's memory."""
     start = int(tensor.data_ptr())
     return start, start + (math.prod(tensor.shape) * numpy_dtype(str(tensor.dtype)).itemsize if tensor.shape else 1)
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """Return a copy on the same device."""
-    copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
-    tensor.copyto(copy)
-    return copy

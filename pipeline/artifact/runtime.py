@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -16,13 +16,15 @@ from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
 from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
-from relaxtune.pipeline.artifact.device_choice import SupportsCudaStream, device_for, on_stream, turns_on
+from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.entries import BucketEntry
-from relaxtune.pipeline.artifact.loading import as_tuple, copied, load_machine, read_weights, shared_outputs
+from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs, Sizes
+from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph
+from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_default_stream, on_stream
+from relaxtune.pipeline.artifact.loading import Kernels, load_machine, read_weights, shared_outputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
-from relaxtune.pipeline.artifact.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.artifact.tensor_checks import (
     SupportsDLPack,
     borrowed_input,
@@ -35,7 +37,7 @@ from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.threads import configure_threads, default_threads
-from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
+from relaxtune.schedules.libraries.vendors import named_libraries
 
 _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
@@ -56,12 +58,11 @@ class Module:
 
     A module that runs as a CUDA graph reads its inputs at fixed addresses: tensors given to `run_device` are copied
     into `input_buffers` first, except those that are these buffers themselves. A module with symbolic sizes has a graph
-    for each set of sizes that comes again (`pipeline.artifact.size_graphs`).
+    for each set of sizes that comes again (`pipeline.artifact.gpu.size_graphs`).
 
     Threads may call one module; calls take turns, since a run works in buffers that belong to the module. Several
-    modules, of one artifact or of several, run at once. On a GPU each call goes to the stream that is current there
-    (`tvm_ffi.use_torch_stream`), or to the one that `run_device` is given; it waits until the
-    calls of other streams are done.
+    modules, of one artifact or of several, run at once. On a GPU `run_device` goes to the stream that is current there
+    (`tvm_ffi.use_torch_stream`), or to the one that it is given. What waits for what: `pipeline.artifact.gpu.turns`.
 
     A module with shape buckets sends each call to the best of them (`pipeline.artifact.bucket_routing`), padded where
     the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
@@ -75,32 +76,31 @@ class Module:
         weights: Sequence[Tensor],
         threads: int | None,
         entry: str = _MAIN,
+        turn: Turns | None = None,
     ) -> None:
         """Hold a loaded module; use `Module.load`."""
         self._manifest = manifest
-        self._main = machine[entry]
         self._machine = machine
         self._device = device
         self._weights = tuple(weights)
         # Asked of the system once: a run must not read /sys again.
         self._threads = threads if threads is not None else default_threads()
-        self._turn = turns_on(device)
+        self._turn = turn or Turns(device, apart=not named_libraries(manifest.target.libraries))
+        self._turn.end_with(self)
+        self._kernels = Kernels(machine[entry], self._weights)
         self._thread: ThreadPoolExecutor | None = None
         self._router: Router | None = None
         self._weights_file: Path | None = None
         # Numbers of the outputs that lie in memory of others; what they are is known from the first call on.
         self._shared_outputs: frozenset[int] | None = None
         self._watched = False
-        self._buffers = self._fixed_inputs() if manifest.target.cuda_graph else None
-        if self._buffers is not None:
-            # Saved with its arguments, so that a run does not hand over every weight again.
-            saved = f"relaxtune_saved_{entry}"
-            machine.save_function(entry, saved, *self._buffers, *self._weights)
-            self._saved_main = machine[saved]
-        self._run_sizes: Callable[[Sequence[Tensor], Sizes], tuple[Tensor, ...]] = self._run_kernels
+        captures = manifest.target.cuda_graph
+        self._static: StaticGraph | None = None
         self._graphs: SizeGraphs | None = None
-        if self._buffers is None and manifest.target.cuda_graph:
-            self._run_sizes = self._graphs = SizeGraphs(machine, device, self._run_kernels)
+        if captures and self._is_static:
+            self._static = StaticGraph(machine, device, entry, manifest.inputs, self._weights, self._turn)
+        elif captures:
+            self._graphs = SizeGraphs(machine, device, self._kernels, self._turn)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
         unpadding = manifest.unpadding
         self._tokens = TokenList(machine, device, manifest.inputs, unpadding) if unpadding is not None else None
@@ -149,9 +149,8 @@ class Module:
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
         chosen = device_for(manifest, device, directory)
         configure_threads(threads)
-        for library in VENDOR_LIBRARIES:
-            if library.file in manifest.target.libraries:
-                offer_library(library)
+        for library in named_libraries(manifest.target.libraries):
+            offer_library(library)
         machine = load_machine(directory / MODULE_FILE, chosen)
         weights_file = directory / PARAMS_FILE
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
@@ -187,7 +186,7 @@ class Module:
 
     def variant(self, entry: str) -> Self:
         """Return another entry of the same code as a module, on the same weights; see `pipeline.choose.variants`."""
-        return type(self)(self._manifest, self._machine, self._device, self._weights, self._threads, entry)
+        return type(self)(self._manifest, self._machine, self._device, self._weights, self._threads, entry, self._turn)
 
     @property
     def manifest(self) -> Manifest:
@@ -243,13 +242,13 @@ class Module:
         routed = self._router.run(inputs) if self._router is not None else None
         if routed is not None:
             return routed
-        with self._turn:
-            if self._buffers is None:
+        with on_default_stream(self._device), self._turn:
+            if self._static is None:
                 outputs = self._call(self.to_device(inputs))
             else:
-                for buffer, spec in zip(self._buffers, self.inputs, strict=True):
+                for buffer, spec in zip(self._static.buffers, self.inputs, strict=True):
                     buffer.copyfrom(np.asarray(inputs[spec.name], order="C"))
-                outputs = self._call(self._buffers)
+                outputs = self._call(self._static.buffers)
             return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
 
     async def run_async(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -261,7 +260,7 @@ class Module:
     @property
     def input_buffers(self) -> tuple[Tensor, ...] | None:
         """The tensors that a CUDA graph reads its inputs from, to be filled by the caller; None without a graph."""
-        return self._buffers
+        return None if self._static is None else self._static.buffers
 
     def to_device(self, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
         """Return the inputs as tensors on the device, in the model's order, for `run_device`."""
@@ -284,7 +283,7 @@ class Module:
             next call.
         stream : int, an object with `__cuda_stream__`, or None
             The CUDA stream that the work goes to, such as `torch.cuda.current_stream()`; None takes the current one of
-            `tvm_ffi`. The inputs must be ready there. Keep it until a call on another stream, which waits for it.
+            `tvm_ffi`. The inputs must be ready there.
 
         Raises
         ------
@@ -343,17 +342,15 @@ class Module:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.
         configure_threads(self._threads)
         try:
-            if self._buffers is None:
-                if self._tokens is not None:
-                    tensors = [*tensors, *self._tokens(tensors)]
-                sizes = tuple([tensor.shape for tensor in tensors])
-                self._trim_pool(sizes)
-                outputs = self._run_sizes(tensors, sizes)
+            if self._static is None:
+                with nullcontext() if self._tokens is None else self._turn.pool():
+                    if self._tokens is not None:
+                        tensors = [*tensors, *self._tokens(tensors)]
+                    sizes = tuple([tensor.shape for tensor in tensors])
+                    self._trim_pool(sizes)
+                    outputs = (self._graphs or self._run_kernels)(tensors, sizes)
             else:
-                for buffer, tensor in zip(self._buffers, tensors, strict=True):
-                    if tensor is not buffer:
-                        tensor.copyto(buffer)
-                outputs = as_tuple(self._saved_main())
+                outputs = self._static(tensors)
         except (TypeError, ValueError, RuntimeError) as e:
             if not any(sign in str(e) for sign in _REFUSALS):
                 raise
@@ -363,20 +360,23 @@ class Module:
         if self._shared_outputs is None:
             check_outputs(outputs, self._manifest)
             if self._watched:  # the second run below would be one too many where kernels are counted
-                return tuple(copied(one) for one in outputs)
+                return tuple(self._turn.copied(one) for one in outputs)
             # A constant inside the code is where two runs put their output, although the first one's is still held.
-            embedded = () if self._weights or self._buffers is not None else self._run_kernels(tensors)
-            others = [*tensors, *(self._buffers or ()), *self._weights, *embedded]
+            embedded = () if self._weights or self._static is not None else self._run_kernels(tensors)
+            others = [*tensors, *(self.input_buffers or ()), *self._weights, *embedded]
             self._shared_outputs = shared_outputs(outputs, others)
         return self._without_sharing(outputs)
 
     def _without_sharing(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the outputs of a call, copies of those that lie in memory of others."""
         shared = self._shared_outputs
-        return tuple(copied(one) if n in shared else one for n, one in enumerate(outputs)) if shared else outputs
+        if not shared:
+            return outputs
+        return tuple(self._turn.copied(one) if n in shared else one for n, one in enumerate(outputs))
 
     def _run_kernels(self, tensors: Sequence[Tensor], _sizes: Sizes = ()) -> tuple[Tensor, ...]:
-        return as_tuple(self._main(*tensors, *self._weights))
+        with self._turn.pool():
+            return self._kernels(tensors)
 
     def _trim_pool(self, sizes: Sizes) -> None:
         """Give memory back now and then: TVM's pool keeps what each set of sizes took for that very set."""
@@ -391,9 +391,3 @@ class Module:
     def _is_static(self) -> bool:
         """Whether all sizes are known; how many tokens a mask leaves is not."""
         return self._manifest.unpadding is None and all(spec.is_static for spec in self.inputs)
-
-    def _fixed_inputs(self) -> tuple[Tensor, ...] | None:
-        """Return a tensor on the device for each input, or None when one has a symbolic shape."""
-        if not self._is_static:
-            return None
-        return tuple(tvm.runtime.empty(spec.shape, spec.dtype, self._device) for spec in self.inputs)

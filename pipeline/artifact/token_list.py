@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import tvm_ffi
 from tvm.runtime import Device, Tensor, empty
 from tvm.runtime.vm import VirtualMachine
 
@@ -35,6 +36,8 @@ class TokenList:
         mask = tensors[self._mask]
         rows, spans, slots, count = self._lists_of(tuple(mask.shape))
         self._list(mask, rows, spans, slots, count)
+        # TVM reads on the default stream, which does not wait for others.
+        self._device.sync(tvm_ffi.get_raw_stream(self._device))
         size = self._unpadding.size(int(count.numpy()[0]), math.prod(mask.shape))
         return rows._create_view((size,)), spans._create_view((size, 2)), slots
 

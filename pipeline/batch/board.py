@@ -10,7 +10,7 @@ from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.events import CandidateEvent, CellEvent, OnEvent
 from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener
 from relaxtune.tuning_db.batches import beat, list_cells, move_cell
 from relaxtune.tuning_db.cell_states import NO_FACTS, BatchHeldError, CellFacts, CellState, TransitionError
 from relaxtune.tuning_db.contract import TuningDatabase
@@ -18,6 +18,8 @@ from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, Tun
 
 logger = logging.getLogger(__name__)
 
+#: A target's architecture and a workload's hash: several targets may be tuned at the same time.
+TaskOn = tuple[str, str]
 #: Seconds between two heartbeats, in which others' wishes to cancel are read too.
 BEAT_S = 5.0
 
@@ -55,9 +57,9 @@ class Board:
         self._heart = threading.Thread(target=self._beat, name="relaxtune-heartbeat", daemon=True)
         self.lost: BatchHeldError | None = None
         # By task: the cells that have it, with its weight there. Then the best microseconds known of each task.
-        self._weights: dict[str, dict[str, int]] = {}
-        self._of_cell: dict[str, dict[str, int]] = {}
-        self._best_us: dict[str, float] = {}
+        self._weights: dict[TaskOn, dict[str, int]] = {}
+        self._of_cell: dict[str, dict[TaskOn, int]] = {}
+        self._best_us: dict[TaskOn, float] = {}
 
     def __enter__(self) -> Board:
         """Start the heartbeat."""
@@ -101,19 +103,24 @@ class Board:
     def arrived(self, one: CellTasks) -> None:
         """Note the tasks of a cell, for how fast its kernels are."""
         with self._lock:
-            own = self._of_cell[one.cell.name] = {task.workload_hash: task.weight for task in one.tasks}
+            arch = one.target.arch
+            own = self._of_cell[one.cell.name] = {(arch, task.workload_hash): task.weight for task in one.tasks}
             for key, weight in own.items():
                 self._weights.setdefault(key, {})[one.cell.name] = weight
 
-    def improved(self, workload_hash: str, best_us: float) -> None:
-        """Note the best latency of a task, its fallback's included."""
+    def improved(self, arch: str, workload_hash: str, best_us: float) -> None:
+        """Note the best latency of a task on a target, its fallback's included."""
         with self._lock:
-            self._best_us[workload_hash] = best_us
+            self._best_us[arch, workload_hash] = best_us
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
-        """Tell of a candidate."""
+    def progress_on(self, arch: str) -> ProgressListener:
+        """Return what listens to the tuning for a target."""
+        return _Listener(self, arch)
+
+    def measured(self, arch: str, event: ProgressEvent) -> None:
+        """Tell of a candidate of a target."""
         with self._lock:
-            key = event.workload_hash
+            key = (arch, event.workload_hash)
             found = {name: self._kernels_ms(name) for name in self._weights.get(key, ())}
             told = CandidateEvent(event, {name: ms for name, ms in found.items() if ms is not None})
             self._on_event(told)
@@ -155,3 +162,11 @@ class Board:
         for row in list_cells(self._database, self._batch_id):
             if row.state is CellState.CANCELLED and row.spec.name in self._events:
                 self._tell(CellEvent(self._events[row.spec.name].cell, row.state, row.facts))
+
+
+class _Listener:
+    def __init__(self, board: Board, arch: str) -> None:
+        self._board, self._arch = board, arch
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        self._board.measured(self._arch, event)

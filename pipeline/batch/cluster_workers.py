@@ -7,10 +7,11 @@ free, after the tuning, so that nothing is timed beside a measurement.
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
-from relaxtune.pipeline.batch.worker import AheadWork, CellActor, CellWorker, PrepareWork, Work, placed
+from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import (
     CORES_EACH,
     CellWorkers,
@@ -20,6 +21,7 @@ from relaxtune.pipeline.batch.workers import (
     workers_for,
 )
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.tuning.ray.child_actor import WorkingActor, answer_task
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
 from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
@@ -37,8 +39,8 @@ class DeviceWorkers(HomedWorkers):
     """
 
     def __init__(self, cluster: RayCluster, reservation: Reservation) -> None:
-        self._ray, self._reservation = cluster.ray, reservation
-        self._made = cluster.ray.remote(max_restarts=0)(CellActor)
+        self._ray, self._reservation, self._forks = cluster.ray, reservation, cluster.forks
+        self._made = cluster.ray.remote(max_restarts=0)(WorkingActor)
         self._actors: dict[int, Any] = {}
         super().__init__(workers_for(reservation.devices, reservation.cores))
 
@@ -48,15 +50,20 @@ class DeviceWorkers(HomedWorkers):
                 raise PipelineError("the run has ended")
             if number not in self._actors:
                 asked = self._reservation.working(number % self._reservation.devices)
-                self._actors[number] = self._made.options(**asked).remote(self._reservation.run, CORES_EACH)
+                started = self._made.options(**asked).remote(
+                    WORKER_MODULE, self._forks, self._reservation.run, CORES_EACH
+                )
+                self._actors[number] = started
             actor = self._actors[number]
         try:
-            return self._ray.get(actor.answer.remote(with_threads(work)))
+            answer: bytes = self._ray.get(actor.answer.remote(pickle.dumps(with_threads(work))))
         except self._ray.exceptions.RayActorError as e:
             with self._changed:
                 self._actors.pop(number, None)
             self._leave(number)
             raise WorkerLostError(f"the cluster's actor that worked on the cell is gone: {type(e).__name__}") from e
+        found: object = pickle.loads(answer)
+        return found
 
     def _end(self) -> None:
         for actor in self._actors.values():
@@ -76,10 +83,10 @@ class ClusterWorkers(CellWorkers):
 
     def __init__(self, cluster: RayCluster, target: ResolvedTarget) -> None:
         place = cluster.get_place(target)
-        self._count = max(2, place.devices)
+        self._count, self._forks = max(2, place.devices), cluster.forks
         # A lost node's task is done again elsewhere.
-        self._prepare = cluster.ray.remote(num_cpus=1, max_retries=2)(_answer)
-        self._finish = cluster.ray.remote(max_retries=2, **place.actor)(_answer)
+        self._prepare = cluster.ray.remote(num_cpus=1, max_retries=2)(answer_task)
+        self._finish = cluster.ray.remote(max_retries=2, **place.actor)(answer_task)
 
     @property
     def count(self) -> int:
@@ -94,12 +101,17 @@ class ClusterWorkers(CellWorkers):
             future.set_result(False)
             return future
         task: Any = self._prepare if isinstance(work, PrepareWork) else self._finish
-        return cast("Future[object]", task.remote(work).future())
+        answer: Future[object] = Future()
+
+        def come(done: Future[bytes]) -> None:
+            error = done.exception()
+            if error is None:
+                answer.set_result(pickle.loads(done.result()))
+            else:
+                answer.set_exception(error)
+
+        task.remote(WORKER_MODULE, self._forks, pickle.dumps(work)).future().add_done_callback(come)
+        return answer
 
     def close(self) -> None:
         """Do nothing: what is not done ends with the connection."""
-
-
-def _answer(work: Work) -> object:
-    """Do work on a node."""
-    return placed(CellWorker().answer(work))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -26,7 +27,7 @@ from relaxtune.pipeline.errors import InterruptedEarlyError, PipelineError
 from relaxtune.pipeline.jobs import not_here
 from relaxtune.pipeline.tuned_model import tune_tasks
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
-from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db import batches
 from relaxtune.tuning_db.batches import batch_key
@@ -36,6 +37,8 @@ from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl, hide_secrets
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
 
 
 def run_batch(
@@ -161,10 +164,20 @@ def _drive(
         with board, ctrl_c_requests(stop):
             for cell in cells:
                 _take_unchanged(board, database, cell, rows[cell.name].spec.key)
-            for target, group in group_targets(cells):
-                options = group_options(plan, len(group), len(cells))
-                if not stop.asked:
-                    _carry_out(plan, batch, target, group, options, len(cells), board, executors, database, tuning)
+            groups = group_targets(cells)
+            found: dict[int, TuningSummary] = {}
+
+            def carry_out(positions: Sequence[int]) -> None:
+                for one in positions:
+                    target, group = groups[one]
+                    if not stop.asked:
+                        summary = _carry_out(plan, batch, target, group, len(cells), board, executors, database)
+                        found.update({} if summary is None else {one: summary})
+
+            try:
+                side_by_side([partial(carry_out, one) for one in executors.apart([one for one, _ in groups])], stop)
+            finally:
+                tuning.extend(found[one] for one in sorted(found))
             for cell in cells:
                 if board.state(cell).working:
                     board.move(cell, CellState.QUEUED)
@@ -200,22 +213,21 @@ def _carry_out(
     batch: Batch,
     target: ResolvedTarget,
     group: Sequence[Cell],
-    options: TuningOptions,
-    share: int,
+    every: int,
     board: Board,
     executors: Executors,
     database: TuningDatabase,
-    tuning: list[TuningSummary],
-) -> None:
-    """Tune the tasks of one target's cells, and finish each of these."""
+) -> TuningSummary | None:
+    """Tune the tasks of one target's cells, of so many in the plan, and finish each; None where nothing was tuned."""
     left = [cell for cell in group if board.state(cell) is CellState.QUEUED]
     if not left:
-        return
+        return None
     environment = executors.find_environment(target)
     if environment is None:
         for cell in left:
             board.move(cell, CellState.FAILED, CellFacts(error=not_here(target)))
-        return
+        return None
+    options = group_options(plan, len(group), every, executors.count_devices(target))
     job_id = ""
 
     def begun(started: str) -> None:
@@ -234,29 +246,56 @@ def _carry_out(
             job_id,
         )
 
-    feed = CellFeed(left, board, database, executors.workers(target), request_of, trials_of(plan, share))
+    feed = CellFeed(left, board, database, executors.workers(target), request_of, trials_of(plan, every))
     try:
         _, summary = tune_tasks(
             group_job(plan, group, target, environment),
             (),
             options,
             database,
-            board,
+            board.progress_on(target.arch),
             machine=executors.backends,
             feed=feed,
-            stop=board.stop,
+            stop=StopSignal(within=board.stop),
             on_job=begun,
         )
     except InterruptedEarlyError:
-        return
+        return None
     except PipelineError as error:
         logger.warning("%s: nothing could be tuned: %s", target.arch, error)
         feed.fail_rest(error)
-        return
-    tuning.append(summary)
+        return None
     told = (target.arch, len(summary.tasks), len(left), summary.candidates)
     logger.info("%s: %d tasks of %d cells, %d candidates", *told)
     feed.finish_rest()
+    return summary
+
+
+def side_by_side(parts: Sequence[Callable[[], None]], stop: StopSignal) -> None:
+    """Do parts of a run at the same time, each in a thread; one alone in this one. The first error ends the others.
+
+    This thread waits, and hears Ctrl-C.
+    """
+    if len(parts) == 1:
+        parts[0]()
+        return
+    errors: list[BaseException] = []
+
+    def do(part: Callable[[], None]) -> None:
+        try:
+            part()
+        except BaseException as e:  # the border of a thread: the caller is told
+            errors.append(e)
+            stop.request()
+
+    threads = [threading.Thread(target=do, args=(one,), name="relaxtune-target", daemon=True) for one in parts]
+    for one in threads:
+        one.start()
+    for one in threads:
+        while one.is_alive():
+            one.join(_POLL_S)
+    if errors:
+        raise errors[0]
 
 
 class BatchRun:

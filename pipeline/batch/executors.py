@@ -9,6 +9,7 @@ a line in `open_executors`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from types import TracebackType
 from typing import Self
@@ -17,12 +18,13 @@ from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers, DeviceWorke
 from relaxtune.pipeline.batch.worker import WORKER_MODULE
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
+from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import choose_devices
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.ray.cluster import find_place
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
 from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
@@ -46,6 +48,14 @@ class Executors(ABC):
     @abstractmethod
     def find_environment(self, target: ResolvedTarget) -> Environment | None:
         """Return what measurements for a target are true for; None where no device of it can be had."""
+
+    @abstractmethod
+    def count_devices(self, target: ResolvedTarget) -> int:
+        """Return how many devices measure for a target that has an environment."""
+
+    def apart(self, targets: Sequence[ResolvedTarget]) -> list[list[int]]:
+        """Return the positions of targets: those of different lists may be tuned at the same time, others in turn."""
+        return [list(range(len(targets)))]
 
     @abstractmethod
     def backends(
@@ -91,6 +101,10 @@ class LocalExecutors(Executors):
         found = detect_environment(target)
         return None if found.device_name == UNKNOWN_DEVICE else found
 
+    def count_devices(self, target: ResolvedTarget) -> int:
+        """Return how many of this machine's devices are a target's."""
+        return len(choose_devices(target))
+
     def backends(
         self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
     ) -> AbstractContextManager[Machine]:
@@ -112,13 +126,27 @@ class ClusterExecutors(Executors):
     """A Ray cluster: builders on all its cores, a measuring actor for each device; the driver needs none."""
 
     def __init__(self, address: str) -> None:
-        self._cluster = RayCluster(address)
+        self._cluster = RayCluster(address, [WORKER_MODULE])
         self._stack = ExitStack()
         self._reserved: dict[str, Reservation] = {}
 
     def find_environment(self, target: ResolvedTarget) -> Environment | None:
         """Return the environment of the cluster's devices for a target."""
         return self._cluster.find_environment(target)
+
+    def count_devices(self, target: ResolvedTarget) -> int:
+        """Return how many of the cluster's devices are a target's."""
+        return self._cluster.get_place(target).devices
+
+    def apart(self, targets: Sequence[ResolvedTarget]) -> list[list[int]]:
+        """Return targets by the device that they are measured on, where building elsewhere disturbs none of them."""
+        places = [find_place(self._cluster.nodes, target) for target in targets]
+        if not all(place is None or place.undisturbed for place in places):
+            return super().apart(targets)
+        found: dict[str, list[int]] = {}
+        for position, place in enumerate(places):
+            found.setdefault("" if place is None else place.environment.device_name, []).append(position)
+        return list(found.values())
 
     def backends(
         self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal

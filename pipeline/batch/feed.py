@@ -77,6 +77,8 @@ class CellFeed:
         self._seen: set[str] = set()
         self._hashes: dict[str, frozenset[str]] = {}
         self._limited = EarlyCells()
+        # Of the target, known with its first cell.
+        self._arch = ""
         # Cells that are finished before their tasks are settled, which are tuned on meanwhile.
         self._early: dict[str, tuple[Cell, set[str]]] = {}
 
@@ -113,7 +115,7 @@ class CellFeed:
 
     def improved(self, workload_hash: str, best_us: float) -> None:
         """Note how fast a task is: it is shown, and a cell is finished as soon as it is fast enough."""
-        self._board.improved(workload_hash, best_us)
+        self._board.improved(self._arch, workload_hash, best_us)
         self._limited.improved(workload_hash, best_us)
 
     def wait(self, seconds: float) -> None:
@@ -185,6 +187,7 @@ class CellFeed:
             self._board.move(cell, CellState.FAILED, CellFacts(error=found.note))
         elif found is not None and self._board.move(cell, CellState.TUNING):
             self._board.arrived(found)
+            self._arch = found.target.arch
             hashes = frozenset(task.workload_hash for task in found.tasks)
             part = len(hashes - self._seen) / max(1, len(hashes))
             self._seen |= hashes

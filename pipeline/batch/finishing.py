@@ -12,7 +12,7 @@ from pathlib import Path
 from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.tasks import log_fault
 from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, UNTUNED_ARM
-from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.job_values import TuneRequest, TuneResult
@@ -138,6 +138,7 @@ def _finish(
         model_sha256=prepared.lowered.graph.source_sha256,
         target=target_key(prepared.target),
         options=json.dumps(noted),
+        code_version=code_version(),
     )
     outcome = "interrupted"
     try:

@@ -41,6 +41,7 @@ class LimitsTable(_Table):
     """What an artifact must keep to be accepted; see `pipeline.validate.acceptance.Limits`."""
 
     max_latency_ms: float | None = Field(default=None, gt=0)
+    max_slowdown: float | None = Field(default=None, ge=0)
     rtol: float | None = Field(default=None, ge=0)
     atol: float | None = Field(default=None, ge=0)
 
@@ -50,6 +51,12 @@ class BudgetTable(_Table):
 
     seconds: float | None = Field(default=None, gt=0)
     candidates: int | None = Field(default=None, gt=0)
+    gpu_hours: float | None = Field(default=None, gt=0)
+
+    def seconds_on(self, devices: int) -> float | None:
+        """Return the seconds that so many devices may be used side by side; None where only candidates limit them."""
+        shared = None if self.gpu_hours is None else 3600 * self.gpu_hours / devices
+        return min((one for one in (self.seconds, shared) if one is not None), default=None)
 
 
 class DefaultsTable(_Table):
@@ -206,9 +213,11 @@ _EXPECTED = {
     "tags": 'a list of words, such as tags = ["nightly"]',
     "importance": "how many times its kernels count, a whole number of at least 1",
     "candidates": "how many candidates are measured at most, a whole number greater than 0",
+    "gpu_hours": "how many hours the devices may tune, added up, a number greater than 0",
     "seconds": "how many seconds are tuned at most, a number greater than 0",
     "samples": "how many random inputs to validate with, a whole number, such as samples = 3",
     "max_latency_ms": "milliseconds, a number greater than 0",
+    "max_slowdown": "by which share of the last accepted artifact's latency it may be slower, such as 0.02",
     "rtol": "a relative tolerance, such as rtol = 0.02",
     "atol": "an absolute tolerance, such as atol = 0.001",
     "database": 'the text of a file or a URL, such as database = "relaxtune.db"',

@@ -17,6 +17,7 @@ from relaxtune.pipeline.prepare import Imported, ModelRequest, PreparedModel, im
 from relaxtune.pipeline.tasks.extract import unique_name
 from relaxtune.pipeline.tasks.task import TaskFacts, TuningTask
 from relaxtune.pipeline.tuned_model import TuningJob
+from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.options import LEVELS, TuningOptions, options_for
 from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.schedules.errors import ScheduleError
@@ -171,8 +172,10 @@ def merge_tasks(cells: Sequence[LoweredCell]) -> tuple[TaskFacts, ...]:
     return tuple(sorted(found.values(), key=lambda t: (-t.weight * t.flops, -t.weight * t.bytes, t.name)))
 
 
-def group_options(plan: Plan, cells: int, every: int) -> TuningOptions:
+def group_options(plan: Plan, cells: int, every: int, devices: int = 1) -> TuningOptions:
     """Return the tuning options of a target with so many of every cell; the plan's budget is shared by cells.
+
+    Its hours of GPUs are shared by the target's devices.
 
     Without a budget each cell has the candidates of the plan's effort, less the part of its tasks that cells before it
     have too. Norms are tuned in the form that the request or the newest record says, not in all forms.
@@ -180,7 +183,8 @@ def group_options(plan: Plan, cells: int, every: int) -> TuningOptions:
     budget, effort = plan.table.budget, plan.table.effort
     share = cells / every
     trials = None if budget.candidates is None else max(1, round(budget.candidates * share))
-    seconds = None if budget.seconds is None else budget.seconds * share
+    limit_s = budget.seconds_on(devices)
+    seconds = None if limit_s is None else limit_s * share
     if trials is None and seconds is None:
         trials = cells * (LEVELS[effort].trials or 0)
     return replace(options_for(effort, trials, seconds), seed=plan.table.seed, norm_forms=False)
@@ -199,18 +203,22 @@ def trials_of(plan: Plan, every: int) -> Callable[[Cell, float], int | None]:
         if budget.candidates is not None:
             given += 1
             return round(budget.candidates * given / every) - round(budget.candidates * (given - 1) / every)
-        return None if budget.seconds is not None else math.ceil(level * part)
+        return math.ceil(level * part) if budget.seconds_on(1) is None else None
 
     return trials
 
 
 def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions, ...]:
-    """Return the tuning options of each group, and with them how many candidates its cells bring at most."""
+    """Return the tuning options of each group, and with them how many candidates its cells bring at most.
+
+    Hours of GPUs are those of this machine's, or of one where it has none for a target.
+    """
     every = sum(len(group.cells) for group in groups)
     trials = trials_of(plan, every)
     made = []
     for group in groups:
-        options = group_options(plan, len(group.cells), every)
+        devices = len(choose_devices(group.target)) if not group.cells[0].note else 1
+        options = group_options(plan, len(group.cells), every, devices)
         seen: set[str] = set()
         most: int | None = 0
         for one in group.cells:

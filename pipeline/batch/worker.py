@@ -1,19 +1,18 @@
-"""What imports, compiles, compares and validates cells beside the tuning of others: a process, or a cluster's actor."""
+"""What imports, compiles, compares and validates cells beside the tuning of others: a process here or on a node."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relaxtune.pipeline.temporary import shared_folder
-from relaxtune.pipeline.tuning.local.child import leave_out_torch
-from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
+from relaxtune.pipeline.tuning.ray.child_actor import PackedWork
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell
@@ -107,9 +106,17 @@ class CellWorker:
         from relaxtune.pipeline.tuning.measure.device_turn import turn_of
         from relaxtune.tuning_db.store import SqlDatabase
 
+        if isinstance(request, PackedWork):
+            work = pickle.loads(request.work)
+            if isinstance(work, FinishWork):
+                work = replace(work, turns=request.turns, device=request.device)
+            found = placed(self.answer(work))
+            if not request.keep:
+                self._ready.clear()
+            return pickle.dumps(found)
         if isinstance(request, PrepareWork):
-            found = _sendable(prepare_cell(request.cell, partial(self._keep, request.cell)))
-            return found.with_starts() if isinstance(found, CellTasks) else found
+            tasks = _sendable(prepare_cell(request.cell, partial(self._keep, request.cell)))
+            return tasks.with_starts() if isinstance(tasks, CellTasks) else tasks
         if isinstance(request, LookWork):
             return [_sendable(one) for one in prepare_alike(request.cells)]
         if isinstance(request, AheadWork):
@@ -141,31 +148,6 @@ def _sendable(found: CellTasks | CellFault) -> CellTasks | CellFault:
     from relaxtune.pipeline.errors import PipelineError
 
     return CellFault(found.cell, PipelineError(found.note)) if isinstance(found, CellFault) else found
-
-
-class CellActor:
-    """Works on cells on a node of a cluster; Ray has chosen its device.
-
-    Parameters
-    ----------
-    run : str
-        Names the folder of the devices' turns.
-    cores : int
-        Threads that its libraries start.
-    """
-
-    def __init__(self, run: str, cores: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(cores)
-        leave_out_torch()
-        self._stack = ExitStack()
-        self._turns = self._stack.enter_context(shared_folder(run))
-        self._answer = start()
-
-    def answer(self, work: Work) -> object:
-        """Do work."""
-        if isinstance(work, FinishWork):
-            work = replace(work, turns=self._turns, device=own_gpu())
-        return placed(self._answer(work))
 
 
 def placed(found: object) -> object:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork, LookWork, PrepareWork, Work
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.tuning.ray.reservation import SHARES
 from relaxtune.schedules.targets.host import physical_cores
 
@@ -207,8 +207,7 @@ class LocalWorkers(HomedWorkers):
             if gone is not None:
                 gone.kill()
             self._leave(number)
-            lines = str(e).strip().splitlines() or [type(e).__name__]
-            told = " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
+            told = e.short if isinstance(e, ChildDiedError) else str(e)
             # What was killed from outside, by the memory killer say, another process does again.
             lost = isinstance(e, ChildDiedError) and e.from_outside
             kind = WorkerLostError if lost else PipelineError

@@ -14,15 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
-import onnxruntime
 import tvm
 from rich.table import Table
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
+from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
 from relaxtune.pipeline.threads import configure_threads
-from relaxtune.pipeline.validate.reference import peer_provider, peer_session, run_session
+from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def run_conditions(module: Module) -> dict[str, str]:
         "target": module.manifest.target.text,
         "tvm": tvm.__version__,
         "tvm_threads": threads,
-        "onnxruntime": onnxruntime.__version__ + left_out,
+        "onnxruntime": onnx_runtime().description().version + left_out,
         "onnxruntime_threads": threads,
     }
 
@@ -264,44 +264,45 @@ def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
     return run
 
 
-def onnxruntime_arms(
+@dataclass(frozen=True)
+class Peers:
+    """Arms of other libraries, and those that cannot be timed, with why."""
+
+    arms: Mapping[str, Arm] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def onnxruntime_peer(
     model: OnnxModel, inputs: Mapping[str, np.ndarray], kind: str = "llvm", *, threads: int | None = None
-) -> dict[str, Arm]:
+) -> Peers:
     """Return an arm that runs a model under ONNX Runtime on a kind of device, every optimisation on.
 
-    There is none where ONNX Runtime has no provider for it: a ratio over another device means nothing. `threads`
-    defaults to what TVM's pool of this thread has, which is set first if it was not.
+    There is none where ONNX Runtime has no provider for it, since a ratio over another device means nothing, or where
+    it does not load the model so. `threads` defaults to what TVM's pool of this thread has, which is set first if it
+    was not.
     """
     provider = peer_provider(kind)
     if provider is None:
         logger.info("no peer is timed: this ONNX Runtime does not compute on a device of kind %s", kind)
-        return {}
-    session = peer_session(model, configure_threads() if threads is None else threads, provider)
-    if provider not in session.get_providers():
-        logger.warning("no peer is timed: ONNX Runtime's %s does not load on this machine", provider)
-        return {}
-    names = [spec.name for spec in model.outputs]
-    feed = dict(inputs)
-    if kind == "llvm":
-
-        def run() -> None:
-            run_session(session, names, feed, model.name)
-
-        return {ORT_ARM: run}
-    binding = session.io_binding()
-    for name, array in feed.items():
-        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, kind, 0))
-    for name in names:
-        binding.bind_output(name, kind, 0)
-    # It returns when the outputs are there.
-    return {ORT_ARM: lambda: session.run_with_iobinding(binding)}
+        return Peers()
+    try:
+        session = peer_session(model, configure_threads() if threads is None else threads, provider)
+        if provider not in session.providers:
+            logger.warning("no peer is timed: ONNX Runtime's %s does not load on this machine", provider)
+            return Peers()
+        return Peers({ORT_ARM: session.call([spec.name for spec in model.outputs], inputs)})
+    except PipelineError as error:
+        logger.warning("no peer is timed: %s", error)
+        return Peers(left_out={ORT_ARM: str(error)})
 
 
 def render(report: BenchmarkReport) -> Table:
     """Return the report as a table for a terminal."""
     conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
     runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
-    table = Table(title="latency, ms", caption=f"{runs} after a warm-up ({report.warmup}); {conditions}")
+    left_out = "".join(f"; {name} is left out: {why}" for name, why in report.left_out.items())
+    caption = f"{runs} after a warm-up ({report.warmup}); {conditions}{left_out}"
+    table = Table(title="latency, ms", caption=caption)
     for column in ("arm", "median", "p90", "p95", "p99", "min", "calls/s", "spread", "ratio"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in report.arms:

@@ -6,15 +6,15 @@ in a thread of its own. Nothing is timed before that thread is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.export import policy_of
-from relaxtune.pipeline.bench.measure import Arm
-from relaxtune.pipeline.choose.shipping import peer_arms
+from relaxtune.pipeline.bench.measure import Peers
+from relaxtune.pipeline.choose.shipping import find_peers
 from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.threads import configure_threads
 from relaxtune.pipeline.validate.reference import Reference
@@ -25,10 +25,10 @@ from relaxtune.pipeline.validate.validation import sample_inputs
 class Meanwhile:
     """What ONNX Runtime makes ready while something else compiles; each answer waits for it."""
 
-    _peers: Future[Mapping[str, Arm]]
+    _peers: Future[Peers]
     _reference: Future[Reference | None]
 
-    def peers(self) -> Mapping[str, Arm]:
+    def peers(self) -> Peers:
         """Return the peers to be timed; nothing of ONNX Runtime runs beside them any more."""
         self.reference()
         return self._peers.result()
@@ -57,7 +57,7 @@ def meanwhile(
     pool = ThreadPoolExecutor(1, "onnxruntime")
 
     try:
-        peers = pool.submit(lambda: peer_arms(prepared, threads) if benchmark else {})
+        peers = pool.submit(lambda: find_peers(prepared, threads) if benchmark else Peers())
         yield Meanwhile(peers, pool.submit(lambda: reference or make_reference(prepared, samples)))
     finally:
         pool.shutdown(cancel_futures=True)

@@ -15,7 +15,7 @@ from datetime import datetime
 
 import tvm
 
-from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
@@ -120,6 +120,7 @@ class MeasuredModel:
             error=error,
             seed=seed,
             job_id=job_id,
+            code_version=code_version(),
             # The newest counts, also where a clock was set back since.
             created_at=utc_now() if before is None else max(utc_now(), before.created_at),
         )

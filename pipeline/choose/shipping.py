@@ -20,8 +20,9 @@ from relaxtune.pipeline.bench.measure import (
     UNTUNED_ARM,
     Arm,
     BenchmarkReport,
+    Peers,
     measure,
-    onnxruntime_arms,
+    onnxruntime_peer,
     run_conditions,
 )
 from relaxtune.pipeline.bench.paired_gain import (
@@ -105,7 +106,7 @@ def decide(
     untuned: CompiledModule,
     folder: Path,
     turn: AbstractContextManager[object] | None = None,
-    peers: Callable[[], Mapping[str, Arm]] | None = None,
+    peers: Callable[[], Peers] | None = None,
 ) -> tuple[Shipping, LoadedArm]:
     """Return which of two compiled models ships, after timing both whole; and that one, written and loaded.
 
@@ -120,7 +121,7 @@ def decide(
     turn : context manager or None
         Held while they are timed.
     peers : callable or None
-        Gives what is timed beside them; by default `peer_arms`.
+        Gives what is timed beside them; by default `find_peers`.
 
     Raises
     ------
@@ -131,7 +132,8 @@ def decide(
     loaded = load_arm(tuned, prepared.model, folder / "tuned")
     other = loaded if same else load_arm(untuned, prepared.model, folder / "untuned", beside=loaded)
     arms = {OWN_ARM: loaded.arm} if same else {UNTUNED_ARM: other.arm, OWN_ARM: loaded.arm, _AFTER: other.arm}
-    arms |= peer_arms(prepared) if peers is None else peers()
+    beside = find_peers(prepared) if peers is None else peers()
+    arms |= beside.arms
     with turn or nullcontext():
         report = _measure(arms, run_conditions(loaded.module))
     timed, gain = report.arm(OWN_ARM), None
@@ -145,16 +147,16 @@ def decide(
             shipped = [replace(after, name=OWN_ARM), replace(after, name=UNTUNED_ARM), replace(timed, name=_TUNED)]
     taken = gain is None or is_gain(gain)
     others = [arm for arm in report.arms if arm.name == ORT_ARM]
-    report, searched = replace(report, arms=(*shipped, *others)), bool(prepared.tasks)
+    report, searched = replace(report, arms=(*shipped, *others), left_out=beside.left_out), bool(prepared.tasks)
     result = Shipping(tuned if taken else untuned, taken, report, gain, searched)
     logger.info("%s", result.verdict)
     return result, loaded if taken else other
 
 
-def peer_arms(prepared: PreparedModel, threads: int | None = None) -> Mapping[str, Arm]:
+def find_peers(prepared: PreparedModel, threads: int | None = None) -> Peers:
     """Return ONNX Runtime where it runs on the same device."""
     inputs = timed_inputs(prepared.model, prepared.lowered.options.maxima)
-    return onnxruntime_arms(prepared.model, inputs, prepared.target.kind, threads=threads)
+    return onnxruntime_peer(prepared.model, inputs, prepared.target.kind, threads=threads)
 
 
 def _measure(arms: Mapping[str, Arm], conditions: Mapping[str, str]) -> BenchmarkReport:

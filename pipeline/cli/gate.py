@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_STORE,
     FormatOption,
+    OutcomeDatabaseOption,
     ReferenceOption,
     SamplesOption,
     SeedOption,
@@ -91,6 +93,7 @@ def gate(
     junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML, too.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown, too.")] = None,
     store: StoreOption = DEFAULT_STORE,
+    db: OutcomeDatabaseOption = None,
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
@@ -103,12 +106,18 @@ def gate(
     from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
     from relaxtune.pipeline.registry.remote import open_store
     from relaxtune.pipeline.registry.store import find_artifact
+    from relaxtune.tuning_db.store import SqlDatabase
 
     limits = options.limits(tolerance)
     kept = open_store(store)
     place, before = find_artifact(new, kept), find_artifact(baseline, kept)
     require_signed(verify_key, place, before)
-    report = run_gate(place, before, limits, source=model, inputs=read_calls(inputs), samples=samples, seed=seed)
+    # Opened first: a database that cannot be written is told before the time is spent.
+    with nullcontext() if db is None else SqlDatabase.open(db) as database:
+        report = run_gate(
+            place, before, limits,
+            source=model, inputs=read_calls(inputs), samples=samples, seed=seed, database=database,
+        )  # fmt: skip
     for path, name, text in ((junit, "--junit", to_junit), (markdown, "--markdown", to_markdown)):
         if path is not None:
             write_text(path, text(report), name)

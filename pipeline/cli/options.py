@@ -75,7 +75,7 @@ class ModelOptions:
     """What a user says of a model; `request` is what the jobs take."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
-    target: str = option("auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, a TVM tag, or JSON.")
+    target: str = option("auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, cuda:sm_89@L4, a tag, JSON.")
     portable: bool = option(
         False, "Keep PTX beside the GPU's code: newer GPUs run it too, translated by their driver.", "--portable"
     )

@@ -79,8 +79,9 @@ def report(
     else:
         if found is not None:
             _print_diff(found)
-        for one in reports:
-            _print_tables(one)
+        for report_of_all in reports:
+            for one in (report_of_all, *report_of_all.buckets):
+                _print_tables(one)
 
 
 def _reports(

@@ -47,7 +47,8 @@ def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule
     Notes
     -----
     With a symbolic input the inputs stay the caller's: a graph is captured for one set of shapes, at run time
-    (`pipeline.artifact.size_graphs`). Where `with_maxima` told the largest sizes, memory is the module's all the same.
+    (`pipeline.artifact.gpu.size_graphs`). Where `with_maxima` told the largest sizes, memory is the module's all the
+    same.
     """
     builder = relax.BlockBuilder(mod)
     for var, main in entries(mod):

@@ -1,33 +1,34 @@
-"""Pages on artifacts: lists with tags and verdicts of gates, one artifact's report, two beside each other."""
+"""Pages on artifacts: lists with tags, one artifact's report, two beside each other."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
+from relaxtune.pipeline.dashboard.gate_pages import gate_link, gate_list
 from relaxtune.pipeline.dashboard.markup import Html, Markup, Page, link, minute, row, rows_table
 from relaxtune.pipeline.report.diff import diff_reports
 from relaxtune.pipeline.report.html import diff_section, number, section
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.gates import list_gates, newest_gates
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
 from relaxtune.tuning_db.tags import TagMove, list_moves, stood_at
 
 # Other artifacts of the model that a page offers to compare with.
 _LISTED = 25
 _COLUMNS = ("artifact", "made (UTC)", "target", "validated", "ms")
-_LEFT = frozenset({"", "artifact", "made (UTC)", "target", "validated", "tags", "gate", "why"})
+_LEFT = frozenset({"", "artifact", "made (UTC)", "target", "validated", "tags", "gate"})
 
 
 def artifact_list(database: TuningDatabase, found: Sequence[ArtifactSummary]) -> Html:
     """Return a table of artifacts, each with the tags that stand at it and the verdict of its last gate."""
     moves = list_moves(database)
-    tags, gates = _tags(moves), {move.artifact_key: move for move in moves if move.gate is not None}
-    rows = [row(*_summary(one), ", ".join(tags.get(one.key, ())), _verdict(gates.get(one.key))) for one in found]
+    tags, gates = _tags(moves), newest_gates(database, [one.key for one in found])
+    rows = [row(*_summary(one), ", ".join(tags.get(one.key, ())), gate_link(gates.get(one.key))) for one in found]
     return rows_table((*_COLUMNS, "tags", "gate"), rows, _LEFT)
 
 
@@ -51,34 +52,22 @@ def compare(database: TuningDatabase, before: str, after: str) -> Page:
 
 
 def _moves(database: TuningDatabase, key: str) -> Html:
-    """Return the moves of tags to an artifact, and every check of the gates that were run for them."""
+    """Return the gates of an artifact, newest first, and the moves of tags to it."""
+    gates = list_gates(database, artifact_key=key, limit=_LISTED)
     moves = [move for move in list_moves(database) if move.artifact_key == key]
-    if not moves:
-        return ""
-    rows = [row(one.tag, one.kind.value, minute(one.created_at), one.by, one.why, _verdict(one)) for one in moves]
-    columns = ("tag", "move", "when (UTC)", "by", "why", "gate")
-    parts = ["<h2>Tags</h2>", rows_table(columns, rows, {*columns})]
-    for move in moves:
-        gate = _gate(move)
-        if gate:
-            told = ("name", "verdict", "baseline", "new", "change", "limit", "reason")
-            checks = [row(*(str(check.get(name, "")) for name in told)) for check in gate.get("checks", ())]
-            parts += [f"<h2>Gate of {minute(move.created_at)}</h2>", rows_table(told, checks, {*told})]
+    parts = ["<h2>Gates</h2>", gate_list(gates)] if gates else []
+    if moves:
+        rows = [row(one.tag, one.kind.value, minute(one.created_at), one.by, one.why, _gate(one)) for one in moves]
+        columns = ("tag", "move", "when (UTC)", "by", "why", "gate")
+        parts += ["<h2>Tags</h2>", rows_table(columns, rows, {*columns})]
     return "".join(parts)
 
 
-def _gate(move: TagMove | None) -> Mapping[str, Any]:
-    return {} if move is None or move.gate is None else json.loads(move.gate)
-
-
-def _verdict(move: TagMove | None) -> str:
-    gate = _gate(move)
-    if not gate:
-        return ""
-    if gate.get("passed"):
-        return "passed"
-    refused = [str(check.get("name")) for check in gate.get("checks", ()) if check.get("verdict") == "no"]
-    return f"REFUSED ({', '.join(refused) or 'undecided'}), moved by force"
+def _gate(move: TagMove) -> str:
+    """Return what the gate of a promotion said."""
+    if move.gate is None:
+        return "none was run"
+    return "passed" if json.loads(move.gate).get("passed") is True else "refused, moved by force"
 
 
 def _summary(one: ArtifactSummary) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from relaxtune.pipeline.batch.report import batch_body
 from relaxtune.pipeline.dashboard.artifact_pages import artifact, artifact_list
+from relaxtune.pipeline.dashboard.gate_pages import gate, gates
 from relaxtune.pipeline.dashboard.job_pages import cost, job_list
 from relaxtune.pipeline.dashboard.markup import Html, Page, link, minute, row, rows_table, text
 from relaxtune.pipeline.dashboard.task_pages import matrix, model, task
@@ -64,6 +65,8 @@ def _batch_list(database: TuningDatabase, found: Sequence[Batch]) -> Html:
 PAGES: Mapping[str, Callable[..., Page]] = {
     "/cost": cost,
     "/coverage": matrix,
+    "/gates": gates,
+    "/gates/{gate_id}": gate,
     "/batches/{batch_id}": batch,
     "/tasks/{workload_hash}": task,
     "/models/{name:path}": model,

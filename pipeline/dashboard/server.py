@@ -191,6 +191,7 @@ def _html(shown: Page, status: int = 200) -> Response:
     live = " data-live" if shown.live else ""
     body = (
         '<nav><b>relaxtune</b><a href="/">overview</a><a href="/coverage">coverage</a><a href="/cost">cost</a>'
+        '<a href="/gates">gates</a>'
         '<span id="state"></span></nav>'
         f"<main{live}>{printable(shown.body)}</main>"
     )

@@ -21,7 +21,7 @@ _HASH_SHOWN = 8
 
 
 def task(database: TuningDatabase, workload_hash: str) -> Page:
-    """Return the days of a task: each device, driver and TVM version, the best kernel, and the best so far."""
+    """Return the days of a task: each device, driver, TVM version and commit, the best kernel, and the best so far."""
     days = history(database, workload_hash=workload_hash)
     if not days:
         raise NotFoundError(f"no record of the task {workload_hash}")
@@ -33,6 +33,7 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
             day.device_name,
             day.driver or "",
             day.tvm_version,
+            day.code_version or "unknown",
             day.candidates,
             day.valid,
             number(day.best_us),
@@ -43,13 +44,14 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
         for day in days
     ]
     columns = (
-        "day", "device", "driver", "tvm", "candidates", "valid", "best us", "route", "code of the kernel", "so far us",
+        "day", "device", "driver", "tvm", "relaxtune", "candidates", "valid", "best us", "route", "code of the kernel",
+        "so far us",
     )  # fmt: skip
     parts = [
         f"<h1>{text(days[-1].name)}</h1><p><code>{text(workload_hash)}</code></p>",
         *(f"<h2>{text(device)}</h2>{plot(curve)}" for device, curve in curves if curve),
         "<h2>Days</h2>",
-        rows_table(columns, rows, {"day", "device", "driver", "tvm", "route", "code of the kernel"}),
+        rows_table(columns, rows, {"day", "device", "driver", "tvm", "relaxtune", "route", "code of the kernel"}),
         "<p>The code of the kernel is the hash of the best one of the day: another commit of relaxtune that makes the "
         "same kernel has the same hash.</p>",
     ]

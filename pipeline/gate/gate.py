@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.tensor_checks import check_inputs
 from relaxtune.pipeline.artifact_jobs import Arrays, compare_builds, reference_model
 from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
+from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import (
     Check,
@@ -29,8 +31,11 @@ from relaxtune.pipeline.gate.checks import (
     drift_tolerance,
 )
 from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, compare_latency
+from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.validate.padding_trials import route_sizes
 from relaxtune.pipeline.validate.tolerances import Tolerance
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.gates import record_gate
 
 # Sets of sizes of recorded calls that are timed.
 _SIZES_MAX = 4
@@ -128,6 +133,7 @@ def run_gate(
     inputs: Arrays | Sequence[Arrays] | None = None,
     samples: int = 3,
     seed: int = 0,
+    database: TuningDatabase | None = None,
 ) -> GateReport:
     """Return whether an artifact may take the place of another; both run here.
 
@@ -144,6 +150,8 @@ def run_gate(
         four commonest sets of sizes, the first is timed.
     samples, seed : int
         Random inputs for the drift.
+    database : TuningDatabase or None
+        Open to write: where the report is kept without raw latencies, passed or refused, and both artifacts.
 
     Raises
     ------
@@ -180,7 +188,12 @@ def run_gate(
         check_memory(*manifests, asked.memory),
         check_compile_time(*manifests, asked.compile_time),
     )
-    return GateReport(str(new), str(baseline), manifests[1].model, checks, latencies, conditions, asked.strict)
+    report = GateReport(str(new), str(baseline), manifests[1].model, checks, latencies, conditions, asked.strict)
+    if database is not None:
+        compared = artifact_of(manifests[1], new), artifact_of(manifests[0], baseline)
+        told = json.dumps(report.summary())
+        record_gate(database, *compared, passed=report.passed, by=user_here(), report=told)
+    return report
 
 
 def _require_same_signature(new: Manifest, baseline: Manifest, place: Path, other: Path) -> None:

@@ -11,6 +11,9 @@ from tvm import te, tirx
 
 # Floats of 16 bits are ordered as float32, which holds them all.
 _INTEGERS = {"float32": "int32", "float64": "int64"}
+# A NaN with its sign clear is above infinity, with the sign set below -infinity. This one stays a NaN when it is
+# rounded; of the one whose bits are all set, bfloat16 makes a 0.
+_NAN = {"float32": 0x7FC00000, "float64": 0x7FF8000000000000}
 
 
 def wide_dtype(dtype: str) -> str:
@@ -19,10 +22,18 @@ def wide_dtype(dtype: str) -> str:
 
 
 def keys_of(x: te.Tensor, *, nan_last: bool = True) -> te.Tensor:
-    """Return the key of every element; a NaN has the greatest, or the least; -0 and 0 have the same."""
+    """Return the key of every element; a NaN has the greatest, or the least; -0 and 0 have the same.
+
+    Parameters
+    ----------
+    x : te.Tensor
+        Of floating point, or of uint64, which TVM does not sort.
+    """
+    if str(x.dtype) == "uint64":
+        return te.compute(x.shape, lambda *place: _signed(x(*place)), name="keys", tag="elemwise")
     dtype = wide_dtype(str(x.dtype))
     integer = _INTEGERS[dtype]
-    nan = tirx.max_value(integer) if nan_last else tirx.min_value(integer)
+    nan = tirx.const(_NAN[dtype] if nan_last else -1 - _NAN[dtype], integer)
 
     def key(*place: tirx.Var) -> tvm.ir.Expr:
         value = x(*place).astype(dtype)
@@ -32,16 +43,15 @@ def keys_of(x: te.Tensor, *, nan_last: bool = True) -> te.Tensor:
     return te.compute(x.shape, key, name="keys", tag="elemwise")
 
 
-def numbers_of(keys: te.Tensor, dtype: str, *, nan_last: bool = True) -> te.Tensor:
+def numbers_of(keys: te.Tensor, dtype: str) -> te.Tensor:
     """Return the numbers that keys stand for."""
+    if dtype == "uint64":
+        return te.compute(keys.shape, lambda *place: _unsigned(keys(*place)), name="numbers", tag="elemwise")
     wide = wide_dtype(dtype)
     integer = _INTEGERS[wide]
-    nan = tirx.max_value(integer) if nan_last else tirx.min_value(integer)
 
     def number(*place: tirx.Var) -> tvm.ir.Expr:
-        key = keys(*place)
-        value = tirx.reinterpret(wide, _turned(key, integer))
-        return tirx.Select(key == nan, tirx.const(float("nan"), wide), value).astype(dtype)
+        return tirx.reinterpret(wide, _turned(keys(*place), integer)).astype(dtype)
 
     return te.compute(keys.shape, number, name="numbers", tag="elemwise")
 
@@ -49,3 +59,12 @@ def numbers_of(keys: te.Tensor, dtype: str, *, nan_last: bool = True) -> te.Tens
 def _turned(bits: tvm.ir.Expr, integer: str) -> tvm.ir.Expr:
     """Return bits with the order of negative numbers turned round; twice is once back."""
     return tirx.Select(bits < 0, bits ^ tirx.max_value(integer), bits)
+
+
+def _signed(value: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return the integer with a sign that has the same place among its kind."""
+    return tirx.reinterpret("int64", value) ^ tirx.min_value("int64")
+
+
+def _unsigned(key: tvm.ir.Expr) -> tvm.ir.Expr:
+    return tirx.reinterpret("uint64", key ^ tirx.min_value("int64"))

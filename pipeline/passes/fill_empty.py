@@ -22,6 +22,11 @@ _OF_NONE: dict[str, Callable[[str], float]] = {
 }
 
 
+def number_of_none(operator: str, dtype: str) -> float:
+    """Return what an operator (`max`) makes of no elements of a dtype."""
+    return _OF_NONE[operator](dtype)
+
+
 def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with tensors of no elements, and sums, maxima and products of no elements, as constants.
 
@@ -36,7 +41,7 @@ def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         if _is_empty(value):
             return relax.op.zeros(value.ty.shape, dtype_of(value))
         if is_op(value, *_OF_NONE) and shape_of(value) is not None and any(map(_is_empty, _operands(value))):
-            number = _OF_NONE[value.op.name.removeprefix("relax.")](dtype_of(value))
+            number = number_of_none(value.op.name.removeprefix("relax."), dtype_of(value))
             # TVM fails to lower a `full` of infinities.
             return relax.op.broadcast_to(relax.const(number, dtype_of(value)), value.ty.shape)
         called = called_function(value)

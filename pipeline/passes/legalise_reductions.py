@@ -1,49 +1,134 @@
-"""Maxima and minima over axes, and their places, with kernels that keep a NaN and know rows of infinities.
+"""Sums, products, means, maxima and minima over axes, and places, as ONNX defines them at the edges.
 
-TVM starts at the least finite number: the maximum of a row of -inf, such as a mask that hides every key, would be
--3.4e38, and its place -1. A NaN wins here, as in NumPy; ONNX Runtime keeps or loses one by its place in the row.
+TVM starts a maximum at the least finite number: the maximum of a row of -inf, such as a mask that hides every key,
+would be -3.4e38, and its place -1. A NaN wins here, as in NumPy; ONNX Runtime keeps or loses one by its place.
+
+A kernel sets its result in the first step of its reduction. Over a symbolic axis without elements in a call there is no
+such step, and what was in memory would be the result: there it is what `fill_empty` gives over an axis that has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax, te, tirx, topi
 
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
+from relaxtune.pipeline.passes.fill_empty import number_of_none
 
 Legaliser = Callable[[relax.BlockBuilder, tvm.ir.Call], tvm.ir.Expr]
+Reduce = Callable[..., te.Tensor]
+# Of an operator's attributes: a number, several, or None for all; TVM's classes carry no types.
+Axes: TypeAlias = Any
 
 
 def reduction_legalisers() -> Mapping[str, Legaliser]:
-    """Return how each operator of floating point numbers is lowered; integers have no NaN, and TVM lowers them."""
+    """Return how each operator is lowered."""
     return {
-        "relax.max": _by_keys("relax.max", topi.max, numbers=True, nan_last=True),
-        "relax.min": _by_keys("relax.min", topi.min, numbers=True, nan_last=False),
-        "relax.argmax": _by_keys("relax.argmax", topi.argmax, numbers=False, nan_last=True),
-        "relax.argmin": _by_keys("relax.argmin", topi.argmin, numbers=False, nan_last=False),
+        "relax.max": _legaliser("max", _by_keys(topi.max, nan_last=True)),
+        "relax.min": _legaliser("min", _by_keys(topi.min, nan_last=False)),
+        "relax.argmax": _place("argmax", topi.argmax, nan_last=True),
+        "relax.argmin": _place("argmin", topi.argmin, nan_last=False),
+        "relax.mean": _of_any_size("mean", _mean),
+        "relax.prod": _of_any_size("prod", topi.prod),
+        "relax.sum": _of_any_size("sum", topi.sum),
     }
 
 
-def _by_keys(operator: str, reduce: Callable[..., te.Tensor], *, numbers: bool, nan_last: bool) -> Legaliser:
-    stock = tvm.ir.Op.get(operator).get_attr("FLegalize")
+def _legaliser(operator: str, reduce: Reduce) -> Legaliser:
+    """Return how an operator is lowered whose result over no elements is known."""
 
     def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
-        dtype = str(call.args[0].ty.dtype.dtype)
-        if not dtype.startswith(("float", "bfloat")):
-            return stock(builder, call)
-
-        if not numbers and _is_of_one(call):
-            return relax.op.zeros(call.ty.shape, str(call.ty.dtype.dtype))
+        axes, kept = call.attrs.axis, bool(call.attrs.keepdims)
+        none = number_of_none(operator, str(call.ty.dtype.dtype))
 
         def compute(x: te.Tensor) -> te.Tensor:
-            found = reduce(keys_of(x, nan_last=nan_last), call.attrs.axis, bool(call.attrs.keepdims))
-            return numbers_of(found, dtype, nan_last=nan_last) if numbers else found
+            return _unless_none(x, axes, reduce(x, axes, kept), none)
 
-        return builder.call_te(compute, call.args[0], primfunc_name_hint=operator.rpartition(".")[2])
+        return builder.call_te(compute, call.args[0], primfunc_name_hint=operator)
 
     return legalise
+
+
+def _of_any_size(operator: str, reduce: Reduce) -> Legaliser:
+    """Return how an operator is lowered whose kernel is TVM's as long as sizes are known."""
+    stock = tvm.ir.Op.get(f"relax.{operator}").get_attr("FLegalize")
+    own = _legaliser(operator, reduce)
+
+    def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        known = not _symbolic_sizes(call.args[0].ty.shape, call.attrs.axis)
+        return stock(builder, call) if known else own(builder, call)
+
+    return legalise
+
+
+def _place(operator: str, reduce: Reduce, *, nan_last: bool) -> Legaliser:
+    """Return how the place of an extreme is found; integers have no NaN, and TVM finds theirs. Of none it is 0."""
+    stock = tvm.ir.Op.get(f"relax.{operator}").get_attr("FLegalize")
+
+    def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        if not _is_float(str(call.args[0].ty.dtype.dtype)):
+            return stock(builder, call)
+        if _is_of_one(call):
+            return relax.op.zeros(call.ty.shape, str(call.ty.dtype.dtype))
+        axes, kept = call.attrs.axis, bool(call.attrs.keepdims)
+
+        def compute(x: te.Tensor) -> te.Tensor:
+            return _unless_none(x, axes, reduce(keys_of(x, nan_last=nan_last), axes, kept), 0)
+
+        return builder.call_te(compute, call.args[0], primfunc_name_hint=operator)
+
+    return legalise
+
+
+def _by_keys(reduce: Reduce, *, nan_last: bool) -> Reduce:
+    """Return an extreme that keeps a NaN; integers have none."""
+
+    def extreme(x: te.Tensor, axes: Axes, kept: bool) -> te.Tensor:
+        if not _is_float(str(x.dtype)):
+            return reduce(x, axes, kept)
+        return numbers_of(reduce(keys_of(x, nan_last=nan_last), axes, kept), str(x.dtype))
+
+    return extreme
+
+
+def _mean(x: te.Tensor, axes: Axes, kept: bool) -> te.Tensor:
+    count = tirx.const(1, "int64")
+    for size in _sizes(x.shape, axes):
+        count = count * size
+    # TVM divides by it, and a mean of none is not what this gives.
+    return topi.divide(topi.sum(x, axes, kept), tirx.Max(count, tirx.const(1, "int64")).astype(x.dtype))
+
+
+def _unless_none(x: te.Tensor, axes: Axes, found: te.Tensor, none: float) -> te.Tensor:
+    """Return what a reduction found, or where it had no elements in this call, the number for that."""
+    symbolic = _symbolic_sizes(x.shape, axes)
+    if not symbolic:
+        return found
+    empty = tirx.any(*(size == 0 for size in symbolic))
+    number = tirx.const(none, found.dtype)
+    return te.compute(
+        found.shape, lambda *place: tirx.Select(empty, number, found(*place)), name="unless_none", tag="elemwise"
+    )
+
+
+def _sizes(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
+    """Return the sizes of the axes that are reduced; None stands for all."""
+    sizes = list(shape)
+    if axes is None:
+        return sizes
+    listed = [axes] if isinstance(axes, int | tirx.IntImm) else list(axes)
+    return [sizes[int(axis)] for axis in listed]
+
+
+def _symbolic_sizes(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
+    return [size for size in _sizes(shape, axes) if not isinstance(size, tirx.IntImm)]
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("float", "bfloat"))
 
 
 def _is_of_one(call: tvm.ir.Call) -> bool:

@@ -12,6 +12,7 @@ from tvm.relax import transform as relax_pass
 
 from relaxtune.pipeline.passes.attention.append_caches import append_caches
 from relaxtune.pipeline.passes.attention.append_in_attention import append_in_attention
+from relaxtune.pipeline.passes.attention.keep_scores_in_cache import keep_scores_in_cache
 from relaxtune.pipeline.passes.attention.recognise_attention import recognise_attention
 from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotary
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
@@ -113,6 +114,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # A reshape that nothing fused with is a view, not a kernel to tune.
         Step(Phase.FUSE, "reshapes_to_views", stock(relax_pass.RewriteDataflowReshape())),
         Step(Phase.FUSE, "fuse_norms", fuse_norms),
+        Step(Phase.FUSE, "keep_scores_in_cache", keep_scores_in_cache),
         Step(Phase.FUSE, "sum_in_blocks", sum_in_blocks),
         Step(
             Phase.FUSE,

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact_jobs import Arrays
+from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import Verdict, check_validation
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.registry.remote import open_store
-from relaxtune.pipeline.registry.store import find_artifact, find_key, user_here
+from relaxtune.pipeline.registry.store import find_artifact, find_key
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import utc_now
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
@@ -147,7 +148,8 @@ class Registry:
         place = self.store.path_of(key)
         report = None
         if stack:
-            report = run_gate(place, self.store.path_of(stack[-1]), limits, source=model, inputs=inputs)
+            before = self.store.path_of(stack[-1])
+            report = run_gate(place, before, limits, source=model, inputs=inputs, database=self._database)
             on_gate(report)
             if not force:
                 report.raise_if_refused()

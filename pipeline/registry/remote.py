@@ -26,9 +26,10 @@ from pathlib import Path, PurePosixPath
 
 from relaxtune.pipeline.artifact.directory import load_manifest, record_validation, verify_artifact
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_manifest
+from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.job_outcomes import artifact_of
-from relaxtune.pipeline.registry.store import ArtifactStore, Store, missing, user_here
+from relaxtune.pipeline.registry.store import ArtifactStore, Store, missing
 from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.records import utc_now

@@ -13,10 +13,8 @@ The database says where a tag stands; the links follow it, each replaced in one 
 from __future__ import annotations
 
 import fcntl
-import getpass
 import os
 import shutil
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
@@ -213,15 +211,6 @@ class ArtifactStore:
         gone = self._objects / f"{_STAGING}gone-{key}"
         self.path_of(key).rename(gone)
         shutil.rmtree(gone)
-
-
-def user_here() -> str:
-    """Return who runs this process, as user@host."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user without a name
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 def missing(store: str, key: str) -> ArtifactError:

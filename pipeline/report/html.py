@@ -118,6 +118,7 @@ def section(report: Report) -> str:
         table(_COLUMNS, [*map(_cells, report.kernels)], _LEFT_COLUMNS),
         _cached(report.kernels),
         _versions(report.versions or {}),
+        *map(section, report.buckets),
     ]
     return printable("".join(parts))
 

@@ -68,6 +68,8 @@ class Report:
         What rates are compared with.
     versions
         What the artifact was made by, or the record's TVM.
+    buckets
+        The same of the code of each shape bucket.
     progress
         How its tuning came on, and peers measured beside it; empty without a database.
     notes
@@ -87,6 +89,7 @@ class Report:
     validation: Mapping[str, object] | None = None
     ceilings: Ceilings | None = None
     versions: Mapping[str, str] | None = None
+    buckets: tuple[Report, ...] = ()
     progress: Progress = field(default_factory=Progress)
     notes: tuple[str, ...] = ()
 
@@ -102,7 +105,7 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON data."""
-        own = {"kernels", "ceilings", "created_at", "progress"}
+        own = {"kernels", "ceilings", "created_at", "progress", "buckets"}
         plain = {
             **{name: value for name, value in vars(self).items() if name not in own},
             **self.progress.to_json(),
@@ -111,6 +114,7 @@ class Report:
             "launches": self.launches,
             "ceilings": asdict(self.ceilings) if self.ceilings else None,
             "kernels": [row.to_json() for row in self.kernels],
+            "buckets": [one.to_json() for one in self.buckets],
         }
         return {**plain, "notes": list(self.notes)}
 
@@ -142,10 +146,30 @@ def report_artifact(
         There is no artifact, or its manifest is damaged.
     """
     manifest = load_manifest(directory)
+    found = _report_of_code(manifest, str(directory), database, profile, ceilings)
+    progress = progress_of_artifact(database, artifact_of(manifest, directory).key) if database else Progress()
+    if manifest.buckets is None:
+        return replace(found, progress=progress)
+    buckets = []
+    for entry in manifest.buckets.entries:
+        named = replace(manifest.of_bucket(entry), model=f"{manifest.model} [{entry.bucket.name}]", validation=None)
+        buckets.append(_report_of_code(named, f"{directory}, {entry.file}", database, None, ceilings))
+    names = _listed([entry.bucket.name for entry in manifest.buckets.entries])
+    note = f"these kernels are those for symbolic shapes; {names} have their own below"
+    if profile is not None:
+        note += ", with times of records: --profile runs the symbolic ones"
+    return replace(found, progress=progress, buckets=tuple(buckets), notes=(note, *found.notes))
+
+
+def _report_of_code(
+    manifest: Manifest,
+    source: str,
+    database: TuningDatabase | None,
+    profile: Profile | None,
+    ceilings: Ceilings | None,
+) -> Report:
+    """Return the report of an artifact's own code, or of a bucket's."""
     notes: list[str] = []
-    if manifest.buckets is not None:
-        names = ", ".join(entry.bucket.name for entry in manifest.buckets.entries)
-        notes.append(f"the kernels are those for symbolic shapes; the artifact has code of its own for {names}")
     records = _records_of(manifest, database, notes)
     rows = [_row_of_kernel(kernel, records.get(kernel.function), profile) for kernel in manifest.kernels]
     devices = sorted({kernel.measured.device for kernel in manifest.kernels if kernel.measured is not None})
@@ -154,7 +178,7 @@ def report_artifact(
     kernels = judged(rows, found)
     return Report(
         model=manifest.model,
-        source=str(directory),
+        source=source,
         target=manifest.target.text,
         device=device,
         kernels=kernels,
@@ -166,7 +190,6 @@ def report_artifact(
         validation=_validation(manifest),
         ceilings=found,
         versions=manifest.versions,
-        progress=progress_of_artifact(database, artifact_of(manifest, directory).key) if database else Progress(),
         notes=(*notes, *_notes(kernels, found, device)),
     )
 

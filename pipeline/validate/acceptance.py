@@ -29,11 +29,14 @@ class Limits:
     ----------
     max_latency_ms
         Median latency of the whole model; None sets no limit.
+    max_slowdown
+        By which share the model may take longer than the artifact that was accepted before; None does not compare.
     rtol, atol
         What may differ from ONNX Runtime; None takes the table of tolerances.
     """
 
     max_latency_ms: float | None = None
+    max_slowdown: float | None = None
     rtol: float | None = None
     atol: float | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,11 @@ class VendorLibrary:
 CUBLASLT = VendorLibrary("cuBLASLt", "libcublasLt.so.13", "RELAXTUNE_CUBLASLT", "nvidia-cublas", "cublaslt.c")
 CUDNN = VendorLibrary("cuDNN", "libcudnn.so.9", "RELAXTUNE_CUDNN", "nvidia-cudnn-cu13", "cudnn_attention.c", "9.10.2")
 VENDOR_LIBRARIES = (CUBLASLT, CUDNN)
+
+
+def named_libraries(files: Collection[str]) -> list[VendorLibrary]:
+    """Return the vendors' libraries among the shared libraries that an artifact needs."""
+    return [library for library in VENDOR_LIBRARIES if library.file in files]
 
 
 def library_sources(names: Sequence[str]) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from relaxtune.schedules.targets.capabilities import Feature
 from relaxtune.schedules.targets.resolve import (
+    PLANNED_FOR,
     PORTABLE,
     CpuLimits,
     CudaLimits,
@@ -16,6 +17,7 @@ from relaxtune.schedules.targets.resolve import (
 )
 
 __all__ = [
+    "PLANNED_FOR",
     "PORTABLE",
     "CpuLimits",
     "CudaLimits",

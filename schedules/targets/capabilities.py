@@ -144,6 +144,26 @@ def translates_to(arch: str, compute_version: str) -> bool:
     return int(compute_version.replace(".", "")) >= _parts(arch)[0]
 
 
+def device_runs(arch: str, compute_version: str, *, portable: bool) -> bool:
+    """Whether a device of a compute capability runs an artifact for an architecture, by its PTX where it has that."""
+    if is_of(arch, compute_version) or runs_on(arch, compute_version):
+        return True
+    return portable and translates_to(arch, compute_version)
+
+
+def shared_bytes_on(arch: str, compute_version: str) -> int:
+    """Return the shared memory that a block of an architecture's code may opt in to on a device."""
+    row = _ROWS.get(int(compute_version.replace(".", "")))
+    own = capabilities_of(arch).shared_bytes_optin
+    return own if row is None else min(own, row.optin_kib * 1024)
+
+
+def shared_bytes_everywhere(arch: str) -> int:
+    """Return the shared memory that a block may opt in to on every device that translates an architecture's PTX."""
+    number, _ = _parts(arch)
+    return min(row.optin_kib * 1024 for known, row in _ROWS.items() if known >= number)
+
+
 def virtual_arch(arch: str) -> str:
     """Return what CUDA's compilers call the PTX of an architecture without a suffix, such as `compute_80`."""
     return f"compute_{_parts(arch)[0]}"

@@ -2,17 +2,27 @@
 
 One table, for first proposals: what a cost model predicts from it for a GPU that it was not fitted on is on paper.
 
-Sources. A100: data sheet (1758950-r4: 1,555, 1,935 and 2,039 GB/s) and "NVIDIA A100 Tensor Core GPU Architecture"
-(multiprocessors, clock, 312 TFLOP/s of halves). A10, L4, L40S, H100, H200: their data sheets (A10 600 GB/s, 125
-TFLOP/s; L4 300 GB/s, 121 TFLOP/s; L40S 864 GB/s, 362 TFLOP/s; H100 SXM 3.35 TB/s; H200 4.8 TB/s). RTX 4090: "NVIDIA Ada
-GPU Architecture" (1,008 GB/s, 165 TFLOP/s of halves with float32 sums). RTX 5090: "NVIDIA RTX Blackwell GPU
-Architecture" (1,792 GB/s, 210 TFLOP/s of the same). Multiply-adds are TFLOP/s without sparsity over 2 * multiprocessors
-* clock. The data sheets of Hopper state wgmma's, 2,048; mma.sync is taken for half of that.
+Sources. NVIDIA's own: A100: data sheet (1758950-r4: 1,555, 1,935 and 2,039 GB/s) and "NVIDIA A100 Tensor Core GPU
+Architecture" (multiprocessors, clock, 312 TFLOP/s of halves). RTX 4090: "NVIDIA Ada GPU Architecture" (multiprocessors,
+clock, 1,008 GB/s, 165 TFLOP/s of halves with float32 sums). RTX 5090: "NVIDIA RTX Blackwell GPU Architecture" (the same
+of it: 1,792 GB/s, 210 TFLOP/s). A10, L4, L40S, H100, H200: bandwidth and TFLOP/s from their data sheets (A10 600 GB/s,
+125 and 31.2 TFLOP/s; L4 300 GB/s, 121 and 30.3; L40S 864 GB/s, 362 and 91.6; H100 SXM 3.35 TB/s; H200 4.8 TB/s). H100's
+and H200's multiprocessors: "NVIDIA H100 Tensor Core GPU Architecture".
+
+Not NVIDIA's: multiprocessors and clock of A10, L4 and L40S are of third-party pages, which disagree on the L4 (58 or
+60); those taken here make the TFLOP/s of float32 that the data sheets state. The clock of H100 and H200 is what the
+driver of an H200 tells as the highest.
+
+Multiply-adds are TFLOP/s without sparsity over 2 * multiprocessors * clock. The data sheets of Hopper state wgmma's,
+2,048. That mma.sync has half of that is an assumption: a product of 4096 cubed reached 429 TFLOP/s on an H200
+(`benchmarks/results/h200-mma-sync.json`), which is 821 in a cycle of the clock here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from relaxtune.schedules.errors import TargetError
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,8 @@ class Gpu:
     ----------
     name
         As its driver calls it, without the maker and the form.
+    compute
+        Its compute capability.
     multiprocessors
         How many there are.
     clock_mhz
@@ -34,6 +46,7 @@ class Gpu:
     """
 
     name: str
+    compute: str
     multiprocessors: int
     clock_mhz: int
     bandwidth_gb_s: int
@@ -41,14 +54,15 @@ class Gpu:
     float_multiply_adds: int = 128
 
 
-A100_40, A100 = Gpu("A100 40GB", 108, 1410, 1555, 1024, 64), Gpu("A100 80GB", 108, 1410, 2039, 1024, 64)
-A10 = Gpu("A10", 72, 1695, 600, 512)
-L4 = Gpu("L4", 58, 2040, 300, 512)
-L40S = Gpu("L40S", 142, 2520, 864, 512)
-RTX_4090 = Gpu("RTX 4090", 128, 2520, 1008, 256)
-H100 = Gpu("H100 SXM", 132, 1980, 3350, 1024)
-H200 = Gpu("H200", 132, 1980, 4800, 1024)
-RTX_5090 = Gpu("RTX 5090", 170, 2407, 1792, 256)
+A100_40 = Gpu("A100 40GB", "8.0", 108, 1410, 1555, 1024, 64)
+A100 = Gpu("A100 80GB", "8.0", 108, 1410, 2039, 1024, 64)
+A10 = Gpu("A10", "8.6", 72, 1695, 600, 512)
+L4 = Gpu("L4", "8.9", 58, 2040, 300, 512)
+L40S = Gpu("L40S", "8.9", 142, 2520, 864, 512)
+RTX_4090 = Gpu("RTX 4090", "8.9", 128, 2520, 1008, 256)
+H100 = Gpu("H100 SXM", "9.0", 132, 1980, 3350, 1024)
+H200 = Gpu("H200", "9.0", 132, 1980, 4800, 1024)
+RTX_5090 = Gpu("RTX 5090", "12.0", 170, 2407, 1792, 256)
 GPUS = (A100_40, A100, A10, L4, L40S, RTX_4090, H100, H200, RTX_5090)
 # What drivers call them, where that is not the name.
 _DEVICES = {
@@ -64,3 +78,21 @@ _DEVICES = {
 def find_gpu(device_name: str) -> Gpu | None:
     """Return the GPU that a driver calls so, such as `NVIDIA GeForce RTX 4090`; None where the table lacks it."""
     return _DEVICES.get(device_name.removeprefix("NVIDIA ").removeprefix("GeForce ").strip())
+
+
+def get_gpu(name: str) -> Gpu:
+    """Return the GPU of a name, however it is spaced and whichever its case: `RTX 4090`, `rtx-4090`.
+
+    Raises
+    ------
+    TargetError
+        The table has none of this name.
+    """
+    found = next((gpu for gpu in GPUS if _plain(gpu.name) == _plain(name)), None)
+    if found is None:
+        raise TargetError(f"GPU {name!r} is not in the table; expected one of {', '.join(gpu.name for gpu in GPUS)}.")
+    return found
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "")

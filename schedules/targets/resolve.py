@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 import tvm
 from tvm.target import Target, codegen, list_tags
 
 from relaxtune.schedules.errors import TargetError
-from relaxtune.schedules.targets.capabilities import Feature, capabilities_of, native_arch, without_suffix
-from relaxtune.schedules.targets.gpus import Gpu, find_gpu
+from relaxtune.schedules.targets.capabilities import (
+    Feature,
+    capabilities_of,
+    device_runs,
+    native_arch,
+    shared_bytes_everywhere,
+    shared_bytes_on,
+    without_suffix,
+)
+from relaxtune.schedules.targets.gpus import Gpu, find_gpu, get_gpu
 from relaxtune.schedules.targets.host import cache_sizes, cpu_flags, physical_cores
 
 logger = logging.getLogger(__name__)
 
 ACCEPTED_FORMS = (
     "auto (a GPU if there is one, else this CPU), llvm (this CPU), cuda (this machine's GPU), cuda:ARCH such as "
-    'cuda:sm_90a, a TVM tag such as nvidia/geforce-rtx-3090, or JSON such as {"kind": "llvm", "mcpu": "znver4"}'
+    "cuda:sm_90a, cuda:ARCH@GPU such as cuda:sm_89@L4 (the GPU that kernels are planned for), a TVM tag such as "
+    'nvidia/geforce-rtx-3090, or JSON such as {"kind": "llvm", "mcpu": "znver4"}'
 )
 
 # LLVM feature name -> the flag of /proc/cpuinfo. A hypervisor may hide units that the CPU's name promises;
@@ -37,6 +46,8 @@ _X86_FLAGS = {
 
 # Attribute of a CUDA target. It says how code is packed, not what code is made, so that records do not depend on it.
 PORTABLE = "feature.portable"
+# The GPU that untuned kernels are planned for, by its name in `schedules.targets.gpus`. Records say what they ran on.
+PLANNED_FOR = "feature.gpu"
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,9 @@ class CpuLimits:
 class CudaLimits:
     """What one thread block may use, and the multiprocessors: `sm_count` if known, else a likely GPU's.
 
-    All but the opt-in and the multiprocessors is the same for every architecture. `gpu` is this machine's or a usual
-    one of the architecture, None where its clock and bandwidth are not known.
+    All but the opt-in and the multiprocessors is the same for every architecture. `gpu` is the one that the target
+    names, this machine's where it runs the target's code, or a usual one of the architecture; None where its clock and
+    bandwidth are not known.
     """
 
     shared_bytes_optin: int
@@ -145,7 +157,8 @@ def resolve_target(text: str = "auto", *, portable: bool = False) -> ResolvedTar
             f"compile with --target cuda:{moving}, whose kernels do without them"
         )
     config = {**json.loads(str(resolved.target)), PORTABLE: True}
-    return replace(resolved, target=Target(config))
+    # A newer GPU of this machine runs it, too.
+    return replace(resolved, target=Target(config), limits=_limits_for(resolved.arch, config))
 
 
 def _resolve(text: str) -> ResolvedTarget:
@@ -156,7 +169,9 @@ def _resolve(text: str) -> ResolvedTarget:
     elif text == "cuda":
         resolved = _resolve_local_cuda("cuda")
     elif text.startswith("cuda:"):
-        resolved = _resolve_cuda_arch(text.removeprefix("cuda:"), f"given as {text}")
+        arch, _, gpu = text.removeprefix("cuda:").partition("@")
+        named: dict[str, object] = {PLANNED_FOR: get_gpu(gpu).name} if "@" in text else {}
+        resolved = _cuda_resolved(arch, f"given as {text}", _host_target(), named)
     elif text.startswith("{"):
         resolved = _resolve_config(_parse_json(text), "given as JSON")
     elif text in list_tags():
@@ -178,7 +193,7 @@ def target_limits(target: Target) -> TargetLimits:
     if target.kind.name == "llvm":
         return _cpu_limits(target)
     if target.kind.name == "cuda":
-        return _cuda_limits(str(target.attrs["arch"]))
+        return _limits_elsewhere(str(target.attrs["arch"]), dict(target.attrs))
     raise TargetError(f"target kind {target.kind.name!r} is not supported; expected llvm or cuda.")
 
 
@@ -234,10 +249,6 @@ def _resolve_local_cuda(asked: str) -> ResolvedTarget:
     return _cuda_resolved(arch, source, _host_target(), {})
 
 
-def _resolve_cuda_arch(arch: str, source: str) -> ResolvedTarget:
-    return _cuda_resolved(arch, source, _host_target(), {})
-
-
 def _resolve_config(config: dict[str, object], source: str) -> ResolvedTarget:
     kind = config.get("kind")
     if "tag" in config and kind is None:
@@ -268,7 +279,7 @@ def _resolve_config(config: dict[str, object], source: str) -> ResolvedTarget:
 
 
 def _cuda_resolved(arch: str, source: str, host: Target, extra: dict[str, object]) -> ResolvedTarget:
-    limits = _limits_of_local(arch) or _cuda_limits(arch)
+    limits = _limits_for(arch, extra)
     config: dict[str, object] = {
         "kind": "cuda",
         "arch": arch,
@@ -282,19 +293,38 @@ def _cuda_resolved(arch: str, source: str, host: Target, extra: dict[str, object
     return ResolvedTarget(Target(_make_target(config, source), host=host), source, "cuda", arch, limits)
 
 
-def _cuda_limits(arch: str) -> CudaLimits:
-    offered = capabilities_of(arch)
-    return CudaLimits(offered.shared_bytes_optin, offered.multiprocessors, gpu=offered.gpu)
-
-
-def _limits_of_local(arch: str) -> CudaLimits | None:
-    """Return the limits of this machine's GPU where it is of an architecture."""
+def _limits_for(arch: str, config: Mapping[str, object]) -> CudaLimits:
+    """Return the limits of the GPU that a target is planned for: the one it names, this machine's, or a usual one."""
     device = tvm.cuda(0)
-    if not device.exist or native_arch(str(device.compute_version)) != arch:
-        return None
-    usual = _cuda_limits(arch)
+    named, portable = config.get(PLANNED_FOR), bool(config.get(PORTABLE, False))
+    if named is not None or not device.exist:
+        return _limits_elsewhere(arch, config)
+    version = str(device.compute_version)
+    if not device_runs(arch, version, portable=portable):
+        return _limits_elsewhere(arch, config)
+    usual = _limits_elsewhere(arch, {})
     gpu = find_gpu(str(device.device_name)) or usual.gpu
-    return replace(usual, sm_count=int(device.multi_processor_count), gpu=gpu)
+    shared = shared_bytes_on(arch, version)
+    return replace(usual, shared_bytes_optin=shared, sm_count=int(device.multi_processor_count), gpu=gpu)
+
+
+def _limits_elsewhere(arch: str, config: Mapping[str, object]) -> CudaLimits:
+    """Return the limits of an architecture's code on the GPU that a target names, or on a usual one.
+
+    What every newer GPU is to run takes the shared memory that all of them have.
+    """
+    offered, name = capabilities_of(arch), config.get(PLANNED_FOR)
+    usual = CudaLimits(offered.shared_bytes_optin, offered.multiprocessors, gpu=offered.gpu)
+    if name is None:
+        return replace(usual, shared_bytes_optin=shared_bytes_everywhere(arch)) if config.get(PORTABLE) else usual
+    gpu = get_gpu(str(name))
+    if not device_runs(arch, gpu.compute, portable=True):
+        raise TargetError(
+            f"code for {arch} does not run on {gpu.name}, whose compute capability is {gpu.compute}; "
+            f"name another GPU, or cuda:{native_arch(gpu.compute)}."
+        )
+    shared = shared_bytes_on(arch, gpu.compute)
+    return replace(usual, shared_bytes_optin=shared, sm_count=gpu.multiprocessors, gpu=gpu)
 
 
 def _cpu_limits(target: Target) -> CpuLimits:

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import tvm
 import tvm_ffi
 
+import relaxtune
 from relaxtune.pipeline import environment as environment_module
-from relaxtune.pipeline.environment import cpu_name, detect_environment, nvidia_driver_version, target_key
+from relaxtune.pipeline.environment import (
+    code_version,
+    cpu_name,
+    detect_environment,
+    nvidia_driver_version,
+    target_key,
+)
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 
@@ -80,3 +88,30 @@ def test_attributes_become_plain_json() -> None:
     nested = {"a": [1, "b", None, 2.5, True]}
     assert json.loads(json.dumps(environment_module._plain(nested)))["a"] == [1, "b", None, 2.5, True]
     assert environment_module._plain(object()).startswith("<object")  # type: ignore[attr-defined]
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=ann", "-c", "user.email=ann@host"]
+    done = subprocess.run(["git", "-C", str(folder), *who, *words], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_code_version_names_the_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
+    assert code_version(tmp_path / "installed") == relaxtune.__version__
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    git(checkout, "init")
+    (checkout / "code.py").write_text("1")
+    git(checkout, "add", "code.py")
+    git(checkout, "commit", "-m", "first")
+    git(checkout, "tag", "v9")
+    (checkout / "notes").write_text("not tracked")
+    expected = f"{relaxtune.__version__}+g{git(checkout, 'rev-parse', '--short=12', 'HEAD')}"
+    assert code_version(checkout) == expected
+    (checkout / "code.py").write_text("2")
+    assert code_version(checkout / "../checkout") == f"{expected}.dirty"
+
+
+def test_code_version_is_the_version_alone_where_git_does_not_answer(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    assert code_version(tmp_path) == relaxtune.__version__

@@ -23,12 +23,13 @@ def place(tasks, llvm_target, tmp_path_factory) -> tuple[Path, dict[str, int]]:
     """A database with five records of one kernel, and their numbers."""
     path, task = tmp_path_factory.mktemp("explain") / "records.db", matmul(tasks)
     good = record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(3.0,))
+    good = replace(good, code_version="0.1.0+gc0ffee")
     old = replace(good, environment=replace(good.environment, tvm_version="0.1"))
     with SqlDatabase.open(path) as database:
         database.record_workload(replace(workload_of(task), tvm_version="0.1"))
         numbers = {
             "good": keep(database, task, good),
-            "slower": keep(database, task, replace(good, decision="[[], []]", latencies_us=(9.0,))),
+            "slower": keep(database, task, replace(good, decision="[[], []]", latencies_us=(9.0,), code_version=None)),
             "stale": keep(database, task, replace(good, kernel_hash="v2:0", latencies_us=(2.0,), decision="[[],[]]")),
             "broken": keep(database, task, replace(good, decision="[[1], [2]]", latencies_us=(1.0,))),
             "old": keep(database, task, old),
@@ -41,6 +42,8 @@ def test_every_record_of_a_kernel_has_a_reason(place, tasks) -> None:
     found = explain_model(ModelRequest("bert-tiny", SHAPES, "llvm"), path)
     kernel = next(one for one in found.kernels if one.task == matmul(tasks).name)
     reasons = {record.id: record.reason for record in kernel.records}
+    made_by = {record.id: record.code_version for record in kernel.records}
+    assert (made_by[numbers["good"]], made_by[numbers["slower"]]) == ("0.1.0+gc0ffee", None)
     assert kernel.route is Route.METASCHEDULE
     assert kernel.taken is not None
     assert kernel.taken.id == numbers["good"] == kernel.records[0].id
@@ -81,6 +84,7 @@ def test_the_command_says_it_as_a_table_and_as_data(place, capsys) -> None:
     table = call("table")
     assert "1 by record" in table
     assert "made by TVM 0.1" in table
+    assert "c0ffee" in table.replace("\n", "")
     data = json.loads(call("json"))
     records = [record for kernel in data["kernels"] for record in kernel["records"]]
     assert [record["id"] for record in records if record["taken"]] == [numbers["good"]]

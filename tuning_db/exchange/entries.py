@@ -224,7 +224,8 @@ def merge_jobs(one: Job, other: Job) -> Job:
 
     def rank(value: Job) -> tuple[bool, str]:
         finished = None if value.finished_at is None else value.finished_at.isoformat()
-        said = [value.model, value.model_sha256, value.target.key, value.options, value.outcome]
+        code = [] if value.code_version is None else [value.code_version]
+        said = [value.model, value.model_sha256, value.target.key, value.options, value.outcome, *code]
         return finished is not None, content_key([*said, value.started_at.isoformat(), finished])
 
     return max(one, other, key=rank)
@@ -240,6 +241,7 @@ def _merge_job(session: Session, entry: Job) -> None:
     job = row[0]
     job.model, job.model_sha256, job.options = kept.model, kept.model_sha256, kept.options
     job.started_at, job.finished_at, job.outcome = kept.started_at, kept.finished_at, kept.outcome
+    job.code_version = kept.code_version
     job.target_id = put_keyed(session, TargetRow, {kept.target.key: target_columns(kept.target)})[kept.target.key]
 
 

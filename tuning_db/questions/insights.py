@@ -35,9 +35,10 @@ CAUSE_LENGTH = 160
 
 @dataclass(frozen=True)
 class HistoryPoint:
-    """The candidates of a task of one day, TVM version, driver and device.
+    """The candidates of a task of one day, relaxtune, TVM version, driver and device.
 
-    `so_far_us` is the best up to then on the device; `kernel_hash` is of the best kernel of the day, where it is known.
+    `code_version` is the relaxtune that measured, None where it is not known. `so_far_us` is the best up to then on the
+    device; `kernel_hash` is of the best kernel of the day, where it is known.
     """
 
     day: date
@@ -51,6 +52,7 @@ class HistoryPoint:
     so_far_us: float | None
     driver: str | None
     kernel_hash: str | None
+    code_version: str | None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ def history(
             EnvironmentRow.device_name,
             EnvironmentRow.driver,
             RecordRow.kernel_hash,
+            RecordRow.code_version,
         )
         .join(WorkloadRow, WorkloadRow.id == RecordRow.workload_id)
         .join(EnvironmentRow, EnvironmentRow.id == RecordRow.environment_id)
@@ -137,12 +140,13 @@ def history(
     )
     if workload_hash is not None:
         statement = statement.where(WorkloadRow.workload_hash == workload_hash)
-    groups: dict[tuple[date, str, str, str, str | None], list[Any]] = defaultdict(list)
+    groups: dict[tuple[date, str, str, str, str | None, str | None], list[Any]] = defaultdict(list)
     for row in session.execute(statement):
-        groups[row.created_at.date(), row.name, row.tvm_version, row.device_name, row.driver].append(row)
+        where = (row.name, row.tvm_version, row.device_name, row.driver, row.code_version)
+        groups[row.created_at.date(), *where].append(row)
     points = []
     best_of: dict[tuple[str, str], float] = {}
-    for (day, name, tvm_version, device_name, driver), candidates in groups.items():
+    for (day, name, tvm_version, device_name, driver, code_version), candidates in groups.items():
         valid = [one for one in candidates if one.status is Status.OK and one.latency_us is not None]
         best = min(valid, key=lambda one: (one.latency_us, one.route), default=None)
         place = (name, device_name)
@@ -161,6 +165,7 @@ def history(
                 so_far_us=best_of.get(place),
                 driver=driver,
                 kernel_hash=None if best is None else best.kernel_hash,
+                code_version=code_version,
             )
         )
     return tuple(points)

@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 # Columns of a record that are fields of the value.
 _RECORD = (
     *("job_id", "route", "status", "registers", "smem_bytes", "spill_bytes", "kernel_hash", "seed", "duration_s"),
-    *("created_at", "error", "decision"),
+    *("created_at", "error", "decision", "code_version"),
 )
 
 

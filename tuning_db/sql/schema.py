@@ -7,6 +7,7 @@
     jobs 1──n job_tasks n──1 workloads            jobs 1──n records (a record may have no job)
     jobs 1──n artifacts 1──n validations, benchmarks n──1 environments
     artifacts 1──n tag_moves (where a tag was set to; the last move of a tag says where it is)
+    artifacts 1──n gates n──0..1 artifacts (whether an artifact may take the place of another, its baseline)
     records 1──n features (what a cost model sees of a candidate; can be computed again)
     batches 1──n cells 1──n attempts              jobs 1──n cells (the job that made the cell's artifact)
 
@@ -39,7 +40,7 @@ from relaxtune.tuning_db.records import Route, Status
 from relaxtune.tuning_db.sql.column_types import NumberKind, TextEnum, UtcDateTime
 
 #: The revision that this package writes and reads; a test holds it equal to the head of the migrations.
-HEAD_REVISION = "0006"
+HEAD_REVISION = "0007"
 #: Not Alembic's default name, so that a database of another application is never taken for ours.
 VERSION_TABLE = "relaxtune_schema_version"
 KEY_LENGTH = 64
@@ -133,6 +134,7 @@ class JobRow(Base):
     started_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
     finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     outcome: Mapped[str | None] = mapped_column(Text)
+    code_version: Mapped[str | None] = mapped_column(Text)
 
 
 class JobTaskRow(Base):
@@ -188,6 +190,7 @@ class RecordRow(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     error: Mapped[str | None] = mapped_column(Text)
     decision: Mapped[str] = mapped_column(Text)
+    code_version: Mapped[str | None] = mapped_column(Text)
 
 
 class FeatureRow(Base):
@@ -339,3 +342,16 @@ class TagMoveRow(Base):
     why: Mapped[str] = mapped_column(Text)
     gate: Mapped[str | None] = mapped_column(Text)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class GateRow(Base):
+    """What a gate found of an artifact beside a baseline; older ones, kept with a move of a tag, do not name theirs."""
+
+    __tablename__ = "gates"
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    artifact_id: Mapped[int] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    baseline_id: Mapped[int | None] = mapped_column(ForeignKey("artifacts.id"), index=True)
+    passed: Mapped[bool]
+    by: Mapped[str] = mapped_column(Text)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)
+    report: Mapped[str] = mapped_column(Text)

@@ -175,6 +175,7 @@ def put_job(session: Session, job: Job) -> None:
             started_at=job.started_at,
             finished_at=job.finished_at,
             outcome=job.outcome,
+            code_version=job.code_version,
         )
     )
 

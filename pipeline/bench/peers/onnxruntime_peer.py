@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime
 
 from relaxtune.pipeline.bench.peers.callers import Caller, PeerError, PeerOrder
+from relaxtune.pipeline.onnx_runtime.calls import device_call, host_call
 
 _PROVIDERS = {"llvm": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -49,26 +50,7 @@ class OnnxRuntimePeer:
 
     def callers(self, inputs: Mapping[str, np.ndarray], count: int) -> list[Caller]:
         """Return callers; on a GPU, inputs and outputs stay there."""
-        make = self._host_caller if self._order.kind == "llvm" else self._device_caller
-        return [make(dict(inputs)) for _ in range(count)]
-
-    def _host_caller(self, feed: dict[str, np.ndarray]) -> Caller:
-        names, last = list(self._order.outputs), {}
-
-        def run() -> None:
-            last["outputs"] = self._session.run(names, feed)
-
-        return Caller(run, lambda: dict(zip(names, last["outputs"], strict=True)))
-
-    def _device_caller(self, feed: dict[str, np.ndarray]) -> Caller:
-        names, kind = list(self._order.outputs), self._order.kind
-        binding = self._session.io_binding()
-        for name, array in feed.items():
-            binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, kind, 0))
-        for name in names:
-            binding.bind_output(name, kind, 0)
-        # It returns when the outputs are there.
-        return Caller(
-            lambda: self._session.run_with_iobinding(binding),
-            lambda: dict(zip(names, binding.copy_outputs_to_cpu(), strict=True)),
-        )
+        names, kind = self._order.outputs, self._order.kind
+        if kind == "llvm":
+            return [Caller(*host_call(self._session, names, inputs)) for _ in range(count)]
+        return [Caller(*device_call(self._session, names, inputs, kind)) for _ in range(count)]

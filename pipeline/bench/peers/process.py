@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,11 +16,15 @@ from typing import Any, Self
 import numpy as np
 
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder
+from relaxtune.pipeline.processes.watch import Watch
 
 # The project's folder goes last: packages are those of the interpreter that is asked for.
 _ROOT = str(Path(__file__).resolve().parents[3])
 _CODE = f"import sys; sys.path.append({_ROOT!r}); from relaxtune.pipeline.bench.peers.worker import main; main()"
 _END_S = 10.0
+_LOOK_S = 1.0
+# A library may compile for long before it answers.
+_ANSWER_CPU_S = 7200.0
 
 
 class PeerMissingError(PeerError):
@@ -56,7 +61,7 @@ class PeerProcess:
         self.order = order
         self._folder = folder
         self._log = folder / f"{order.peer}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(order.threads)}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(order.threads), "ORT_DISABLE_TELEMETRY": "1"}
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -131,6 +136,14 @@ class PeerProcess:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        watch: Watch | None = None
+        # Each answer is one line, so that none waits in a buffer of ours.
+        while not select.select([self._process.stdout], [], [], _LOOK_S)[0]:
+            watch = watch or Watch(self._process.pid, _ANSWER_CPU_S)
+            stuck = watch.stuck()
+            if stuck is not None:
+                self._process.kill()
+                raise PeerError(stuck)
         line = self._process.stdout.readline()
         if not line:
             raise PeerError(self._ended())

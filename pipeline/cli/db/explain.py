@@ -41,7 +41,7 @@ def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabases
     counts = ", ".join(f"{count} by {name}" for name, count in made.most_common())
     title = f"{found.model} on {found.target}, device {found.device}, TVM {found.tvm_version}: {counts}"
     cells = [row for kernel in found.kernels for row in _rows(kernel)]
-    columns = ("kernel", "record", "route", "us", "device", "arch", "TVM", "what became of it")
+    columns = ("kernel", "record", "route", "us", "device", "arch", "TVM", "relaxtune", "what became of it")
     emit(table.output_format, found.to_json(), TableView(title, columns, tuple(cells)))
     if found.note and table.output_format is DataFormat.TABLE:
         print_table(TableView("of all kernels", ("note",), ((found.note,),)))
@@ -50,17 +50,17 @@ def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabases
 def _rows(kernel: ExplainedKernel) -> list[tuple[str, ...]]:
     """Return a row that says who makes a kernel, and rows of its records: like reasons are one row with a count."""
     name = (kernel.task or kernel.functions[0]) + (f" ({len(kernel.functions)})" if len(kernel.functions) > 1 else "")
-    first = (name, "", kernel.route.value, "", "", "", "", kernel.note or "made by the record below")
+    first = (name, "", kernel.route.value, "", "", "", "", "", kernel.note or "made by the record below")
     if kernel.taken is None and not kernel.records:
         return [(*first[:-1], kernel.note or "no record of it is in the database")]
     groups: dict[tuple[object, ...], list[ConsideredRecord]] = {}
     for record in kernel.records:
-        key = (record.route, record.device_name, record.arch, record.tvm_version, record.reason)
+        key = (record.route, record.device_name, record.arch, record.tvm_version, record.code_version, record.reason)
         groups.setdefault(key, []).append(record)
     rows = [_row(group) for group in groups.values()]
     if len(rows) > _ROWS + 1:
         more = sum(len(group) for group in list(groups.values())[_ROWS:])
-        rows = [*rows[:_ROWS], ("", "", "", "", "", "", "", f"and {more} records more; --format json has all")]
+        rows = [*rows[:_ROWS], ("", "", "", "", "", "", "", "", f"and {more} records more; --format json has all")]
     if kernel.taken is not None:
         return [(name, *rows[0][1:]), *rows[1:]]
     return [first, *rows]
@@ -72,5 +72,5 @@ def _row(group: Sequence[ConsideredRecord]) -> tuple[str, ...]:
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     return (
         "", number + more, best.route.value, microseconds(best.latency_us), best.device_name, best.arch,
-        best.tvm_version, best.reason,
+        best.tvm_version, best.code_version or "unknown", best.reason,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from relaxtune.tuning_db.jobs import Job
 @app.command()
 @takes_groups(without=("limit",))
 def history(filters: FilterOptions, table: TableOptions) -> None:
-    """Show tasks over time: each day, TVM version, driver and device, and the best so far."""
+    """Show tasks over time: each day, relaxtune, TVM version, driver and device, and the best so far."""
     from relaxtune.tuning_db.questions import insights
 
     with table.open() as database:
@@ -26,6 +26,7 @@ def history(filters: FilterOptions, table: TableOptions) -> None:
     columns = {
         "day": lambda point: point.day,
         "task": lambda point: point.name,
+        "relaxtune": lambda point: point.code_version or "unknown",
         "TVM": lambda point: point.tvm_version,
         "device": lambda point: point.device_name,
         "driver": lambda point: point.driver,

@@ -101,7 +101,7 @@ class _Norm:
 
 
 def fuse_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` without the norms that the matmuls around them can do, where a template makes those (sm_90a).
+    """Return `mod` without the norms that the matmuls around them can do, where a template makes those (from sm_80 on).
 
     ::
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import tvm
-from tvm import relax
+from tvm import relax, topi
 
 from relaxtune.pipeline.passes.kit.ir import (
     binding_count,
@@ -17,7 +17,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
     with_main,
 )
-from relaxtune.pipeline.passes.kit.rewrite import replace_constants
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_constants, rewrite
 from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
@@ -35,6 +35,7 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     of its own, so the constants of such a binding are hidden from it as parameters of `main` while it runs. So are the
     numbers that TVM computes with as if they were real.
     """
+    mod = _with_casts_as_kernels(mod, state)
     large = _large_results(mod, state)
     main = main_of(mod)
     of_numbers = {
@@ -59,6 +60,29 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     params = main_of(folded).params[len(main.params) :]
     shown = main_of(folded).bind_params(dict(zip(params, hidden.values(), strict=True)))
     return with_main(folded, shown)
+
+
+def _with_casts_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with casts of one known number to an integer as kernels.
+
+    TVM folds such a cast by Python's integers, which are not infinite and do not wrap.
+    """
+    known: set[relax.Var] = set()
+    casts: set[relax.Var] = set()
+    for binding in bindings_of(main_of(mod)):
+        value = binding.value
+        if not all(var in known for var in relax.analysis.free_vars(value)):
+            continue
+        known.add(binding.var)
+        if is_op(value, "astype") and not value.ty.ndim and "int" in dtype_of(value):
+            casts.add(binding.var)
+
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var not in casts:
+            return None
+        return new.kernel(topi.cast, new.of(binding.value.args[0]), dtype_of(binding.value), name="cast")
+
+    return rewrite(mod, state, rule) if casts else mod
 
 
 def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import pinned
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
 from relaxtune.pipeline.tuning.measure.backend import Capabilities
 from relaxtune.pipeline.tuning.measure.device_turn import turn_of

@@ -17,9 +17,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.local.devices import choose_devices
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal

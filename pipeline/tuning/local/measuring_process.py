@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
     CompareRequest,

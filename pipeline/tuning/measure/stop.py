@@ -34,12 +34,14 @@ class StopSignal:
     ----------
     deadline : float or None
         On the clock of `time.monotonic`.
+    within : StopSignal or None
+        What this run is a part of: the user asks for the end of both, and each has its own deadline.
     """
 
-    def __init__(self, deadline: float | None = None) -> None:
+    def __init__(self, deadline: float | None = None, within: StopSignal | None = None) -> None:
         self.deadline = deadline
         self.signals = 0
-        self._asked = threading.Event()
+        self._asked: threading.Event = threading.Event() if within is None else within._asked
 
     def request(self) -> None:
         """Ask for the end; safe in a signal handler."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tvm
 
+from relaxtune.pipeline.environment import code_version
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
@@ -147,6 +148,7 @@ class Recorder:
                 seed=self._seed,
                 duration_s=outcome.duration_s,
                 job_id=self._job_id,
+                code_version=code_version(),
             )
         )
 

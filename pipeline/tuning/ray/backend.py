@@ -61,6 +61,8 @@ class ActorMeasurer:
         self._away_s = away_s
         self._lock = threading.Lock()
         self._there = False
+        # What is asked of an actor that is lost meanwhile says nothing of the next one.
+        self._life = 0
         self._left = threading.Event()
         self.peers: Sequence[ActorMeasurer] = ()
 
@@ -107,7 +109,8 @@ class ActorMeasurer:
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
         """Check and time a candidate."""
-        if self._stop.due:
+        # Since this thread last looked, another one may have lost the actor.
+        if self._stop.due or not self.ready():
             return _STOPPED
         answer = self._ask(
             lambda: self._actor.measure.remote(
@@ -163,6 +166,7 @@ class ActorMeasurer:
             The actor raised: its child cannot be started, or a defect of ours. The device is left alone.
         """
         exceptions = self._ray.exceptions
+        life = self._life
         # A future waits without asking Ray again and again: with a hundred threads that would be most of their work.
         answer = call().future()
         try:
@@ -180,8 +184,9 @@ class ActorMeasurer:
             return Outcome(Unmeasured.LOST, error=f"Ray: {last_line(str(e))}")
         except exceptions.RayActorError as e:
             with self._lock:
-                if self._there:
+                if self._life == life:
                     self._there = False
+                    self._life += 1
                     self.restarts += 1
                     logger.warning("%s is lost; Ray looks for another device", self.name)
             return Outcome(Unmeasured.LOST, error=f"{self.name} on {self.host} was lost: {type(e).__name__}")

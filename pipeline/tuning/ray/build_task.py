@@ -16,8 +16,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from relaxtune.pipeline.processes.child import leave_out_torch
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning.local.child import leave_out_torch
 from relaxtune.pipeline.tuning.ray.objects import packed
 
 if TYPE_CHECKING:
@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 _pools: dict[bytes, BuildPool] = {}
 
 
-def build(what: bytes, target: bytes, limits: bytes) -> tuple[Built, bytes]:
-    """Return what came of a build, and the artifact's bytes apart from it, packed; `limits` are pickled too."""
+def build(what: bytes, target: bytes, limits: bytes, forks: str = "") -> tuple[Built, bytes]:
+    """Return what came of a build, and the artifact's bytes apart from it, packed; `limits` are pickled too.
+
+    `forks` names the run whose server on this host forks the build process.
+    """
     leave_out_torch()
     from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured
 
     done: SimpleQueue[Built] = SimpleQueue()
     try:
-        _pool(limits).submit_pickled(what, target, done.put)
+        _pool(limits, forks).submit_pickled(what, target, done.put)
         built = done.get()
         if built.artifact is None:
             return built, b""
@@ -47,18 +50,20 @@ def build(what: bytes, target: bytes, limits: bytes) -> tuple[Built, bytes]:
     return replace(built, artifact=replace(built.artifact, content="")), code
 
 
-def warm(limits: bytes) -> None:
+def warm(limits: bytes, forks: str = "") -> None:
     """Start a worker's build process before there is something to build."""
-    _pool(limits)
+    _pool(limits, forks)
 
 
-def _pool(limits: bytes) -> BuildPool:
+def _pool(limits: bytes, forks: str) -> BuildPool:
     if limits not in _pools:
         leave_out_torch()
         from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+        from relaxtune.pipeline.tuning.ray.node_server import join_server
 
         stack = contextlib.ExitStack()
         directory = Path(stack.enter_context(temporary_folder()))
-        _pools[limits] = stack.enter_context(contextlib.closing(BuildPool(1, directory, pickle.loads(limits))))
+        pool = BuildPool(1, directory, pickle.loads(limits), server=join_server(forks))
+        _pools[limits] = stack.enter_context(contextlib.closing(pool))
         atexit.register(stack.close)
     return _pools[limits]

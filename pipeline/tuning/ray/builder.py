@@ -62,10 +62,18 @@ class RayBuilder(Builder):
         When it is due, all builds are reported as stopped.
     reserved : float
         CPUs of the cluster that measuring actors take.
+    forks : str
+        The run whose servers on the nodes fork the build processes; without, each is started afresh.
     """
 
     def __init__(
-        self, ray: ModuleType, store: ArtifactStore, limits: BuilderLimits, stop: StopSignal, reserved: float = 0.0
+        self,
+        ray: ModuleType,
+        store: ArtifactStore,
+        limits: BuilderLimits,
+        stop: StopSignal,
+        reserved: float = 0.0,
+        forks: str = "",
     ) -> None:
         super().__init__()
         self._ray = ray
@@ -73,6 +81,7 @@ class RayBuilder(Builder):
         self._limits = pickle.dumps(limits)
         self._stop = stop
         self._reserved = reserved
+        self._forks = forks
         self._task = ray.remote(num_cpus=1, num_returns=2, max_retries=_RETRIES)(build)
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
@@ -81,7 +90,7 @@ class RayBuilder(Builder):
         self._capacity, self._asked = 1, 0.0
         # Every core's worker imports what it needs while the first candidates are made; a lost one does so later.
         start = ray.remote(num_cpus=1, max_retries=0)(warm)
-        self._warming = [start.remote(self._limits) for _ in range(self.capacity)]
+        self._warming = [start.remote(self._limits, self._forks) for _ in range(self.capacity)]
         self._watcher = threading.Thread(target=self._watch, name="relaxtune-build", daemon=True)
         self._watcher.start()
 
@@ -121,7 +130,7 @@ class RayBuilder(Builder):
 
     def _start(self, job: _Job) -> None:
         job.again_at = None
-        job.answer, job.code = self._task.remote(job.what, job.target, self._limits)
+        job.answer, job.code = self._task.remote(job.what, job.target, self._limits, self._forks)
         job.answer.future().add_done_callback(lambda future: self._answered(job, future))
 
     def _answered(self, job: _Job, future: Future[Built]) -> None:

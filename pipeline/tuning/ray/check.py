@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 
-from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE, Node, connected, list_nodes, other_versions
+from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE, connected, other_versions
+from relaxtune.pipeline.tuning.ray.nodes import Node, NodesAsked
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ def check_cluster(address: str) -> tuple[NodeReport, ...]:
     UsageError
         Ray is not installed here, or no cluster answers.
     """
-    with connected(address) as ray:
-        return tuple(report_on(node) for node in list_nodes(ray))
+    with connected(address) as ray, closing(NodesAsked(ray)) as asked:
+        return tuple(report_on(node) for node in asked.nodes())
 
 
 def report_on(node: Node) -> NodeReport:

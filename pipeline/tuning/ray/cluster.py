@@ -6,40 +6,26 @@ Ray places builders and actors, starts them again and finds out which nodes are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from relaxtune.pipeline.environment import target_cores
 from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.ray.facts import NodeFacts, list_versions
+from relaxtune.pipeline.tuning.ray.nodes import Node
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.capabilities import is_of
 from relaxtune.tuning_db.records import Environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 logger = logging.getLogger(__name__)
 
 #: Custom resource of a node whose CPU is measured on: `ray start --resources '{"relaxtune_cpu": 1}'`.
 CPU_RESOURCE = "relaxtune_cpu"
 _MODEL_RESOURCE = "accelerator_type:"
-_FACTS_MODULE = "relaxtune.pipeline.tuning.ray.facts"
-_FACTS_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class Node:
-    """A living node: Ray's id, its host, what it offers, and what it has or why that cannot be told."""
-
-    id: str
-    host: str
-    resources: dict[str, float]
-    facts: NodeFacts | None
-    fault: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,35 +88,14 @@ def connected(address: str) -> Iterator[ModuleType]:
         ray.init(address=address, namespace="relaxtune", log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as e:
         raise UsageError(
-            f"no Ray cluster can be used at {address}: {_last_line(e)}. Run `ray start --head --port 6379` on the "
-            "head and `ray start --address HEAD:6379` on every other node; the driver runs on any of them and needs no "
-            "GPU"
+            f"no Ray cluster can be used at {address}: {last_line(e).rstrip('.')}. Run `ray start --head --port 6379` "
+            "on the head and `ray start --address HEAD:6379` on every other node; the driver runs on any of them and "
+            "needs no GPU"
         ) from e
     try:
         yield ray
     finally:
         ray.shutdown()
-
-
-def list_nodes(ray: ModuleType) -> list[Node]:
-    """Return the living nodes, with what each has; they are asked at the same time."""
-    alive = [one for one in ray.nodes() if one["Alive"]]
-    probe = ray.remote(num_cpus=0, max_retries=1)(_probe_function())
-    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    asked = [
-        probe.options(scheduling_strategy=strategy(one["NodeID"], soft=False)).remote(_FACTS_MODULE, _FACTS_TIMEOUT_S)
-        for one in alive
-    ]
-    ray.wait(asked, num_returns=len(asked), timeout=2 * _FACTS_TIMEOUT_S)
-    nodes = []
-    for one, answer in zip(alive, asked, strict=True):
-        try:
-            told, fault = ray.get(answer, timeout=0)
-        except ray.exceptions.RayError as e:
-            told, fault = "", f"it does not answer: {_last_line(e)}"
-        facts = NodeFacts.from_json(told) if told else None
-        nodes.append(Node(one["NodeID"], one["NodeManagerHostname"], dict(one["Resources"]), facts, fault))
-    return nodes
 
 
 def other_versions(node: Node) -> dict[str, tuple[str, str]]:
@@ -238,38 +203,3 @@ def _environment(facts: NodeFacts, target: ResolvedTarget, kind: str, name: str,
         tvm_ffi_version=facts.versions["apache-tvm-ffi"],
         cores=cores,
     )
-
-
-def _probe_function() -> Callable[[str, float], tuple[str, str]]:
-    """Return a function that is sent by value: it runs where this package is missing too."""
-
-    def probe(module: str, timeout_s: float) -> tuple[str, str]:
-        import os
-        import subprocess
-        import sys
-
-        environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment["PYTHONPATH"] = os.pathsep.join(one or os.getcwd() for one in sys.path)
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", module],
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return "", f"its facts were not there after {timeout_s:g} s"
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode == 0 and lines:
-            return lines[-1], ""
-        told = done.stderr.strip().splitlines()
-        return "", told[-1] if told else f"{sys.executable} ended with exit status {done.returncode}"
-
-    return probe
-
-
-def _last_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip().rstrip(".") if lines else type(error).__name__

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from relaxtune.pipeline.processes.child import leave_out_torch
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -119,11 +121,17 @@ def read_facts() -> NodeFacts:
     )
 
 
-def main() -> None:
+def tell() -> None:
     """Print the facts of this machine as one line of JSON."""
-    # PyTorch would be imported by TVM, which takes seconds.
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     sys.stdout.write(json.dumps(asdict(read_facts())) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Print them, in a process of their own."""
+    # PyTorch would be imported by TVM, which takes seconds.
+    leave_out_torch()
+    tell()
 
 
 if __name__ == "__main__":

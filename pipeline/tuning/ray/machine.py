@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
+from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits
 from relaxtune.pipeline.tuning.local.machine import Machine, timing_options
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -15,13 +15,13 @@ from relaxtune.pipeline.tuning.ray.backend import RayBackend, new_run
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
 from relaxtune.pipeline.tuning.ray.cluster import (
     MeasuringPlace,
-    Node,
     connected,
     find_place,
-    list_nodes,
     require_equal,
 )
+from relaxtune.pipeline.tuning.ray.facts import list_versions
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings
+from relaxtune.pipeline.tuning.ray.nodes import Node, NodesAsked
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import ResolvedTarget
@@ -36,6 +36,8 @@ class RayCluster:
     ----------
     address : str
         Such as `10.0.0.1:6379`, or `auto` on a node of the cluster.
+    modules : sequence of str
+        What a process on each node imports, beside what builds and measures, to fork children that have done so.
 
     Raises
     ------
@@ -45,10 +47,14 @@ class RayCluster:
         A node lacks this package or has another version of something.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, modules: Sequence[str] = ()) -> None:
+        self.forks = new_run()
         with contextlib.ExitStack() as stack:
             self._ray: ModuleType = stack.enter_context(connected(address))
-            self._nodes = list_nodes(self._ray)
+            asked = stack.enter_context(contextlib.closing(NodesAsked(self._ray, self.forks, [BUILD_MODULE, *modules])))
+            # This process imports and reads what the nodes' are compared with, while they do.
+            list_versions()
+            self._nodes = asked.nodes()
             require_equal(self._nodes)
             self._stack = stack.pop_all()
 
@@ -92,13 +98,16 @@ class RayCluster:
             timing_options(target, options),
             options.run_timeout_s,
             options.seed,
+            self.forks,
         )
         with contextlib.ExitStack() as stack:
             backend = stack.enter_context(
                 contextlib.closing(RayBackend(self._ray, place, settings, store, stop, reservation))
             )
             limits = BuilderLimits(timeout_s=options.build_timeout_s)
-            builder = stack.enter_context(contextlib.closing(RayBuilder(self._ray, store, limits, stop, place.cpus)))
+            builder = stack.enter_context(
+                contextlib.closing(RayBuilder(self._ray, store, limits, stop, place.cpus, self.forks))
+            )
             yield Machine(builder, backend)
 
     def reserve(self, target: ResolvedTarget) -> Reservation:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.processes.child import leave_out_torch
 from relaxtune.pipeline.temporary import shared_folder, temporary_folder
-from relaxtune.pipeline.tuning.local.child import leave_out_torch
 from relaxtune.pipeline.tuning.measure.device_turn import turn_of
 from relaxtune.pipeline.tuning.ray.objects import unpacked
 
@@ -43,6 +43,8 @@ class ActorSettings:
         What is measured for, and the environment that outcomes are stamped with.
     options, timeout_s, seed
         See `MeasuringProcess`.
+    forks
+        The run whose server on the host forks the measuring process; without, it is started afresh.
     """
 
     run: str
@@ -51,6 +53,7 @@ class ActorSettings:
     options: MeasureOptions
     timeout_s: float
     seed: int
+    forks: str = ""
 
 
 class MeasuringActor:
@@ -73,36 +76,39 @@ class MeasuringActor:
         from relaxtune.pipeline.tuning.local.devices import pinned
         from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
         from relaxtune.pipeline.tuning.measure.stop import StopSignal
+        from relaxtune.pipeline.tuning.ray.node_server import join_server
 
-        settings = pickle.loads(pickled)
-        found = detect_environment(settings.target)
-        if found != settings.environment:
-            raise PipelineError(
-                f"{socket.gethostname()} measures for another environment than the run's: expected "
-                f"{settings.environment}, got {found}"
-            )
-        self._stack = contextlib.ExitStack()
-        references = self._stack.enter_context(shared_folder(settings.run))
-        turn = None
-        if settings.target.kind == "cuda":
+        settings: ActorSettings = pickle.loads(pickled)
+        gpu = settings.target.kind == "cuda"
+        with contextlib.ExitStack() as stack:
+            references = stack.enter_context(shared_folder(settings.run))
             # Actors that work on cells time them on the same device.
-            turn = self._stack.enter_context(contextlib.closing(turn_of(references, own_gpu())))
-        self._directory = Path(self._stack.enter_context(temporary_folder()))
-        self._process = self._stack.enter_context(
-            contextlib.closing(
-                MeasuringProcess(
-                    pinned("cuda:0" if settings.target.kind == "cuda" else "cpu:0"),
-                    settings.environment,
-                    settings.options,
-                    settings.timeout_s,
-                    StopSignal(),
-                    settings.seed,
-                    self._directory,
-                    references=references,
-                    turn=turn,
+            turn = stack.enter_context(contextlib.closing(turn_of(references, own_gpu()))) if gpu else None
+            self._directory = Path(stack.enter_context(temporary_folder()))
+            # It starts while this process looks at the device.
+            self._process = stack.enter_context(
+                contextlib.closing(
+                    MeasuringProcess(
+                        pinned("cuda:0" if gpu else "cpu:0"),
+                        settings.environment,
+                        settings.options,
+                        settings.timeout_s,
+                        StopSignal(),
+                        settings.seed,
+                        self._directory,
+                        join_server(settings.forks, gpus=gpu),
+                        references=references,
+                        turn=turn,
+                    )
                 )
             )
-        )
+            found = detect_environment(settings.target)
+            if found != settings.environment:
+                raise PipelineError(
+                    f"{socket.gethostname()} measures for another environment than the run's: expected "
+                    f"{settings.environment}, got {found}"
+                )
+            self._stack = stack.pop_all()
 
     def begin(self) -> str:
         """Set the device up; return the host's name."""

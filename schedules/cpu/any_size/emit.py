@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -43,6 +44,29 @@ def places(number: tirx.Expr, sizes: Sequence[Size]) -> list[tirx.Expr]:
         found.append(T.Bind(number % size if count else number))
         number = number // size
     return found[::-1]
+
+
+@dataclass(frozen=True)
+class KeptRow:
+    """The row of a tensor that is being made, kept from an element of a buffer on."""
+
+    buffer: tirx.Var
+    begin: tirx.Expr
+
+
+def read_place(place: tirx.Var | KeptRow, indices: Sequence[tirx.Expr]) -> tirx.Expr:
+    """Return an element of a tensor; of a kept row, the one of the last index."""
+    if isinstance(place, KeptRow):
+        return place.buffer[place.begin + wide(indices[-1])]
+    return place[tuple(indices)]
+
+
+def write_place(place: tirx.Var | KeptRow, value: tirx.Expr, indices: Sequence[tirx.Expr]) -> None:
+    """Store an element of a tensor; of a kept row, the one of the last index."""
+    if isinstance(place, KeptRow):
+        T.buffer_store(place.buffer, value, [place.begin + wide(indices[-1])])
+    else:
+        T.buffer_store(place, value, list(indices))
 
 
 def row_buffer(elements: int) -> tirx.Var:

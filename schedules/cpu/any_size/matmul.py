@@ -88,11 +88,11 @@ class AnySizeMatmul(CpuRule):
         if con is None or len(blocks) != (1 if epilogue is None else 2):
             return None
         found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
-        return None if found is None else Schedule(tvm.IRModule({"main": _Kernel(found).build()}))
+        return None if found is None else Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
 
 
 @dataclass(frozen=True)
-class _Product:
+class Product:
     """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
 
     func: PrimFunc
@@ -111,10 +111,12 @@ class _Product:
 
     @property
     def block(self) -> ScheduledBlock:
+        """The reduction block."""
         return self.con.block
 
     @property
     def width(self) -> int:
+        """Columns of a tile."""
         return self.vectors * self.lanes
 
     @property
@@ -125,7 +127,7 @@ class _Product:
         return last.sizes[place]
 
 
-def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None, limits: CpuLimits) -> _Product | None:
+def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None, limits: CpuLimits) -> Product | None:
     block = con.block
     operands = (con.left.source, con.right.source)
     symbolic = [axis for axis in (*con.rows, con.column, *con.reduce) if block.extents[axis] is None]
@@ -154,7 +156,7 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     blocks = 1
     if limits.l2_bytes is not None and length is not None and con.panel is not None:
         blocks = -(-length * con.panel * _ELEMENT_BYTES // (limits.l2_bytes // _L2_SHARE))
-    return _Product(func, con, epilogue, vectors, lanes, rows, blocks)
+    return Product(func, con, epilogue, vectors, lanes, rows, blocks)
 
 
 Values = Mapping[tirx.Var, tirx.Expr]
@@ -181,10 +183,14 @@ def _fewer_rows(most: int) -> list[int]:
     return sorted({*range(largest, half, -2), half, max(1, half // 2)}, reverse=True)
 
 
-class _Kernel:
-    def __init__(self, product: _Product) -> None:
+class ProductKernel:
+    """Writes the loops of a product."""
+
+    def __init__(self, product: Product) -> None:
         self._product = product
         self._last_tiles = _fewer_rows(product.rows)
+        #: Those of the kernel being written, by those of the function.
+        self.buffers: Buffers = {}
 
     def build(self) -> PrimFunc:
         """Return the kernel with the parameters and attributes of its function."""
@@ -192,7 +198,7 @@ class _Kernel:
 
     def _emit(self, buffers: Buffers) -> None:
         columns, width = self._product.columns, self._product.width
-        self._buffers = buffers
+        self.buffers = buffers
         if isinstance(columns, int):
             self._share(-(-columns // width), self._tile_of_columns)
             return
@@ -300,12 +306,12 @@ class _Kernel:
 
             def multiply(row: int, at: tirx.Expr) -> None:
                 here = {**known, **places_of_rows[row], column: start + wide(at)}
-                term = self._load(con.left, here) * self._load(con.right, here)
+                term = self.load(con.left, here) * self.load(con.right, here)
                 T.buffer_store(sums[row], sums[row][at] + term, [at])
 
             each(multiply)
             if con.panel is not None:
-                line = self._load(con.right, {**values, reduced: next_begin + k, column: next_column})
+                line = self.load(con.right, {**values, reduced: next_begin + k, column: next_column})
                 fetch = T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(line), *map(T.int32, _PREFETCH))
                 T.evaluate(fetch)
         each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
@@ -316,7 +322,7 @@ class _Kernel:
 
         def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
             offset = vector * lanes + lane
-            self._store(sums[at + offset], {**values, column: start + offset})
+            self.store(sums[at + offset], {**values, column: start + offset})
 
         self._columns_of_tile(start, finish)
 
@@ -350,9 +356,9 @@ class _Kernel:
                 T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [j])
             with T.serial(0, wide(product.block.sizes[con.reduce[0]])) as k, T.serial(0, product.columns) as j:
                 here = {**place, reduced: k, column: j}
-                T.buffer_store(acc, acc[j] + self._load(con.left, here) * self._load(con.right, here), [j])
+                T.buffer_store(acc, acc[j] + self.load(con.left, here) * self.load(con.right, here), [j])
             with T.serial(0, product.columns) as j:
-                self._store(acc[j], {**place, column: j})
+                self.store(acc[j], {**place, column: j})
 
     def _row(self, number: tirx.Expr) -> Values:
         """Return the place of a row along each axis of rows."""
@@ -360,10 +366,11 @@ class _Kernel:
         found = places(number, [block.sizes[axis] for axis in con.rows])
         return {block.axes[axis]: place for axis, place in zip(con.rows, found, strict=True)}
 
-    def _load(self, load: TensorLoad, values: Values) -> tirx.Expr:
-        return self._buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
+    def load(self, load: TensorLoad, values: Values) -> tirx.Expr:
+        """Return what a load reads at a place."""
+        return self.buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
 
-    def _store(self, total: tirx.Expr, values: Values) -> None:
+    def store(self, total: tirx.Expr, values: Values) -> None:
         """Store the epilogue of a sum at a place, given as values of the product's axes."""
         product = self._product
         if product.epilogue is None:
@@ -376,8 +383,8 @@ class _Kernel:
             sums = product.block.store.buffer
 
             def replaced(load: TensorLoad) -> tirx.Expr:
-                return total if load.source.same_as(sums) else self._load(load, {})
+                return total if load.source.same_as(sums) else self.load(load, {})
 
             value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
         indices = [substitute(index, at) for index in store.indices]
-        T.buffer_store(self._buffers[store.buffer], value, indices)
+        T.buffer_store(self.buffers[store.buffer], value, indices)

@@ -23,7 +23,16 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, row_buffer, share_jobs, wide
+from relaxtune.schedules.cpu.any_size.emit import (
+    Buffers,
+    KeptRow,
+    build_function,
+    read_place,
+    row_buffer,
+    share_jobs,
+    wide,
+    write_place,
+)
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.reduction import count_shared_rows
 from relaxtune.schedules.sizes import Size
@@ -50,11 +59,11 @@ class AnySizeRows(CpuRule):
         rows = _rows_of(sch, blocks)
         lanes = cpu_limits(target).vector_bytes // 4
         found = None if rows is None else _find(sch.mod["main"], blocks, rows, lanes)
-        return None if found is None else Schedule(tvm.IRModule({"main": _Kernel(found).build()}))
+        return None if found is None else Schedule(tvm.IRModule({"main": RowsKernel(found).build()}))
 
 
 @dataclass(frozen=True)
-class _Rows:
+class Rows:
     """A function to make: `rows` leading axes of all blocks, columns of a symbolic size.
 
     `kept` are the intermediates of one number a row; `wide` is the one as wide as the output, None without one.
@@ -80,7 +89,7 @@ def _rows_of(sch: Schedule, blocks: list[ScheduledBlock]) -> int | None:
     return rows if all(len(block.kinds) in (rows, rows + 1) for block in blocks) else None
 
 
-def _find(func: PrimFunc, blocks: list[ScheduledBlock], rows: int, lanes: int) -> _Rows | None:
+def _find(func: PrimFunc, blocks: list[ScheduledBlock], rows: int, lanes: int) -> Rows | None:
     columns = next(block.sizes[-1] for block in blocks if not block.is_spatial)
     if isinstance(columns, int) or any(
         len(block.kinds) > rows and not same_sizes(block.sizes[rows:], [columns]) for block in blocks
@@ -99,7 +108,7 @@ def _find(func: PrimFunc, blocks: list[ScheduledBlock], rows: int, lanes: int) -
     moved = next(iter(wide_ones), None)
     if not all(_is_plain(block, moved) for block in blocks):
         return None
-    return _Rows(func, tuple(blocks), blocks[0].sizes[:rows], columns, kept, moved, lanes)
+    return Rows(func, tuple(blocks), blocks[0].sizes[:rows], columns, kept, moved, lanes)
 
 
 def _is_plain(block: ScheduledBlock, moved: tirx.Var | None) -> bool:
@@ -114,32 +123,34 @@ def _is_plain(block: ScheduledBlock, moved: tirx.Var | None) -> bool:
 Values = Mapping[tirx.Var, tirx.Expr]
 
 
-class _Kernel:
-    def __init__(self, rows: _Rows) -> None:
+class RowsKernel:
+    """Writes the loops of rows."""
+
+    def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
     def build(self) -> PrimFunc:
         """Return the kernel with the parameters and attributes of its function."""
         return build_function(self._rows.func, self._emit)
 
+    def make_row(self, places: list[tirx.Expr], buffers: Mapping[tirx.Var, tirx.Var | KeptRow]) -> None:
+        """Make the row of some places along the leading axes, all of whose tensors are in `buffers`."""
+        self._buffers = buffers
+        self._kept = {buffer: row_buffer(1) for buffer in self._rows.kept}
+        for block in self._rows.blocks:
+            known = dict(zip(block.axes, places, strict=False))
+            if not block.is_spatial:
+                self._reduce(block, known)
+            elif len(block.axes) == len(places):
+                self._store(block, known, self._value(block.store.value, known))
+            else:
+                self._walk(block, known)
+
     def _emit(self, buffers: Buffers) -> None:
-        self._buffers = dict(buffers)
-        found = self._rows
+        found, known = self._rows, dict(buffers)
         if found.wide is not None:
-            self._buffers[found.wide] = buffers[found.blocks[-1].store.buffer]
-
-        def row(places: list[tirx.Expr]) -> None:
-            self._kept = {buffer: row_buffer(1) for buffer in found.kept}
-            for block in found.blocks:
-                known = dict(zip(block.axes, places, strict=False))
-                if not block.is_spatial:
-                    self._reduce(block, known)
-                elif len(block.axes) == len(places):
-                    self._store(block, known, self._value(block.store.value, known))
-                else:
-                    self._walk(block, known)
-
-        share_jobs(found.rows, row)
+            known[found.wide] = buffers[found.blocks[-1].store.buffer]
+        share_jobs(found.rows, lambda places: self.make_row(places, known))
 
     def _walk(self, block: ScheduledBlock, known: Values) -> None:
         def element(column: tirx.Expr) -> None:
@@ -194,7 +205,7 @@ class _Kernel:
             if instead is not None and load.source.same_as(instead[0]):
                 return instead[1]
             kept = self._kept.get(load.source)
-            return kept[0] if kept is not None else self._buffers[load.source][tuple(load.indices)]
+            return kept[0] if kept is not None else read_place(self._buffers[load.source], load.indices)
 
         return tvm_ffi.structural_map(substitute(expr, values), (TensorLoad, replaced))
 
@@ -204,4 +215,4 @@ class _Kernel:
             T.buffer_store(kept, value, [0])
             return
         indices = [substitute(index, values) for index in block.store.indices]
-        T.buffer_store(self._buffers[block.store.buffer], value, indices)
+        write_place(self._buffers[block.store.buffer], value, indices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -16,6 +17,7 @@ from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
+from relaxtune.schedules.templates.attention_sm80.split_keys import SplitKeys
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import (
     declare_params,
@@ -55,6 +57,7 @@ class _Kernel:
             self._tile_v = pool.alloc((p.stages, p.block_k * plan.value_width * CHUNK), self._dtype, align=1024)
             pool.commit()
             wait_for_predecessor(p.dependent)
+            self._block = block
             each_tile(plan, block, self._make)
         return builder.get()
 
@@ -75,9 +78,11 @@ class _Kernel:
             for index in range(plan.value_pairs * 8):
                 T.buffer_store(self._sums[number], tirx.FloatImm("float32", 0.0), [index])
         self._sum()
-        for softmax in self._softmax:
-            softmax.finish()
-        self._write()
+        split = SplitKeys(plan, self._thread, self._block, self._sums, self._softmax) if p.split > 1 else None
+        with nullcontext() if split is None else split.of_the_last():
+            for softmax in self._softmax:
+                softmax.finish()
+            self._write()
 
     def _begin_copies(self) -> None:
         """Emit the copies of Q and of the first blocks of keys."""

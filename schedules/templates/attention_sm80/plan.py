@@ -10,7 +10,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES, TilePlan, section_of
-from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 WARP = 32
@@ -43,6 +43,8 @@ class AttentionParameters(Parameters):
         Whether the heads that share a head of K and V are rows of one tile.
     dependent
         Whether the kernel may start before the one before it has ended.
+    split
+        Blocks that share the keys of a tile.
     """
 
     template: ClassVar[str] = "attention_sm80"
@@ -53,15 +55,11 @@ class AttentionParameters(Parameters):
     stages: int = 2
     pack: bool = False
     dependent: bool = False
-
-    @property
-    def split(self) -> int:
-        """Blocks that share the keys of a tile: one."""
-        return 1
+    split: int = added(1)
 
     @property
     def blocks(self) -> int:
-        """A block makes one tile."""
+        """A block makes one tile, or its part of the keys of one."""
         return 0
 
 
@@ -109,6 +107,11 @@ class AttentionPlan(TilePlan):
         return self.rows * max(self.width, self.value_width) * CHUNK
 
     @property
+    def exchanged(self) -> int:
+        """Fours of numbers that a thread hands over where blocks share keys: sums, and two rows' statistics."""
+        return self.parameters.m_steps * (self.value_pairs * 2 + 1)
+
+    @property
     def shared_bytes(self) -> int:
         """Of a block's dynamic shared memory."""
         p = self.parameters
@@ -153,6 +156,9 @@ def make_plan(
         holds_queries=holds,
         registers=registers,
     )
+    refusal = _refuse_split(plan)
+    if refusal is not None:
+        return refusal
     if plan.shared_bytes > limits.shared_bytes_optin:
         return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     return plan
@@ -172,4 +178,14 @@ def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
         return Refusal(f"block_k is {p.block_k}, expected a multiple of 16 up to 128")
     if not 2 <= p.stages <= _STAGES_MAX:
         return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
+    return None
+
+
+def _refuse_split(plan: AttentionPlan) -> Refusal | None:
+    """Return why blocks cannot share keys: each has to have some, of every tile."""
+    split, count, spec = plan.parameters.split, int(plan.key_blocks), plan.spec
+    if split < 1 or (split - 1) * math.ceil(count / split) >= count:
+        return Refusal(f"split is {split}, of {count} blocks of keys some would have none")
+    if split > 1 and (spec.window or (spec.causal and plan.tiles != 1)):
+        return Refusal("blocks share keys, but tiles see different ones")
     return None

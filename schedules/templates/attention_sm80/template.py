@@ -26,13 +26,15 @@ are waited for after its softmax.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on); `gemm_sm80` says why it is not proposed. What holds of masks is the same as in
-`schedules.templates.attention_sm90.template`. Caches that grow, keys split over blocks and symbolic sizes are not made.
+`schedules.templates.attention_sm90.template`. With `split`, blocks share the keys of a tile (`split_keys.py`). Caches
+that grow and symbolic sizes are not made.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tvm import tirx
 
@@ -45,6 +47,9 @@ from relaxtune.schedules.templates.attention_sm80.plan import AttentionParameter
 from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
 
 _CANDIDATES_MAX = 12
+# Candidates in which blocks share keys, and how many share them.
+_SPLIT_MAX = 4
+_SPLITS = (4, 2, 8)
 # Of a multiprocessor in a cycle: multiply-adds, bytes of shared memory, powers of 2.
 _MULTIPLY_ADDS, _SHARED_BYTES, _POWERS = 1200, 128, 16
 # What a warp waits for on its own in a step, and a block before and after its steps.
@@ -65,7 +70,10 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
         made = (make_plan(found, one, limits, bias_bytes=mask_bytes) for one in _proposals(found))
         plans = [plan for plan in made if isinstance(plan, AttentionPlan)]
         plans.sort(key=lambda plan: predicted_cycles(plan, limits))
-        return [plan.parameters for plan in plans[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
+        # The model knows nothing of the exchange of sums: what is split is worth measuring, and never comes first.
+        split = [one for plan in plans for one in _splits(plan, limits)][:_SPLIT_MAX]
+        whole = [plan.parameters for plan in plans[: _CANDIDATES_MAX - len(split)]]
+        return [*whole, *split] or Refusal("no tile fits this shape")
 
     def make(
         self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: AttentionParameters
@@ -107,6 +115,15 @@ def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
                 for stages in (2, 3):
                     if stages == 2 or spec.keys > 2 * block_k:
                         yield AttentionParameters(warps, m_steps, block_k, stages, pack)
+
+
+def _splits(plan: AttentionPlan, limits: CudaLimits) -> Iterator[AttentionParameters]:
+    """Yield the plan with blocks that share its keys, where there are too few tiles for the multiprocessors."""
+    blocks, count = int(plan.items), limits.likely_sm_count
+    for split in _SPLITS if blocks < count else ():
+        made = make_plan(plan.spec, replace(plan.parameters, split=split), limits)
+        if isinstance(made, AttentionPlan) and blocks * split < 2 * count and 2 * split <= int(plan.key_blocks):
+            yield made.parameters
 
 
 def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:

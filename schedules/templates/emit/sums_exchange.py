@@ -28,6 +28,10 @@ __forceinline__ __device__ void {name}_add(int at, {scalar}& a, {scalar}& b, {sc
   {type}4 sum = __ldcg({name}_sums + at);
   a += sum.x; b += sum.y; c += sum.z; d += sum.w;
 }}
+__forceinline__ __device__ void {name}_get(int at, {scalar}& a, {scalar}& b, {scalar}& c, {scalar}& d) {{
+  {type}4 sum = __ldcg({name}_sums + at);
+  a = sum.x; b = sum.y; c = sum.z; d = sum.w;
+}}
 __forceinline__ __device__ void {name}_set(int flag) {{
   __syncwarp();
   if (threadIdx.x % 32 == 0)
@@ -53,7 +57,7 @@ _TYPES = {"float32": ("float", "float"), "uint32": ("uint", "unsigned")}
 
 
 class SumsExchange:
-    """Emits calls of `put` and `add` of 4 accumulators at a place, and of `set`, `await` and `clear` of a flag.
+    """Emits calls of `put`, `get` and `add` of 4 accumulators at a place, and of `set`, `await` and `clear` of a flag.
 
     `register` is the dtype of an accumulator; there are so many `sums` (of 4) and `flags`.
     """

@@ -12,15 +12,16 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel, shared_pool
-from relaxtune.schedules.templates.emit.registers import in_register
+from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import MultiplyStored
-from relaxtune.schedules.templates.gemm_sm80.plan import WARP, GemmPlan, is_plain
+from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan, is_plain
 from relaxtune.schedules.templates.gemm_sm80.split_k import SplitSum
 from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
 from relaxtune.schedules.templates.output.output_tile import OutputTile
+from relaxtune.schedules.templates.output.row_statistics import RowStatistics
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
@@ -79,6 +80,15 @@ class _Kernel:
             first_column = column * (p.block_n // each) + warp // p.warps_m * plan.shares.columns
             ragged = not isinstance(rows, int) or rows % p.block_m != 0
             output.begin(first_row, first_column, warp, lane, ragged_rows=ragged)
+            if matmul.norm is not None:
+                partials = params[matmul.norm.partials]
+                statistics = RowStatistics(matmul, matmul.norm, partials, plan.m_steps, ROWS)
+                # No sum is held yet.
+                statistics.make(first_row, lane, plan.accumulators)
+                output.take_statistics(matmul.norm.buffer, statistics.statistic)
+                if matmul.norm.output is not None:
+                    with when([column == 0, warp < p.warps_m, *([part == 0] if p.split_k > 1 else [])]):
+                        statistics.write(params[matmul.norm.output])
             self._sum()
             accumulators = self._multiply.accumulators
             with SplitSum(plan, thread, block).of_the_last(accumulators) if p.split_k > 1 else nullcontext():

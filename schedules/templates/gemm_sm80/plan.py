@@ -19,6 +19,7 @@ from relaxtune.schedules.templates.output.output_shares import (
 )
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.row_norm import COUNT
 
 WARP = 32
 # Of an instruction of tensor cores: rows, columns, depth of halves, and bytes of a row.
@@ -135,6 +136,9 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
     accumulators = m_steps * n_steps * 4
     # Fragments of two steps along K: those that are multiplied, and those that are loaded meanwhile.
     registers = accumulators + 2 * sum(fragment_words(matmul, m_steps, n_steps)) + _REGISTERS_BESIDE
+    if matmul.norm is not None:
+        # A lane has two rows of 16.
+        registers += m_steps * 2 * COUNT
     available = min(limits.registers_per_thread, limits.registers_per_block // (warps * WARP))
     if registers > available:
         return Refusal(f"about {registers} registers a thread, a block of {warps * WARP} threads has {available}")
@@ -220,7 +224,9 @@ def _refuse_parameters(p: GemmParameters, low: int, high: int) -> Refusal | None
 
 
 def _refuse_columns(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
-    unit = share_unit(matmul) * matmul.epilogue.accumulators
+    # Whole vectors of the output, or whole groups of its partial sums.
+    unit = share_unit(matmul) if matmul.partials is None else matmul.partials.group
+    unit *= matmul.epilogue.accumulators
     if p.block_n // p.warps_n % unit:
         return Refusal(f"a warp has {p.block_n // p.warps_n} columns, expected whole groups of {unit}")
     return None

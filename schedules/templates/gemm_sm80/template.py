@@ -5,6 +5,9 @@ dequantises what it multiplies (`multiply_stored.py`).
 
 With `split_k`, blocks share the sum of a tile (`split_k.py`).
 
+Norms of A's rows, of the residual's and of the output's are taken in as for the template gemm_sm90
+(`schedules.tir.row_norm`): statistics are made from partial sums before the sum over K.
+
 In float32, threads multiply themselves, and exactly so: also where the target has wgmma, which has no float32.
 
 Notation
@@ -40,7 +43,9 @@ one barrier for each stage: then the next one has arrived, and all warps have lo
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B. It
 is not proposed: small models in which all kernels start so were slower on an H200 (BERT-base 1x128 for sm_90 0.517 ms,
-0.431 with those of rows alone; `benchmarks/results/h200-mma-sync-models.json`).
+0.431 with those of rows alone; `benchmarks/results/h200-mma-sync-models.json`). Blocks that start while others run seem
+to share multiprocessors while some are idle: 96 blocks of 64 x 64 took 6.98 us with a ring that lets two of them share
+one, 5.12 us with a longer ring that does not (`benchmarks/results/h200-mma-sync.json`).
 
 Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32; of 16 where B has 8 bits, of 32 where it has 4),
 and N too where B is [K, N] or quantised. Rows and columns outside C are not written.
@@ -51,6 +56,7 @@ the same pipeline.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -83,21 +89,37 @@ _SPLIT_MAX = 6
 _SPLITS = (2, 3, 4, 6, 8)
 # Rows of tiles in a group: what they read stays in L2.
 _ROWS = 8
-# Tile and warps: block_m, block_n, block_k, warps_m, warps_n. Of equals, the first is proposed first.
+# Tile and warps: block_m, block_n, block_k, warps_m, warps_n. Of equals, the first is proposed first. Heights between
+# powers of two let tiles fill the multiprocessors: 4096 x 768 has 192 tiles of 128 x 128 and 132 of 192 x 128, as many
+# as an H200 has multiprocessors.
 TILES = (
     (256, 128, 32, 4, 2),
     (256, 128, 64, 4, 2),
     (128, 256, 32, 2, 4),
     (128, 256, 64, 2, 4),
+    (192, 128, 32, 4, 2),
+    (192, 128, 64, 4, 2),
+    (96, 256, 32, 2, 4),
+    (96, 256, 64, 2, 4),
+    (160, 128, 32, 2, 4),
+    (160, 128, 64, 2, 4),
     (128, 128, 32, 2, 2),
     (128, 128, 64, 2, 2),
     (128, 128, 32, 2, 4),
+    (96, 128, 32, 2, 2),
+    (96, 128, 64, 2, 2),
+    (112, 128, 64, 1, 4),
+    (80, 128, 64, 1, 4),
     (64, 256, 32, 1, 4),
     (64, 128, 32, 2, 2),
     (64, 128, 64, 2, 2),
+    (160, 64, 64, 2, 2),
     (128, 64, 32, 2, 2),
     (128, 64, 64, 2, 2),
+    (96, 64, 64, 2, 2),
+    (48, 128, 64, 1, 4),
     (64, 64, 64, 2, 2),
+    (48, 64, 64, 1, 4),
     (64, 32, 64, 2, 2),
     (32, 128, 64, 1, 4),
     (32, 64, 64, 2, 2),
@@ -143,6 +165,8 @@ STORED_TILES = (
     (16, 32, 64, 1, 2),
 )
 _STAGES = (3, 4, 5, 6, 8)
+# Of a tile, depths of the ring that are proposed before other tiles.
+_DEPTHS = 2
 
 
 class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
@@ -161,7 +185,7 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         split = [plan for one in plans for plan in _splits(found, one, limits)]
         split.sort(key=lambda plan: predicted_us(found, plan, limits))
         # The model knows nothing of the exchange of sums: what is split is worth measuring, and never comes first.
-        chosen = plans[: _CANDIDATES_MAX - min(len(split), _SPLIT_MAX)] + split[:_SPLIT_MAX]
+        chosen = _various(plans)[: _CANDIDATES_MAX - min(len(split), _SPLIT_MAX)] + _various(split)[:_SPLIT_MAX]
         return [plan.parameters for plan in chosen] or Refusal("no tile fits this shape")
 
     def make(
@@ -221,8 +245,6 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     outputs = (*_OUTPUTS, *_INTEGER_OUTPUTS) if integer else _OUTPUTS
     if matmul.output_dtype not in outputs:
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
-    if matmul.norm is not None or matmul.partials is not None:
-        return Refusal("it has statistics of rows, which this template does not make")
     stored = matmul.stored
     if stored is not None and (refused := refuse_stored(matmul.n, matmul.k, stored.bits, stored.group)):
         return refused
@@ -247,6 +269,21 @@ def _splits(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> Itera
         # As many tiles of K at least as the ring has stages.
         if isinstance(made, GemmPlan) and tiles * split < 2 * count and made.k_tiles >= plan.parameters.stages:
             yield made
+
+
+def _various(plans: Sequence[GemmPlan]) -> list[GemmPlan]:
+    """Return the plans in their order, those first that are not the third or later of their tile.
+
+    The depths of a ring are often predicted to be equal, and would leave few tiles to measure.
+    """
+    seen: Counter[GemmParameters] = Counter()
+    first: list[GemmPlan] = []
+    later: list[GemmPlan] = []
+    for plan in plans:
+        tile = replace(plan.parameters, stages=0)
+        (first if seen[tile] < _DEPTHS else later).append(plan)
+        seen[tile] += 1
+    return first + later
 
 
 def _tiles(matmul: MatmulFunction) -> tuple[tuple[int, int, int, int, int], ...]:

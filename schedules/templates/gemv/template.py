@@ -94,6 +94,8 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
         return matmul
     if matmul.epilogue.head:
         return Refusal("the epilogue rotates heads")
+    if matmul.norm is not None or matmul.partials is not None:
+        return Refusal("it has statistics of rows, which templates for few rows do not make")
     if matmul.m > ROWS_MAX:
         return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
     inputs = _INPUTS if matmul.stored is None else _INPUTS[:1]

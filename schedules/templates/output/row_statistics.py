@@ -1,9 +1,9 @@
-"""Statistics of rows in registers, for the epilogue of the kernel of `template.py`.
+"""Statistics of rows in registers, for the epilogue of a GEMM template's kernel.
 
 The partial sums of `schedules.tir.row_norm` are read before the matmul's sum is made and used after it, which
-hides their latency, or at once where registers are short. A lane needs the statistics of rows `16 * warp + lane / 4`
-and 8 below in each block; the four lanes of a row read every fourth group each and add up what they have. The order of
-sums is fixed.
+hides their latency, or at once where registers are short. A lane needs the statistics of rows `lane / 4` and 8 below,
+of the 16 of its warp in each block; the four lanes of a row read every fourth group each and add up what they have. The
+order of sums is fixed.
 """
 
 from __future__ import annotations
@@ -69,21 +69,46 @@ class RowStatistics:
     def read(self, row: tirx.Expr, lane: tirx.Expr) -> None:
         """Emit the reads for a tile; `row` is the first of this warp's 16 rows."""
         self._row, self._lane = row, lane
-        self._held = T.alloc_local([statistics_registers(self._norm, self._m_blocks)], "float32")
-        reads = _reads(self._norm)
-        for number in range(self._m_blocks * _HALVES):
-            at_row = tirx.min(self._row_of(number), self._matmul.extent - 1)
-            for turn in range(reads):
-                first = (number * reads + turn) * COUNT
-                registers = [self._held[first + which] for which in range(COUNT)]
-                group = tirx.min(self._group(turn), self._norm.groups - 1)
-                T.evaluate(T.ptx["ld.global.v2.f32"](*registers, self._partials.ptr_to([group, at_row, 0])))
+        self._read(range(self._rows))
 
     def finish(self) -> None:
         """Emit the statistics from what was read."""
+        self._statistics = T.alloc_local([self._rows * COUNT], "float32")
+        self._finish(range(self._rows))
+
+    def make(self, row: tirx.Expr, lane: tirx.Expr, registers: int) -> None:
+        """Emit the statistics for a tile at once, from as many rows at a time as so many registers hold."""
+        self._row, self._lane = row, lane
+        self._statistics = T.alloc_local([self._rows * COUNT], "float32")
+        step = max(1, registers // (_reads(self._norm) * COUNT))
+        for first in range(0, self._rows, step):
+            numbers = range(first, min(first + step, self._rows))
+            self._read(numbers)
+            self._finish(numbers)
+
+    @property
+    def _rows(self) -> int:
+        return self._m_blocks * _HALVES
+
+    def _read(self, numbers: range) -> None:
+        """Emit the reads of some of a lane's rows."""
+        reads = _reads(self._norm)
+        self._first, self._held = numbers.start, T.alloc_local([len(numbers) * reads * COUNT], "float32")
+        for number in numbers:
+            at_row = tirx.min(self._row_of(number), self._matmul.extent - 1)
+            for turn in range(reads):
+                registers = [self._held[self._place(number, turn, which)] for which in range(COUNT)]
+                group = tirx.min(self._group(turn), self._norm.groups - 1)
+                T.evaluate(T.ptx["ld.global.v2.f32"](*registers, self._partials.ptr_to([group, at_row, 0])))
+
+    def _place(self, number: int, turn: int, which: int) -> int:
+        """Return the register of what a lane read."""
+        return ((number - self._first) * _reads(self._norm) + turn) * COUNT + which
+
+    def _finish(self, numbers: range) -> None:
+        """Emit the statistics of the rows that were read last."""
         zero, size = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 1.0 / self._norm.size)
-        self._statistics = T.alloc_local([self._m_blocks * _HALVES * COUNT], "float32")
-        for number in range(self._m_blocks * _HALVES):
+        for number in numbers:
             scale, shift = (self._statistics[number * COUNT + which] for which in (SCALE, SHIFT))
             variance = self._total(number, SQUARES) * size
             if self._norm.centred:
@@ -101,7 +126,7 @@ class RowStatistics:
     def write(self, param: tirx.Var) -> None:
         """Emit the writing of the statistics to a parameter [rows..., COUNT]."""
         target = T.decl_buffer((self._matmul.extent, COUNT), "float32", data=param.data)
-        for number in range(self._m_blocks * _HALVES):
+        for number in range(self._rows):
             row = self._row_of(number)
             with T.If(tirx.all(self._lane % _LANES == 0, row < self._matmul.extent)), T.Then():
                 for which in range(COUNT):
@@ -111,7 +136,7 @@ class RowStatistics:
         reads, groups = _reads(self._norm), self._norm.groups
         parts: list[tirx.Expr] = []
         for turn in range(reads):
-            value = self._held[(number * reads + turn) * COUNT + which]
+            value = self._held[self._place(number, turn, which)]
             if (turn + 1) * _LANES > groups:
                 value = tirx.Select(self._group(turn) < groups, value, tirx.FloatImm("float32", 0.0))
             parts.append(value)

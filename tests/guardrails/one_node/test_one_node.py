@@ -26,10 +26,13 @@ FOUND = (
     "ReduceL2 last int64 plain",
     "ReduceLogSum all int32 plain",
     "ReduceMax all bool none last",
+    "ReduceMax first float32 symbolic none",
+    "ReduceMin last bfloat16 special",
     "ScatterElements max bool plain",
     "ScatterND mul bool symbolic",
     "Shape float32 symbolic",
     "Shrink uint8 plain",
+    "TopK uint64 plain",
 )
 
 

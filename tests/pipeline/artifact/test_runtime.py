@@ -14,13 +14,11 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-import tvm_ffi
 from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
 from relaxtune.models import TensorSpec
-from relaxtune.pipeline.artifact.device_choice import Turns
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
@@ -217,17 +215,6 @@ def test_torch_tensors_go_in_and_out_without_a_copy(module: Module, bert_inputs:
 def test_a_stream_on_a_cpu_is_refused(module: Module, bert_inputs: Inputs) -> None:
     with pytest.raises(PipelineError, match=r"has no streams: the artifact is for a CPU; leave `stream` out"):
         module.run_device(module.to_device(bert_inputs), stream=7)
-
-
-def test_a_call_on_another_stream_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[int] = []
-    monkeypatch.setattr(tvm.runtime.Device, "sync", lambda _, stream=None: waited.append(stream))
-    device = tvm.cpu(0)
-    turns = Turns(device)
-    for stream in (7, 7, 9, 7):
-        with tvm_ffi.use_raw_stream(device, stream), turns:
-            pass
-    assert waited == [7, 9]
 
 
 def test_run_names_every_input_that_does_not_fit(module: Module, bert_inputs: Inputs) -> None:

@@ -41,8 +41,8 @@ from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
 from relaxtune.pipeline.batch.worker import CellWorker, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.spans import VARIABLE, read_spans
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
 from relaxtune.pipeline.tuning.options import LEVELS, Effort
 from relaxtune.pipeline.validate.acceptance import Limits
 from relaxtune.pipeline.validate.report import ValidationReport

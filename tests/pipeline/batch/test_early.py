@@ -48,7 +48,7 @@ class Board:
     def arrived(self, one: CellTasks) -> None:
         """Do nothing."""
 
-    def improved(self, workload_hash: str, best_us: float) -> None:
+    def improved(self, arch: str, workload_hash: str, best_us: float) -> None:
         """Do nothing."""
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from relaxtune.pipeline.batch.cells import list_cells
 from relaxtune.pipeline.batch.plan import PlanError, read_plan
+from relaxtune.pipeline.batch.tasks import group_options
 from relaxtune.pipeline.batch.toml_lines import TomlLines
 from relaxtune.pipeline.cli.app import main
 from relaxtune.tuning_db.urls import DatabaseUrl, hide_secrets
@@ -113,13 +114,18 @@ BAD = {
     "unknown key": (CELLS + 'precision = ["fp16"]\n', 4, ["cells[0].precision", "did you mean precisions?"]),
     "unknown table": (CELLS + "[budgets]\nseconds = 3\n", 4, ["budgets", "did you mean budget?"]),
     "unknown limit": (CELLS + "limits = { max_latency = 3 }\n", 4, ["limits.max_latency", "max_latency_ms?"]),
-    "unknown budget": ("[budget]\ntrials = 3\n" + CELLS, 2, ["budget.trials", "candidates, seconds"]),
+    "unknown budget": ("[budget]\ntrials = 3\n" + CELLS, 2, ["budget.trials", "candidates, gpu_hours, seconds"]),
     "text for a number": (
         '[budget]\ncandidates = "many"\n' + CELLS,
         2,
         ["'many'", "whole number greater than 0"],
     ),
     "negative budget": ("[budget]\nseconds = -1\n" + CELLS, 2, ["budget.seconds", "-1", "greater than 0"]),
+    "no hours": (
+        "[budget]\ngpu_hours = 0\n" + CELLS,
+        2,
+        ["budget.gpu_hours", "got 0", "added up, a number greater than 0"],
+    ),
     "no importance": (CELLS + "importance = 0\n", 4, ["cells[0].importance", "a whole number of at least 1"]),
     "text for a list": (
         '[[cells]]\nmodels = "bert-tiny"\n',
@@ -164,6 +170,14 @@ def test_a_bad_plan_is_told_with_its_line_and_nothing_is_started(kind: str, tmp_
     assert "Traceback" not in told.err
     assert not told.out
     assert sorted(file.name for file in tmp_path.iterdir()) == ["exports", "night.toml"]
+
+
+def test_hours_of_gpus_are_shared_by_the_devices(tmp_path: Path) -> None:
+    plan = read_plan(write(tmp_path, "[budget]\ngpu_hours = 2\n" + CELLS))
+    assert [group_options(plan, 3, 4, devices).time_budget_s for devices in (1, 4)] == [5400, 1350]
+    assert group_options(plan, 3, 4, 4).trials is None
+    both = read_plan(write(tmp_path, "[budget]\ngpu_hours = 2\nseconds = 3000\n" + CELLS))
+    assert [group_options(both, 4, 4, devices).time_budget_s for devices in (1, 4)] == [3000, 1800]
 
 
 def test_a_password_of_a_plan_is_not_shown(tmp_path: Path) -> None:

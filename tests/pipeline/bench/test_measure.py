@@ -3,17 +3,27 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
-import onnxruntime
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.bench.measure import ArmResult, LoadArm, measure, measure_load, onnxruntime_arms, render
+from relaxtune.pipeline.bench.measure import (
+    ArmResult,
+    LoadArm,
+    Peers,
+    measure,
+    measure_load,
+    onnxruntime_peer,
+    render,
+)
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
 
 
 def test_arms_take_turns_and_each_timed_run_follows_an_untimed_one() -> None:
@@ -83,13 +93,32 @@ def test_a_peer_runs_on_the_same_device_or_is_left_out_and_told(
     bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
     """No machine of the tests has the CUDA provider: here it is missing from the list, then on it and does not load."""
-    assert "CUDAExecutionProvider" not in onnxruntime.get_available_providers()
+    described = onnx_runtime().description()
+    assert "CUDAExecutionProvider" not in described.providers
     caplog.set_level("INFO", logger="relaxtune")
-    assert onnxruntime_arms(bert_tiny, bert_inputs, "cuda") == {}
+    assert onnxruntime_peer(bert_tiny, bert_inputs, "cuda") == Peers()
     assert "no peer is timed: this ONNX Runtime does not compute on a device of kind cuda" in caplog.text
-    listed = ["CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: listed)
-    with pytest.warns(UserWarning, match="CUDAExecutionProvider"):
-        assert onnxruntime_arms(bert_tiny, bert_inputs, "cuda") == {}
+    listed = replace(described, providers=("CUDAExecutionProvider", "CPUExecutionProvider"))
+    monkeypatch.setattr(onnx_runtime(), "_described", listed)
+    assert onnxruntime_peer(bert_tiny, bert_inputs, "cuda") == Peers()
     assert "CUDAExecutionProvider does not load on this machine" in caplog.text
-    assert list(onnxruntime_arms(bert_tiny, bert_inputs, "llvm")) == ["ort"]
+    (peer,) = onnxruntime_peer(bert_tiny, bert_inputs, "llvm").arms.items()
+    assert peer[0] == "ort"
+    assert peer[1]() > 0
+
+
+def test_a_peer_that_onnx_runtime_cannot_load_is_left_out_and_the_table_says_why(
+    bert_tiny: OnnxModel, bert_inputs: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    broken = onnx.ModelProto()
+    broken.CopyFrom(bert_tiny.inline_proto())
+    broken.graph.node[0].op_type = "NoSuchOperator"
+    monkeypatch.setattr(type(bert_tiny), "inline_proto", lambda _: broken)
+    peers = onnxruntime_peer(bert_tiny, bert_inputs)
+    assert peers.arms == {}
+    assert "does not load the model 'bert-tiny'" in peers.left_out["ort"]
+    assert "no peer is timed: ONNX Runtime" in caplog.text
+    report = replace(measure({"own": lambda: 1.0}, runs=1, warmup=0), left_out=peers.left_out)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(report))
+    assert "ort is left out: ONNX Runtime" in console.export_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,14 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import save_model
 from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_batches
+from relaxtune.pipeline.bench.peers import process as process_module
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder, run_together
 from relaxtune.pipeline.bench.peers.process import PeerMissingError, PeerProcess
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.processes import watch
 
 ORDER = PeerOrder("ort", "", "llvm", threads=1, streams=1, outputs=("y",))
 QUICK = BenchRequest(runs=2, warmup=0)
@@ -93,6 +96,18 @@ def test_a_peer_computes_in_its_own_process_and_ends_with_it(model: OnnxModel, t
         assert peer.prepare({"x": np.zeros((1, 16), np.float32)})["y"].shape == (1, 8)
         process = peer._process
     assert process.returncode == 0
+
+
+def test_a_peer_that_gives_no_answer_is_ended_and_told(
+    model: OnnxModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = replace(ORDER, model=str(save_model(model, tmp_path / "m.onnx")))
+    with PeerProcess(order, tmp_path) as peer:
+        monkeypatch.setattr(process_module, "_LOOK_S", 0.05)
+        monkeypatch.setattr(watch, "STILL_LOOKS", 5)
+        peer._process.send_signal(signal.SIGSTOP)
+        with pytest.raises(PeerError, match="the process did nothing for 5 s and gave no answer"):
+            peer.prepare({"x": np.zeros((3, 16), np.float32)})
 
 
 @pytest.mark.parametrize(("peer", "package"), [("tensorrt", "tensorrt"), ("ort-cuda", "onnxruntime-gpu")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from relaxtune.pipeline.bench.measure import Peers
 from relaxtune.pipeline.choose import meanwhile as meanwhile_module
 from relaxtune.pipeline.choose.meanwhile import meanwhile
 from relaxtune.pipeline.errors import PipelineError
@@ -19,7 +20,7 @@ def prepared() -> PreparedModel:
 
 def test_peer_and_reference_are_ready_and_the_samples_known(prepared: PreparedModel) -> None:
     with meanwhile(prepared, benchmark=True, samples=2, reference=None) as ready:
-        (peer,) = ready.peers().values()
+        (peer,) = ready.peers().arms.values()
         peer()
         reference = ready.reference()
     assert reference is not None
@@ -34,9 +35,9 @@ def test_what_was_made_beforehand_is_taken_and_nothing_is_loaded_that_nothing_as
 ) -> None:
     own = Reference(prepared.model)
     monkeypatch.setattr(meanwhile_module, "Reference", None)
-    monkeypatch.setattr(meanwhile_module, "peer_arms", None)
+    monkeypatch.setattr(meanwhile_module, "find_peers", None)
     with meanwhile(prepared, benchmark=False, samples=2, reference=own) as ready:
-        assert ready.peers() == {}
+        assert ready.peers() == Peers()
         assert ready.reference() is own
     with meanwhile(prepared, benchmark=False, samples=0, reference=None) as ready:
         assert ready.reference() is None

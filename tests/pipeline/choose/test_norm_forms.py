@@ -55,7 +55,7 @@ def test_a_model_has_the_forms_that_differ_from_its_own(prepared: PreparedModel)
     "request_",
     [
         ModelRequest("bert-tiny", target="llvm", lowering=FP16),
-        ModelRequest("bert-tiny", target="cuda:sm_80", lowering=FP16),
+        ModelRequest("bert-tiny", target="cuda:sm_75", lowering=FP16),
         ModelRequest("bert-tiny", target="cuda:sm_90a", lowering=LoweringOptions("fp16", frozenset({"fuse_norms"}))),
     ],
     ids=["a CPU", "no template", "switched off"],

@@ -63,6 +63,20 @@ def test_validate_goes_by_every_route(artifact: Path, capsys: pytest.CaptureFixt
     assert json.loads(shown)["samples"] == 6
 
 
+def test_report_covers_the_code_of_each_bucket(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, _ = run(capsys, "report", str(artifact), "--format", "json")
+    assert code == 0
+    told = json.loads(shown)
+    assert told["notes"][0] == "these kernels are those for symbolic shapes; tokens=4, tokens=8 have their own below"
+    assert [one["model"] for one in told["buckets"]] == ["tokens [tokens=4]", "tokens [tokens=8]"]
+    assert all(one["kernels"] and one["kernels"][0]["onnx_nodes"] for one in told["buckets"])
+    code, shown, _ = run(capsys, "report", str(artifact), "--format", "table")
+    assert "tokens [tokens=8]" in " ".join(shown.split())
+    page = artifact.parent / "report.html"
+    assert run(capsys, "report", str(artifact), "--out", str(page))[0] == 0
+    assert re.findall(r"<h1>([^<]*)</h1>", page.read_text()) == ["tokens", "tokens [tokens=4]", "tokens [tokens=8]"]
+
+
 def test_bench_times_each_bucket_and_counts(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown, _ = run(
         capsys, "bench", str(artifact), "--runs", "2", "--warmup", "1", "--against", "", "--format", "json"

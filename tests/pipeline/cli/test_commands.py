@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.pipeline.choose import shipping
 from relaxtune.pipeline.cli.app import main
@@ -25,20 +23,10 @@ from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
 from relaxtune.tuning_db.store import SqlDatabase
 from tests import warm_python
+from tests.command_line import Ended
+from tests.pipeline.cli.classifier import CLASSES, classifier
 
-CLASSES = 8
 ROOT = Path(__file__).parents[3]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def data(self) -> dict:
-        return json.loads(self.stdout)
 
 
 @dataclass(frozen=True)
@@ -46,44 +34,7 @@ class Workspace:
     model: Path
     database: Path
     artifact: Path
-    tuned: Outcome
-
-
-def classifier(bias: float = 0.5) -> onnx.ModelProto:
-    """Two dense layers and a softmax over 8 classes."""
-    rng = np.random.default_rng(0)
-    weights = {
-        "w1": rng.standard_normal((32, 64)).astype(np.float32),
-        "b1": np.full((64,), bias, np.float32),
-        "w2": rng.standard_normal((64, CLASSES)).astype(np.float32),
-    }
-    nodes = [
-        helper.make_node("MatMul", ["x", "w1"], ["h1"], name="first/MatMul"),
-        helper.make_node("Add", ["h1", "b1"], ["h2"], name="first/Add"),
-        helper.make_node("Relu", ["h2"], ["h3"], name="first/Relu"),
-        helper.make_node("MatMul", ["h3", "w2"], ["logits"], name="second/MatMul"),
-        helper.make_node("Softmax", ["logits"], ["scores"], name="scores", axis=-1),
-    ]
-    graph = helper.make_graph(
-        nodes,
-        "classifier",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ("batch", 32))],
-        [helper.make_tensor_value_info("scores", TensorProto.FLOAT, ("batch", CLASSES))],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-
-
-def call(capsys, *arguments: object) -> Outcome:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return Outcome(int(ended.value.code or 0), captured.out, captured.err)
-
-
-@pytest.fixture
-def relaxtune(capsys) -> Callable[..., Outcome]:
-    return lambda *arguments: call(capsys, *arguments)
+    tuned: Ended
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +53,7 @@ def workspace(tmp_path_factory) -> Workspace:
         patch.setattr(shipping, "is_gain", lambda gain: True)
         with pytest.raises(SystemExit) as ended:
             main([str(argument) for argument in [*command, "--out", artifact, "--format", "json"]])
-    outcome = Outcome(int(ended.value.code or 0), "".join(printed["stdout"]), "".join(printed["stderr"]))
+    outcome = Ended(int(ended.value.code or 0), "".join(printed["stdout"]), "".join(printed["stderr"]))
     return Workspace(model, database, artifact, outcome)
 
 
@@ -425,15 +376,6 @@ def test_db_info_does_not_create_a_database(relaxtune, tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_prints_every_check_and_its_fix(relaxtune) -> None:
-    outcome = relaxtune("doctor", "--format", "json")
-    assert outcome.code == 0
-    findings = {finding["name"]: finding for finding in json.loads(outcome.stdout)}
-    assert findings["tvm pair"]["status"] == "ok"
-    if findings["torch"]["status"] == "missing":
-        assert "relaxtune[export]" in relaxtune("doctor").stdout
-
-
 def test_debug_shows_the_traceback(relaxtune) -> None:
     outcome = relaxtune("compile", "no-such-model", "--target", "llvm", "--debug")
     assert outcome.code == 1
@@ -445,16 +387,3 @@ def test_json_target_needs_an_output_directory(relaxtune) -> None:
     outcome = relaxtune("compile", "bert-tiny", "--target", '{"kind": "llvm"}')
     assert outcome.code == 2
     assert "--out" in outcome.stderr
-
-
-def test_help_and_version_of_every_command_load_no_tvm() -> None:
-    code = (
-        "import sys\n"
-        "from relaxtune.pipeline.cli.app import main\n"
-        "try:\n    main(['tune', '--help'])\n"
-        "except SystemExit as ended:\n    assert not ended.code\n"
-        "sys.exit(any(name in sys.modules for name in ('tvm', 'onnx', 'sqlalchemy')))\n"
-    )
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "--time-budget" in outcome.stdout

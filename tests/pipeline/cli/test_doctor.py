@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -56,3 +57,12 @@ def test_missing_linker_says_how_to_get_one(monkeypatch) -> None:
     assert doctor.check_nvcc().status is FindingStatus.MISSING
     assert doctor.check_ld().status is FindingStatus.MISSING
     assert "binutils" in doctor.check_ld().fix
+
+
+def test_doctor_prints_every_check_and_its_fix(relaxtune) -> None:
+    outcome = relaxtune("doctor", "--format", "json")
+    assert outcome.code == 0
+    findings = {finding["name"]: finding for finding in json.loads(outcome.stdout)}
+    assert findings["tvm pair"]["status"] == "ok"
+    if findings["torch"]["status"] == "missing":
+        assert "relaxtune[export]" in relaxtune("doctor").stdout

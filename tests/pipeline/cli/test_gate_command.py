@@ -12,17 +12,23 @@ from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.cli.gate import parse_percent
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.gate import gate as gate_module
+from relaxtune.tuning_db.gates import list_gates
+from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.store import SqlDatabase
 
 VALIDATION = {"passed": True, "samples": 3, "reference": "ort", "tolerance": {"rtol": 1e-4, "atol": 1e-4}}
 
 
-def test_gate_exits_5_when_it_says_no_and_writes_for_ci(artifact, artifact_copy, bert_inputs, tmp_path, capsys) -> None:
+def test_gate_exits_5_when_it_says_no_and_writes_for_ci_and_for_the_database(
+    artifact, artifact_copy, bert_inputs, tmp_path, capsys
+) -> None:
     new, inputs = artifact_copy(), tmp_path / "x.npz"
     np.savez(inputs, **bert_inputs)
     junit, markdown = tmp_path / "gate.xml", tmp_path / "gate.md"
     command = [
         "gate", new, "--baseline", artifact, "--inputs", inputs, "--max-slowdown", "900%", "--seconds", 0.5,
-        "--junit", junit, "--markdown", markdown, "--format", "json",
+        "--junit", junit, "--markdown", markdown, "--format", "json", "--db", tmp_path / "gates.db",
     ]  # fmt: skip
 
     def call() -> tuple[int, dict, str]:
@@ -42,6 +48,21 @@ def test_gate_exits_5_when_it_says_no_and_writes_for_ci(artifact, artifact_copy,
     assert code == 0
     assert data["latencies"][""]["speed"] == "within the limit"
     assert 'failures="0"' in junit.read_text()
+    with SqlDatabase.open(tmp_path / "gates.db", mode=Mode.READ_ONLY) as database:
+        kept = list_gates(database)
+        assert {one.location for one in database.list_artifacts()} <= {str(artifact), str(new)}
+    assert [one.passed for one in kept] == [True, False]
+    told = json.loads(kept[0].report)
+    assert [check["name"] for check in told["checks"]] == [check["name"] for check in data["checks"]]
+    assert told["latencies"] == {}
+
+
+def test_gate_says_that_its_database_cannot_be_written_before_it_runs(artifact, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(gate_module, "run_gate", lambda *_, **__: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as ended:
+        main(["gate", str(artifact), "--baseline", str(artifact), "--db", str(tmp_path / "none" / "x.db")])
+    assert ended.value.code == 1
+    assert "of the database x.db does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "share"), [("2%", 0.02), ("0.5 %", 0.005), ("none", None), ("0%", 0.0)])

@@ -59,6 +59,14 @@ def relaxtune(capsys) -> Callable[..., object]:
     return run
 
 
+def column(printed: str, title: str) -> str:
+    """Return what stands in a column of a printed table, whose cells are broken where the table is too wide."""
+    lines = printed.splitlines()
+    (titles,) = [[cell.strip() for cell in line.split("┃")] for line in lines if title in line and line.startswith("┃")]
+    place = titles.index(title)
+    return "".join(line.split("│")[place].strip() for line in lines if line.startswith("│"))
+
+
 def counts(path: Path) -> tuple[int, int, int]:
     with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
         info = database.info()
@@ -152,6 +160,6 @@ def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_p
     assert [kernel["record_id"] for kernel in layered["kernels"]] == [
         kernel["record_id"] for kernel in alone["kernels"]
     ]
-    assert f" of {named}" in relaxtune(*command, "--db", empty, *shared)
+    assert f"of{named}" in column(relaxtune(*command, "--db", empty, *shared), "record").replace(" ", "")
     assert tuned.database.read_bytes() == content
     assert "each once" in relaxtune(*command, "--db", tuned.database, *shared, code=1)

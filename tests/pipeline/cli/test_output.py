@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -99,3 +100,16 @@ def test_only_the_consoles_of_this_file_print() -> None:
         calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
         names = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         assert not names & {"Console", "print"}, path
+
+
+def test_help_and_version_of_every_command_load_no_tvm() -> None:
+    code = (
+        "import sys\n"
+        "from relaxtune.pipeline.cli.app import main\n"
+        "try:\n    main(['tune', '--help'])\n"
+        "except SystemExit as ended:\n    assert not ended.code\n"
+        "sys.exit(any(name in sys.modules for name in ('tvm', 'onnx', 'sqlalchemy')))\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "--time-budget" in outcome.stdout

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.cli.app import main
-
-
-def exit_code(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
-
-
-@pytest.fixture
-def relaxtune(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = exit_code(*arguments)
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+from tests.command_line import exit_code
 
 
 @pytest.fixture(scope="module")

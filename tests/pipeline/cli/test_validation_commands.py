@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,35 +12,12 @@ import pytest
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.passes import lowering_steps
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.faults.planting import FaultyKernel, build
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_kernels import CASES as KERNEL_CASES
 from tests.pipeline.faults.test_passes import CASES as PASS_CASES
-
-
-@dataclass(frozen=True)
-class Outcome:
-    code: int
-    stdout: str
-    stderr: str
-
-    @property
-    def data(self):
-        return json.loads(self.stdout)
-
-
-@pytest.fixture
-def relaxtune(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    def run(*arguments: object) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        return Outcome(int(ended.value.code or 0), *capsys.readouterr())
-
-    return run
 
 
 @dataclass(frozen=True)

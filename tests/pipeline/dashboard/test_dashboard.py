@@ -26,6 +26,7 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.dashboard import counts, pages, slow_pages
 from relaxtune.pipeline.dashboard.artifact_pages import artifact as artifact_page
 from relaxtune.pipeline.dashboard.artifact_pages import compare
+from relaxtune.pipeline.dashboard.gate_pages import gate, gates
 from relaxtune.pipeline.dashboard.job_pages import job
 from relaxtune.pipeline.dashboard.markup import Page
 from relaxtune.pipeline.dashboard.pages import overview
@@ -35,6 +36,8 @@ from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.pipeline.report.curve import step_curve
 from relaxtune.tuning_db.artifacts import Artifact
+from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.gates import record_gate
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Mode, Status
 from relaxtune.tuning_db.store import SqlDatabase
@@ -124,7 +127,7 @@ def test_every_page_that_a_page_leads_to_answers_and_holds_no_markup_of_names(si
         assert "\x1b" not in text
         left += [link for link in re.findall(r'href="(/[^"]*)"', text) if link not in seen and link not in left]
     assert {address.split("/")[1] for address in seen} == {
-        *("", "cost", "coverage", "jobs", "models", "tasks", "artifacts")
+        *("", "cost", "coverage", "gates", "jobs", "models", "tasks", "artifacts")
     }
 
 
@@ -191,6 +194,7 @@ def test_history_of_a_task_tells_drivers_and_kernels_apart(tmp_path: Path) -> No
                     target=samples.target("cuda", "sm_90a"),
                     environment=samples.gpu(driver=driver),
                     kernel_hash=made * 16,
+                    code_version=None if day == 1 else "0.1.0+g<commit>",
                     latencies_us=(us,),
                     created_at=datetime(2026, 1, day, tzinfo=UTC),
                 )
@@ -198,6 +202,8 @@ def test_history_of_a_task_tells_drivers_and_kernels_apart(tmp_path: Path) -> No
         shown = task(database, work.workload_hash).body
     assert shown.count('aria-label="us, the best so far over days since 2026-01-01"') == 1
     assert "590&lt;2&gt;" in shown
+    assert "<td>unknown</td>" in shown.replace(' class="left"', "")
+    assert "0.1.0+g&lt;commit&gt;" in shown
     assert [f"<code>{name * 8}</code>" in shown for name in "ab"] == [True, True]
 
 
@@ -208,27 +214,35 @@ def test_coverage_page_links_models_and_counts_tasks(site: Site) -> None:
     assert 'href="/models/' in text
 
 
-def test_verdicts_of_gates_stand_beside_artifacts_and_their_checks_on_the_artifacts_page(
-    artifact: Path, tmp_path: Path
-) -> None:
+def test_gates_stand_beside_artifacts_on_a_page_of_all_and_with_their_checks(artifact: Path, tmp_path: Path) -> None:
     checks = [
         {"name": "latency", "verdict": "no", "change": "+4 %", "reason": "<slow>"},
         {"name": "size", "verdict": "yes"},
     ]
-    gate = json.dumps({"passed": False, "checks": checks})
+    told = json.dumps({"passed": False, "checks": checks, "conditions": {"device": "<cpu>"}})
     manifest = load_manifest(artifact)
     other = Path(shutil.copytree(artifact, tmp_path / "other"))
     with SqlDatabase.open(tmp_path / "tuning.db") as database:
+        assert "None yet" in gates(database).body
         new = artifact_of(manifest, artifact)
         old = artifact_of(replace(manifest, model_sha256="1" * 64), other)
-        for one in (old, new):
-            database.record_artifact(one)
+        record_gate(database, old, new, passed=True, by="ben@host", report='{"checks":[]}')
+        refused = record_gate(database, new, old, passed=False, by="ann@<host>", report=told)
         record_move(database, TagMove("prod", 1, MoveKind.TAG, old.key, "ann@host", "first"))
-        record_move(database, TagMove("prod", 2, MoveKind.PROMOTE, new.key, "ann@host", "faster", gate))
-        assert "REFUSED (latency), moved by force" in overview(database, None).body
+        record_move(database, TagMove("prod", 2, MoveKind.PROMOTE, new.key, "ann@host", "faster", told))
+        assert f'<a href="/gates/{refused.id}">REFUSED (latency)</a>' in overview(database, None).body
+        every = gates(database).body
+        assert every.count('href="/gates/') == 2
+        assert re.search(r"<td[^>]*>\+4 %</td><td[^>]*>ann@&lt;host&gt;</td><td[^>]*>REFUSED \(latency\)</td>", every)
+        one = gate(database, refused.id).body
+        assert "&lt;slow&gt;" in one
+        assert "device &lt;cpu&gt;" in one
+        assert f'href="/compare?before={old.key}&amp;after={new.key}"' in one
+        with pytest.raises(NotFoundError, match="no gate nowhere"):
+            gate(database, "nowhere")
         own = artifact_page(database, new.key).body
-        assert "&lt;slow&gt;" in own
-        assert f'href="/compare?before={old.key}&amp;after={new.key}"' in own
+        assert f'href="/gates/{refused.id}"' in own
+        assert "refused, moved by force" in own
         beside = compare(database, old.key, new.key).body
     assert beside.count("the same kernel") == len(manifest.kernels)
 

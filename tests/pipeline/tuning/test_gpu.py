@@ -206,6 +206,7 @@ def test_a_broken_context_does_not_poison_the_next(pool: BuildPool, target: Reso
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @needs_gpu
 def test_rotated_arguments_cost_more_than_warm_ones(pool: BuildPool, target: ResolvedTarget) -> None:
     """16 MiB in and out fit into L2, and take longer from memory."""
@@ -222,6 +223,7 @@ def test_rotated_arguments_cost_more_than_warm_ones(pool: BuildPool, target: Res
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @needs_gpu
 def test_the_timer_agrees_with_tvms_on_a_long_kernel(pool: BuildPool, target: ResolvedTarget) -> None:
     mod = add_one_mod(size=64 << 20)

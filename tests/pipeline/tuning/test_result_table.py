@@ -7,31 +7,17 @@ import json
 import pytest
 from rich.console import Console
 
-from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
+from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
 from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
 from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
 from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
-from relaxtune.tuning_db.records import Route, Status
-from tests.pipeline.tuning.tuning_cases import Place, choose_among, matmul_task
+from relaxtune.tuning_db.records import Route
+from tests.pipeline.tuning.tuning_cases import Place, choose_among, matmul_task, settled_task
 
-TASK = TaskSummary(
-    task=matmul_task(),
-    valid=6,
-    failed=2,
-    failures={Status.TIMEOUT: 2},
-    known=3,
-    before_us=100.0,
-    after_us=25.0,
-    route=Route.METASCHEDULE,
-    weight=12,
-    share=1.0,
-    seconds=4.0,
-    spread=0.04,
-    ended="settled",
-)
+TASK = settled_task()
 SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True, restarts=3)
 EVENT = ProgressEvent("matmul", 8, 16, 6, 2, 25.0, 30.0)
 

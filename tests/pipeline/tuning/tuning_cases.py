@@ -19,13 +19,14 @@ from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
 from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.tuning_db.records import Environment, TargetKey, TuningRecord
+from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 
 
 def all_records(_: TuningTask, recorded: Sequence[TuningRecord]) -> Sequence[TuningRecord]:
@@ -52,6 +53,25 @@ def matmul_mod(m: int = 16, k: int = 16, n: int = 16) -> tvm.ir.IRModule:
 
 def matmul_task(m: int = 16, k: int = 16, n: int = 16, name: str = "matmul") -> TuningTask:
     return make_task(name, matmul_mod(m, k, n), model="tiny", function=name, calls=((f"{name}_node",),))
+
+
+def settled_task() -> TaskSummary:
+    """Return what became of a task with six valid and two failed candidates, four times as fast as before."""
+    return TaskSummary(
+        task=matmul_task(),
+        valid=6,
+        failed=2,
+        failures={Status.TIMEOUT: 2},
+        known=3,
+        before_us=100.0,
+        after_us=25.0,
+        route=Route.METASCHEDULE,
+        weight=12,
+        share=1.0,
+        seconds=4.0,
+        spread=0.04,
+        ended="settled",
+    )
 
 
 def extern_mod(symbol: str, *arguments: object, size: int = 16) -> tvm.ir.IRModule:

@@ -86,6 +86,15 @@ def test_history_tells_drivers_apart_and_names_the_best_kernel_of_each(database,
     assert found == [("580.1", 2, 4.0, "bbbb"), ("590.2", 1, 6.0, "cccc")]
 
 
+def test_history_tells_commits_of_relaxtune_apart(database, samples):
+    workload = samples.workload()
+    database.record_workload(workload)
+    for code, us in ((None, 5.0), ("0.1.0+ga", 4.0), ("0.1.0+gb", 6.0)):
+        database.record_measurement(samples.record(latencies_us=(us,), code_version=code, created_at=START))
+    found = {p.code_version: (p.best_us, p.so_far_us) for p in insights.history(database)}
+    assert found == {None: (5.0, 5.0), "0.1.0+ga": (4.0, 4.0), "0.1.0+gb": (6.0, 4.0)}
+
+
 def test_failures_are_counted_by_what_their_last_line_says(filled):
     database, _ = filled
     causes = insights.failures(database)

@@ -26,6 +26,7 @@ from relaxtune.tuning_db.batches import (
 from relaxtune.tuning_db.cell_states import CellSpec, CellState, Driver
 from relaxtune.tuning_db.errors import DatabaseOpenError, SchemaVersionError
 from relaxtune.tuning_db.features import list_features, record_features
+from relaxtune.tuning_db.gates import list_gates, record_gate
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, Route, Status
@@ -151,6 +152,8 @@ def check_stored(database, samples, revision):
     (features,) = list_features(database, "per-store/2", samples.target())
     assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
     check_batches(database, job.id, there=revision >= "0005")
+    check_gates(database, artifact, of_moves=revision == "0006", kept=revision >= "0007")
+    check_code_versions(database, job, known=revision >= "0007")
     check_tags(database, artifact.key, there=revision >= "0006")
 
 
@@ -187,10 +190,27 @@ def check_tags(database, key, *, there):
     assert stood_at(list_moves(database, "prod")) == [key] * (2 if there else 1)
 
 
+def check_gates(database, artifact, *, of_moves, kept):
+    """What gates found is there; what was kept with moves of tags before came over without its baseline."""
+    gates = list_gates(database)
+    baseline = {True: artifact.key, False: None}[kept]
+    expected = [(artifact.key, baseline, True, "ben@far-host", '{"passed":true}')] if of_moves or kept else []
+    assert [(one.artifact_key, one.baseline_key, one.passed, one.by, one.report) for one in gates] == expected
+    made = record_gate(database, artifact, artifact, passed=False, by="ann@here", report="{}")
+    assert list_gates(database)[0] == made
+
+
+def check_code_versions(database, job, *, known):
+    """Nothing is said of who made older records and jobs; a new record may say it."""
+    told = "0.1.0+g0123456789ab" if known else None
+    assert job.code_version == told
+    assert {one.code_version for one in database.list_records() if one.route is Route.METASCHEDULE} == {told}
+
+
 def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
-    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0006\. " + command):
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0007\. " + command):
         SqlDatabase.open(path)
 
 

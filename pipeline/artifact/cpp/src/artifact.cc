@@ -1,26 +1,25 @@
 #include <relaxtune/artifact.h>
 
 #include <dlfcn.h>
-#include <fcntl.h>
 #include <sched.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/extra/json.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <filesystem>
 #include <mutex>
+#include <set>
 
+#include "gpu.h"
 #include "manifest.h"
 #include "padding.h"
+#include "size_graphs.h"
 #include "tensors.h"
 #include "token_list.h"
+#include "weights.h"
 
 namespace relaxtune {
 namespace {
@@ -37,6 +36,8 @@ constexpr int kExist = 0;
 // Of tvm/runtime/threading_backend.h: threads may run on all the CPUs given.
 constexpr int kShareAllCpus = -3;
 constexpr char kSaved[] = "relaxtune_saved_main";
+// Sets of sizes whose memory the pool keeps at a time.
+constexpr size_t kSizesMax = 64;
 
 // A tensor over the caller's memory, for the time of one call.
 Tensor Borrowed(const DLTensor& tensor) {
@@ -81,63 +82,6 @@ ffi::Module LoadCode(const std::string& path) {
   }
 }
 
-// A file in memory, page by page as it is read: weights would take their size twice otherwise.
-class MappedFile {
- public:
-  explicit MappedFile(const std::string& path) {
-    int file = open(path.c_str(), O_RDONLY);
-    struct stat status {};
-    if (file >= 0 && fstat(file, &status) == 0) size = static_cast<size_t>(status.st_size);
-    void* mapped = size == 0 ? MAP_FAILED : mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file, 0);
-    if (file >= 0) close(file);
-    if (mapped == MAP_FAILED) throw Error("it cannot be read", path, "copy the artifact again");
-    data = static_cast<const char*>(mapped);
-  }
-  MappedFile(const MappedFile&) = delete;
-  ~MappedFile() { munmap(const_cast<char*>(data), size); }
-
-  const char* data = nullptr;
-  size_t size = 0;
-};
-
-std::map<std::string, Tensor> LoadWeights(const std::string& path, DLDevice device) {
-  std::map<std::string, Tensor> found;
-  if (!std::filesystem::exists(path)) return found;
-  // The format of safetensors: the header's size, the header as JSON, then the bytes of all tensors.
-  MappedFile file(path);
-  uint64_t header = 0;
-  const Error damaged("it is no safetensors file", path, "compile the model again");
-  if (file.size < sizeof(header)) throw damaged;
-  std::memcpy(&header, file.data, sizeof(header));
-  if (header > file.size - sizeof(header)) throw damaged;
-  const std::map<std::string, std::string> names = {
-      {"F64", "float64"}, {"F32", "float32"},   {"F16", "float16"}, {"BF16", "bfloat16"}, {"I64", "int64"},
-      {"I32", "int32"},   {"I16", "int16"},     {"I8", "int8"},     {"U64", "uint64"},    {"U32", "uint32"},
-      {"U16", "uint16"},  {"U8", "uint8"},      {"BOOL", "bool"},   {"F8_E4M3", "float8_e4m3fn"},
-      {"F8_E5M2", "float8_e5m2"}};
-  auto parsed = ffi::json::Parse(ffi::String(file.data + sizeof(header), header)).cast<ffi::json::Object>();
-  const char* data = file.data + sizeof(header) + header;
-  const uint64_t data_size = file.size - sizeof(header) - header;
-  const ffi::Function copy = Runtime("TVMTensorCopyFromBytes");
-  for (const auto& [key, value] : parsed) {
-    std::string name = key.cast<ffi::String>();
-    if (name == "__metadata__") continue;
-    auto entry = value.cast<ffi::json::Object>();
-    auto dtype = names.find(entry[ffi::String("dtype")].cast<ffi::String>());
-    if (dtype == names.end()) throw Error("weight " + name + " has a dtype that is not known", path, damaged.fix);
-    std::vector<int64_t> shape;
-    for (const ffi::Any& size : entry[ffi::String("shape")].cast<ffi::json::Array>()) shape.push_back(size.cast<int64_t>());
-    auto offsets = entry[ffi::String("data_offsets")].cast<ffi::json::Array>();
-    auto begin = offsets[0].cast<int64_t>(), end = offsets[1].cast<int64_t>();
-    Tensor tensor = Empty(ffi::Shape(shape), DtypeOf(dtype->second, path), device);
-    bool inside = begin >= 0 && end >= begin && static_cast<uint64_t>(end) <= data_size;
-    if (!inside || static_cast<size_t>(end - begin) != Bytes(*tensor.GetDLTensorPtr())) throw damaged;
-    if (end != begin) copy(tensor, const_cast<void*>(static_cast<const void*>(data + begin)), static_cast<int64_t>(end - begin));
-    found.emplace(name, tensor);
-  }
-  return found;
-}
-
 // The code of one set of shapes: the artifact's own, or a bucket's.
 class Code {
  public:
@@ -157,27 +101,42 @@ class Code {
     }
     if (unpadding) tokens_.emplace(*unpadding, device);
     if (entry.cuda_graph && IsStatic()) SaveWithBuffers();
+    if (entry.cuda_graph && !IsStatic()) graphs_ = std::make_unique<SizeGraphs>(machine_, device);
   }
 
   const CodeEntry& entry() const { return entry_; }
 
   std::vector<Tensor> Run(const std::vector<DLTensor>& inputs) {
-    std::vector<Tensor> arguments;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!buffers_.empty()) {
+    std::vector<Tensor> arguments, outputs;
+    if (!buffers_.empty()) {
+      for (size_t i = 0; i < inputs.size(); ++i)
         if (Start(inputs[i]) != Start(*buffers_[i].GetDLTensorPtr())) Fill(buffers_[i], inputs[i]);
-        continue;
+      outputs = RunStatic();
+      arguments = buffers_;
+    } else if (graphs_ != nullptr && !tokens_) {
+      for (const DLTensor& input : inputs) RequireCompact(input);
+      TrimPool(inputs);
+      outputs = graphs_->Run(inputs, [&] { return arguments = Arguments(inputs); }, Kernels());
+    } else {
+      if (device_.device_type == kDLCUDA) Gpu::Of(device_).Follow(Gpu::Of(device_).pool);
+      TrimPool(inputs);
+      arguments = Arguments(inputs);
+      if (tokens_) {
+        auto list = [this](const Tensor& mask, const TokenList::Lists& to) {
+          Call("list_tokens", {mask, to[0], to[1], to[2], to[3]});
+        };
+        for (const Tensor& one : tokens_->Of(arguments[tokens_->mask()], list)) arguments.push_back(one);
       }
-      arguments.push_back(Argument(inputs[i]));
+      if (graphs_ != nullptr) {
+        std::vector<DLTensor> given;
+        for (const Tensor& one : arguments) given.push_back(*one.GetDLTensorPtr());
+        outputs = graphs_->Run(given, [&] { return arguments; }, Kernels());
+      } else {
+        outputs = Machine(arguments);
+      }
     }
-    if (tokens_) {
-      auto list = [this](const Tensor& mask, const TokenList::Lists& to) {
-        Call("list_tokens", {mask, to[0], to[1], to[2], to[3]});
-      };
-      for (const Tensor& one : tokens_->Of(arguments[tokens_->mask()], list)) arguments.push_back(one);
-    }
-    std::vector<Tensor> outputs = buffers_.empty() ? Machine(arguments) : Unpacked(Call(kSaved, {}));
-    if (!known_) Note(outputs, buffers_.empty() ? arguments : buffers_);
+    // The first call of any sizes is no graph's, so that it knows its arguments.
+    if (!known_) Note(outputs, arguments);
     for (size_t number = 0; number < outputs.size(); ++number)
       if (shared_[number]) outputs[number] = Copied(*outputs[number].GetDLTensorPtr(), device_);
     return outputs;
@@ -195,6 +154,34 @@ class Code {
     std::vector<ffi::Any> arguments(inputs.begin(), inputs.end());
     arguments.insert(arguments.end(), weights_.begin(), weights_.end());
     return Unpacked(Call("main", arguments));
+  }
+
+  SizeGraphs::Kernels Kernels() {
+    return [this](const std::vector<Tensor>& inputs) { return Machine(inputs); };
+  }
+
+  // The first call captures the graph, in memory of the pool; the second one tells whether calls take memory.
+  std::vector<Tensor> RunStatic() {
+    if (takes_memory_ && !*takes_memory_) return Unpacked(Call(kSaved, {}));
+    Gpu& gpu = Gpu::Of(device_);
+    gpu.Follow(gpu.pool);
+    if (!known_ || takes_memory_) return Unpacked(Call(kSaved, {}));
+    std::vector<ffi::Any> storages;
+    NotedAllocations noted(machine_, &storages);
+    std::vector<Tensor> outputs = Unpacked(Call(kSaved, {}));
+    takes_memory_ = !storages.empty();
+    return outputs;
+  }
+
+  // Give memory back now and then: TVM's pool keeps what each set of sizes took for that very set.
+  void TrimPool(const std::vector<DLTensor>& inputs) {
+    if (IsStatic()) return;
+    std::vector<std::vector<int64_t>> sizes;
+    for (const DLTensor& one : inputs) sizes.emplace_back(one.shape, one.shape + one.ndim);
+    sizes_.insert(sizes);
+    if (sizes_.size() <= kSizesMax) return;
+    sizes_.clear();
+    ffi::Function::GetGlobalRequired("vm.builtin.memory_manager.clear")();
   }
 
   static std::vector<Tensor> Unpacked(const ffi::Any& result) {
@@ -225,13 +212,23 @@ class Code {
     Call("save_function", arguments);
   }
 
+  static void RequireCompact(const DLTensor& input) {
+    if (!IsCompact(input)) throw Error("its strides leave gaps", "an input", "give a compact tensor");
+  }
+
   static void Fill(const Tensor& buffer, const DLTensor& input) {
-    if (IsCompact(input)) return Copy(input, buffer);
-    throw Error("its strides leave gaps", "an input", "give a compact tensor");
+    RequireCompact(input);
+    Copy(input, buffer);
+  }
+
+  std::vector<Tensor> Arguments(const std::vector<DLTensor>& inputs) const {
+    std::vector<Tensor> arguments;
+    for (const DLTensor& input : inputs) arguments.push_back(Argument(input));
+    return arguments;
   }
 
   Tensor Argument(const DLTensor& input) const {
-    if (!IsCompact(input)) throw Error("its strides leave gaps", "an input", "give a compact tensor");
+    RequireCompact(input);
     bool here = input.device.device_type == device_.device_type && input.device.device_id == device_.device_id;
     bool aligned = reinterpret_cast<uintptr_t>(Start(input)) % kAlignment == 0;
     return here && aligned ? Borrowed(input) : Copied(input, device_);
@@ -263,8 +260,11 @@ class Code {
   ffi::Module machine_;
   std::vector<Tensor> weights_, buffers_;
   std::optional<TokenList> tokens_;
+  std::unique_ptr<SizeGraphs> graphs_;
+  std::set<std::vector<std::vector<int64_t>>> sizes_;
   std::vector<bool> shared_;
   bool known_ = false;
+  std::optional<bool> takes_memory_;
 };
 
 DLDevice DeviceOf(const Manifest& manifest, const Options& options, const std::string& directory) {
@@ -279,21 +279,21 @@ DLDevice DeviceOf(const Manifest& manifest, const Options& options, const std::s
   return device;
 }
 
-// Puts the work of a scope on a stream of the caller's.
-class OnStream {
+// The turn of a call: on a GPU, on the caller's stream, behind the artifact's last call.
+class Turn {
  public:
-  OnStream(DLDevice device, void* stream) : device_(device) {
-    if (device.device_type != kDLCPU)
-      TVMFFIEnvSetStream(device.device_type, device.device_id, stream, &before_);
-  }
-  ~OnStream() {
-    if (device_.device_type != kDLCPU)
-      TVMFFIEnvSetStream(device_.device_type, device_.device_id, before_, nullptr);
+  Turn(DLDevice device, void* stream, Memory& own) {
+    if (device.device_type != kDLCUDA) return;
+    Gpu& gpu = Gpu::Of(device);
+    lock_ = std::unique_lock<std::recursive_mutex>(gpu.turn);
+    gpu.MakeCurrent();
+    on_.emplace(device, stream);
+    gpu.Follow(own);
   }
 
  private:
-  DLDevice device_;
-  TVMFFIStreamHandle before_ = nullptr;
+  std::unique_lock<std::recursive_mutex> lock_;
+  std::optional<Gpu::OnStream> on_;
 };
 
 }  // namespace
@@ -304,6 +304,16 @@ struct Artifact::State {
   Options options;
   std::vector<Code> codes;  // the artifact's own, then its buckets'
   std::mutex turn;
+  Memory memory;
+
+  // Memory goes back to the pool when the GPU has done its work there.
+  ~State() {
+    if (!codes.empty() && device.device_type == kDLCUDA) try {
+        Gpu::Of(device).Wait();
+      } catch (const Error&) {
+        // The driver has failed, and every later call says so.
+      }
+  }
 };
 
 Artifact::Artifact(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -346,7 +356,7 @@ std::vector<Output> Artifact::Run(const std::vector<DLTensor>& inputs, void* str
   std::vector<Output> outputs;
   try {
     ConfigureThreads(state_->options.threads);
-    OnStream on(state_->device, stream);
+    Turn on_device(state_->device, stream, state_->memory);
     std::vector<Tensor> padded, made;
     if (route && route->padded) {
       Sizes wider = sizes;

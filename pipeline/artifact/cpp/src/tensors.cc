@@ -7,6 +7,8 @@
 #include <numeric>
 #include <vector>
 
+#include "gpu.h"
+
 namespace relaxtune {
 
 namespace ffi = tvm::ffi;
@@ -41,6 +43,10 @@ Tensor Empty(const ffi::Shape& shape, DLDataType dtype, DLDevice device) {
 }
 
 void Copy(const DLTensor& from, const Tensor& to) {
+  const DLTensor& target = *to.GetDLTensorPtr();
+  for (DLDevice device : {from.device, target.device})
+    if (device.device_type == kDLCUDA)
+      return Gpu::Of(device).Copy(Start(from), const_cast<char*>(Start(target)), Bytes(target));
   static const ffi::Function copy = Runtime("TVMTensorCopyFromTo");
   copy(const_cast<DLTensor*>(&from), to);
 }

@@ -21,6 +21,7 @@ bool IsCompact(const DLTensor& tensor);
 bool OnHost(const DLTensor& tensor);
 
 tvm::ffi::Tensor Empty(const tvm::ffi::Shape& shape, DLDataType dtype, DLDevice device);
+// Copies of compact tensors. Where one is on a GPU, the copy goes to its current stream.
 void Copy(const DLTensor& from, const tvm::ffi::Tensor& to);
 tvm::ffi::Tensor Copied(const DLTensor& tensor, DLDevice device);
 

@@ -33,7 +33,7 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     Raises
     ------
     ValueError
-        k is neither a constant nor the size of the axis (a sort), or the elements are of 64 bits without a sign.
+        k is neither a constant nor the size of the axis (a sort).
     """
     data = node.input(0)
     axis, largest = int_attribute(node, "axis", -1) % int(data.ty.ndim), bool(int_attribute(node, "largest", 1))
@@ -48,14 +48,14 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
         losers = node.builder.emit(relax.op.broadcast_to(losing, shape))
         data = node.builder.emit(relax.op.concat([data, losers], axis))
     dtype, emit = dtype_of(data), node.builder.emit
-    floats = dtype.startswith(("float", "bfloat"))
-    keys = node.builder.emit_te(keys_of, data, primfunc_name_hint="keys") if floats else _sortable(node, data)
+    by_keys = dtype.startswith(("float", "bfloat")) or dtype == "uint64"
+    keys = node.builder.emit_te(keys_of, data, primfunc_name_hint="keys") if by_keys else _sortable(node, data)
     # To TVM, -1 is all.
     found = relax.op.topk(keys, -1 if number is None else number, axis, ret_type="both", largest=largest, dtype="int64")
     if keys is data:
         return found
     both = emit(found)
-    if not floats:
+    if not by_keys:
         return emit(relax.Tuple([emit(relax.op.astype(emit(both[0]), dtype)), emit(both[1])]))
     values = node.builder.emit_te(lambda one: numbers_of(one, dtype), emit(both[0]), primfunc_name_hint="numbers")
     return emit(relax.Tuple([values, emit(both[1])]))
@@ -64,9 +64,6 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
 def _sortable(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
     """Return integers as TVM sorts them."""
     wide = _WIDER.get(dtype_of(data))
-    if dtype_of(data) == "uint64":
-        msg = "input 0: expected a dtype of fewer bits than uint64, which TVM does not sort"
-        raise ValueError(msg)
     return data if wide is None else node.builder.emit(relax.op.astype(data, wide))
 
 

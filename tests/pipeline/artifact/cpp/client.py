@@ -1,9 +1,10 @@
-"""Run an artifact through the C functions, with ctypes and NumPy alone: LIBRARY DIR IN.npz OUT.npz."""
+"""Run an artifact through the C functions, with ctypes and NumPy alone: LIBRARY DIR INPUTS OUTPUTS [ROUNDS [own]]."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -50,8 +51,16 @@ def taken(pointer: ctypes._Pointer[Managed]) -> np.ndarray:
     return array
 
 
-def main(library: str, directory: str, inputs: str, outputs: str) -> None:
-    """Load, run twice, write the second run's outputs."""
+def own_stream() -> ctypes.c_void_p:
+    """Return a CUDA stream that does not wait for the default one."""
+    stream = ctypes.c_void_p()
+    if ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(stream), 1):
+        sys.exit("no stream can be made")
+    return stream
+
+
+def main(library: str, directory: str, inputs: str, outputs: str, rounds: str = "2", stream: str = "default") -> None:
+    """Load, run the call of each file of a folder in each round, write the outputs of the last one."""
     lib = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     lib.relaxtune_last_error.restype = lib.relaxtune_input_name.restype = ctypes.c_char_p
     lib.relaxtune_output_name.restype = ctypes.c_char_p
@@ -62,21 +71,24 @@ def main(library: str, directory: str, inputs: str, outputs: str) -> None:
         if status:
             sys.exit(lib.relaxtune_last_error().decode())
 
+    def call(file: Path) -> dict[str, np.ndarray]:
+        with np.load(file) as stored:
+            arrays = [np.ascontiguousarray(stored[name.decode()]) for name in names]
+        tensors = (Tensor * len(arrays))(*map(given, arrays))
+        made = (ctypes.POINTER(Managed) * count)()
+        check(lib.relaxtune_run(artifact, tensors, ctypes.c_size_t(len(arrays)), on, made))
+        return {lib.relaxtune_output_name(artifact, ctypes.c_size_t(n)).decode(): taken(made[n]) for n in range(count)}
+
     options = (ctypes.c_int32 * 4)(1, 0, 0, 1)
     check(lib.relaxtune_load(directory.encode(), options, ctypes.byref(artifact)))
     names = [lib.relaxtune_input_name(artifact, ctypes.c_size_t(n)) for n in range(lib.relaxtune_input_count(artifact))]
-    with np.load(inputs) as stored:
-        arrays = [np.ascontiguousarray(stored[name.decode()]) for name in names]
-    tensors = (Tensor * len(arrays))(*map(given, arrays))
     count = lib.relaxtune_output_count(artifact)
-    for _ in range(2):
-        made = (ctypes.POINTER(Managed) * count)()
-        check(lib.relaxtune_run(artifact, tensors, ctypes.c_size_t(len(arrays)), None, made))
-        results = {
-            lib.relaxtune_output_name(artifact, ctypes.c_size_t(n)).decode(): taken(made[n]) for n in range(count)
-        }
+    on = own_stream() if stream == "own" else None
+    for _ in range(int(rounds)):
+        results = {file.name: call(file) for file in sorted(Path(inputs).iterdir())}
     lib.relaxtune_free(artifact)
-    np.savez(outputs, **results)
+    for name, found in results.items():
+        np.savez(Path(outputs) / name, **found)
 
 
 main(*sys.argv[1:])

@@ -238,6 +238,7 @@ def test_two_gpus_measure_side_by_side(database: TuningDatabase) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @needs_two_gpus
 def test_two_gpus_agree_on_a_kernel(tmp_path: Path) -> None:
     target = resolve_target("cuda")
@@ -254,6 +255,7 @@ def test_two_gpus_agree_on_a_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @needs_two_gpus
 def test_two_gpus_measure_nearly_twice_as_many(tmp_path: Path) -> None:
     target = resolve_target("cuda")

@@ -76,3 +76,11 @@ def test_an_interrupt_that_a_destructor_drops_comes_again(capsys) -> None:
                 del dropped
                 time.sleep(30)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_parts_of_a_run_end_together_and_each_by_its_own_deadline() -> None:
+    whole = StopSignal()
+    first, second = StopSignal(deadline=0.0, within=whole), StopSignal(within=whole)
+    assert [one.due for one in (first, second, whole)] == [True, False, False]
+    second.request()
+    assert [one.asked for one in (first, second, whole)] == [True, True, True]

@@ -31,7 +31,7 @@ DONE = Built(Status.OK, BuiltArtifact("", "0" * 64))
 class Answer:
     """What Ray returns of a call: a value or an error, at once."""
 
-    def __init__(self, found: object) -> None:
+    def __init__(self, found: object, *_: object) -> None:
         self._future: Future[object] = Future()
         if isinstance(found, BaseException):
             self._future.set_exception(found)
@@ -102,6 +102,7 @@ def test_a_measurement_that_found_no_room_is_lost_and_its_device_stays() -> None
     answers = [Answer(error.as_instanceof_cause()) for error in errors]
     actor = SimpleNamespace(measure=SimpleNamespace(remote=lambda *_: answers.pop(0)))
     measurer = ActorMeasurer(ray, actor, "device", ArtifactStore(), StopSignal())
+    measurer._there = True
     candidate = (BuiltArtifact(b"code", "0" * 64), spec_of(add_one_mod()))
     assert measurer.measure(*candidate).status is Unmeasured.LOST
     with pytest.raises(ray.exceptions.RayTaskError):

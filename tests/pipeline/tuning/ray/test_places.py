@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from relaxtune.pipeline.tuning.ray.cluster import Node, find_place
+from dataclasses import replace
+from types import SimpleNamespace
+
+from relaxtune.pipeline.batch.executors import ClusterExecutors
+from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE, Node, find_place
 from relaxtune.pipeline.tuning.ray.facts import Gpu, NodeFacts
 from relaxtune.schedules.targets import resolve_target
 
@@ -33,3 +37,18 @@ def test_a_place_has_the_cores_of_its_own_nodes_only() -> None:
     other = find_place(nodes, resolve_target("cuda:sm_89"))
     assert other is not None
     assert (other.environment.device_name, other.devices, other.cores) == ("L4", 2, 48)
+
+
+def test_targets_of_different_devices_are_tuned_at_the_same_time() -> None:
+    h200, l4 = Gpu("H200", "9.0"), Gpu("L4", "8.9")
+    targets = [resolve_target(f"cuda:{arch}") for arch in ("sm_90a", "sm_89", "sm_90", "sm_80")]
+    nodes = [node("head", None, 64), node("a", h200, 8), node("b", l4, 16)]
+    executors = ClusterExecutors.__new__(ClusterExecutors)
+    executors._cluster = SimpleNamespace(nodes=nodes)  # type: ignore[assignment]
+    # What is measured on one model of GPU waits for it; for the last there is none.
+    assert executors.apart(targets) == [[0, 2], [1], [3]]
+    measured = replace(nodes[0], resources={"CPU": 4.0, CPU_RESOURCE: 1.0})
+    executors._cluster = SimpleNamespace(nodes=[measured])  # type: ignore[assignment]
+    # Its own cores build for all: a measurement would hear them.
+    cpus = [resolve_target('{"kind": "llvm", "mcpu": "znver5"}'), targets[3]]
+    assert executors.apart(cpus) == [[0, 1]]

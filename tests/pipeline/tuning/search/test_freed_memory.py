@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from relaxtune.pipeline.tuning.local.child import resident_bytes
+from relaxtune.pipeline.processes.child import resident_bytes
 from relaxtune.pipeline.tuning.search import freed_memory as heap
 
 _SIZE, _COUNT = 4096, 20_000

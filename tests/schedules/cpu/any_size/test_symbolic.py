@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tvm
 from hypothesis import given, settings
@@ -76,6 +77,27 @@ def attention_scores(transposed: bool) -> tirx.PrimFunc:
     return prim_func([a, w, mask, topi.add(scores, mask)])
 
 
+def attention(width: int, masked: bool) -> tirx.PrimFunc:
+    """Two matmuls and the softmax between them; the result has its heads behind its rows."""
+    batch, rows, columns = size("b"), size("s"), size("t")
+    q = te.placeholder((batch, 2, rows, 20), "float32", name="Q")
+    w = te.placeholder((batch, 2, 20, columns), "float32", name="K")
+    v = te.placeholder((batch, 2, columns, width), "float32", name="V")
+    mask = te.placeholder((batch, 1, rows, columns), "float32", name="mask")
+    scores = topi.divide(topi.nn.matmul(q, w), tirx.const(4.0, "float32"))
+    hidden = te.compute(
+        scores.shape,
+        lambda i, h, m, n: tirx.Select(mask[i, 0, m, n] > 0, scores[i, h, m, n], tirx.const(-1e9, "float32")),
+        name="hidden",
+    )
+    weights = topi.nn.softmax(hidden if masked else scores)
+    k = te.reduce_axis((0, columns), "k")
+    result = te.compute(
+        (batch, rows, 2, width), lambda i, m, h, n: te.sum(weights[i, h, m, k] * v[i, h, k, n], axis=k), name="result"
+    )
+    return prim_func([q, w, v, *([mask] if masked else []), result])
+
+
 def reduced(axes: list[int], dtype: str = "float32") -> tirx.PrimFunc:
     a = te.placeholder((size("b"), size("s"), 33), dtype, name="A")
     return prim_func([a, topi.sum(a, axes)])
@@ -128,6 +150,9 @@ KERNELS: dict[str, tuple[str, Callable[[], tirx.PrimFunc]]] = {
     "matmul all": ("cpu-any-size-matmul", lambda: matmul_case(1, 1, 1, batch=2, symbolic="mnk").func),
     "scores": ("cpu-any-size-matmul", lambda: attention_scores(transposed=False)),
     "scores, transposed": ("cpu-matmul", lambda: attention_scores(transposed=True)),
+    "attention, masked": ("cpu-any-size-attention", lambda: attention(64, masked=True)),
+    "attention, one vector": ("cpu-any-size-attention", lambda: attention(16, masked=False)),
+    "attention, part of a vector": ("cpu-reduction", lambda: attention(20, masked=True)),
     "packed": ("cpu-any-size-matmul", lambda: packed(64, 20)),
     "packed, part of a panel, rows 4 KiB apart": ("cpu-any-size-matmul", lambda: packed(45, 1024)),
     "patches": ("cpu-convolution", lambda: conv2d_symbolic(channels=3, size=32, filters=64, kernel=8)),
@@ -161,7 +186,7 @@ def drawn(symbol: str, value: int) -> int:
 
 @pytest.fixture(scope="module")
 def pairs() -> dict[str, Pair]:
-    chosen = ("softmax, isnan, where", "scores", "layer norm", "matmul all")
+    chosen = ("softmax, isnan, where", "scores", "layer norm", "matmul all", "attention, one vector")
     return {name: build_pair(KERNELS[name][1](), host().target) for name in chosen}
 
 
@@ -173,6 +198,27 @@ def test_kernel_agrees_with_itself_unscheduled_when_sizes_are_drawn(
     for pair in pairs.values():
         sizes = dict(zip(symbols_of(pair.func), values, strict=False))
         assert_pair_agrees(pair, {s: drawn(s, v) for s, v in sizes.items()}, seed=seed)
+
+
+def test_attention_has_nan_in_the_rows_that_had_it_when_scores_are_not_finite(pairs: dict[str, Pair]) -> None:
+    """NaN and both infinities in Q, infinity in V; and no key at all, which leaves a sum of nothing."""
+    pair = pairs["attention, one vector"]
+    rng = np.random.default_rng(0)
+    for queries, keys in ((37, 50), (16, 16), (5, 3), (4, 0), (0, 4)):
+        shapes = ((1, 2, queries, 20), (1, 2, 20, keys), (1, 2, keys, 16))
+        q, k, v = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+        if queries and keys:
+            q[0, 0, 1, 3], q[0, 0, 2, 4], q[0, 1, 3, 5] = np.nan, np.inf, -np.inf
+            v[0, 1, keys - 1, 7] = np.inf
+        results = []
+        for library in (pair.plain, pair.scheduled):
+            out = tvm.runtime.tensor(np.full((1, queries, 2, 16), 7, "float32"))
+            library["main"](*map(tvm.runtime.tensor, (q, k, v)), out)
+            results.append(out.numpy())
+        assert not keys or not queries or np.isnan(results[0]).any()
+        # Unscheduled, a sum without terms is never begun.
+        expected = results[0] if keys else np.zeros_like(results[0])
+        np.testing.assert_allclose(results[1], expected, rtol=2e-4, atol=2e-4)
 
 
 def test_next_panel_of_a_packed_weight_is_fetched_while_the_rows_of_one_are_computed() -> None:

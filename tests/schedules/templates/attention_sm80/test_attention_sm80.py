@@ -102,8 +102,13 @@ def test_it_is_what_an_untuned_attention_takes() -> None:
         (replace(BERT, queries=127, keys=131, causal=True), AttentionParameters(4, 2, 64, 2), "sm_80"),
         (replace(BERT, head_dim=128, bias=("add", "float16", (8, 1, 1, 128))), AttentionParameters(4, 1, 64), "sm_86"),
         (replace(BERT, head_dim=128), AttentionParameters(4, 2, 32, 2, dependent=True), "sm_120"),
+        (
+            replace(BERT, batch=1, heads=8, kv_heads=2, queries=1, keys=1024, head_dim=128),
+            AttentionParameters(1, 1, 128, 2, pack=True, split=4),
+            "sm_80",
+        ),
     ],
-    ids=["causal", "padding", "wide"],
+    ids=["causal", "padding", "wide", "split"],
 )
 def test_cubin_has_mma_and_no_spills(case: AttentionCase, parameters: AttentionParameters, arch: str) -> None:
     target = resolve_target(f"cuda:{arch}")

@@ -75,9 +75,10 @@ class RELAXTUNE_API Artifact {
   DLDevice device() const;
 
   // Run once. Inputs come in the model's order. One that is on the device, compact and aligned to 64 bytes is read where
-  // it lies; any other is copied. On CUDA everything is put on `stream`, and nothing is waited for. A call goes to
-  // the smallest shape bucket that it fits: at exactly its sizes, or padded and cut back where the manifest allows that, the
-  // inputs are on the host, and the outputs come there. Any other call runs with symbolic sizes.
+  // it lies; any other is copied. On CUDA everything is put on `stream`; artifacts on streams of their own run at once, and
+  // one that goes to another stream than in its last call waits for the GPU first. A call goes to the smallest shape bucket
+  // that it fits: at exactly its sizes, or padded and cut back where the manifest allows that, the inputs are on the host,
+  // and the outputs come there. Any other call runs with symbolic sizes, as a CUDA graph from the second call of them on.
   std::vector<Output> Run(const std::vector<DLTensor>& inputs, void* stream = nullptr);
 
  private:

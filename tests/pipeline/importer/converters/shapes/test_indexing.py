@@ -78,6 +78,16 @@ def test_top_k_along_a_symbolic_axis(largest: int) -> None:
     assert_agrees(top_k(4, "int32", largest=largest), {"x": RNG.permutation(18).reshape(3, 6).astype("int32")})
 
 
+@pytest.mark.parametrize("largest", [0, 1])
+def test_top_k_of_64_bits_without_a_sign(largest: int) -> None:
+    """ONNX Runtime's and TVM's sorts lack this type."""
+    x = np.array([[0, 2**64 - 1, 2**63, 2**63 - 1, 1, 2**62]] * 3, "uint64")
+    values, places = run_relax(import_model(top_k(4, "uint64", largest=largest)), {"x": x})
+    order = np.argsort(x[0])[::-1][:4] if largest else np.argsort(x[0])[:4]
+    np.testing.assert_array_equal(places, [order] * 3)
+    np.testing.assert_array_equal(values, [x[0][order]] * 3)
+
+
 def test_top_k_of_a_shorter_axis_leaves_nothing_unwritten() -> None:
     x = floats(3, 2)
     values, _ = run_relax(import_model(top_k(4)), {"x": x})

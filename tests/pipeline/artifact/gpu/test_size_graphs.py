@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,15 +13,16 @@ import tvm
 from tvm.runtime import Tensor
 from tvm.runtime.vm import VirtualMachine
 
-from relaxtune.pipeline.artifact import size_graphs
-from relaxtune.pipeline.artifact.size_graphs import Addresses, Result, SizeGraphs, Sizes, _Graph
+from relaxtune.pipeline.artifact.gpu.size_graphs import Addresses, Result, SizeGraphs, Sizes, _Graph
+from relaxtune.pipeline.artifact.gpu.turns import Turns
 
 
 class Counted(SizeGraphs):
-    """Graphs of calls that return their first input; `launches` holds the sizes of each that ran as a graph."""
+    """Graphs of calls that return their first input; `handles` holds the sizes of each that has a graph."""
 
-    def __init__(self) -> None:
-        super().__init__(cast(VirtualMachine, None), tvm.cpu(0), lambda tensors: (tensors[0],))
+    def __init__(self, launches: list[int]) -> None:
+        turns = OneGpu(launches)
+        super().__init__(cast(VirtualMachine, None), tvm.cpu(0), lambda tensors: (tensors[0],), cast(Turns, turns))
         self.handles: list[Sizes] = []
 
     def _capture(self, sizes: Sizes, tensors: Sequence[Tensor], own: tuple[Tensor, ...] | None) -> _Graph:
@@ -33,17 +35,22 @@ class Counted(SizeGraphs):
         assert graph.handle.value is not None
 
 
+class OneGpu:
+    """Turns on a GPU that only counts launches."""
+
+    stream = 0
+
+    def __init__(self, launches: list[int]) -> None:
+        self.gpu = SimpleNamespace(launch=lambda graph, _stream: launches.append(graph.value))
+        self.pool = nullcontext
+
+    def copy(self, tensor: Tensor, to: Tensor) -> None:
+        tensor.copyto(to)
+
+
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    made: list[int] = []
-
-    def launch(handle: ctypes.c_void_p, _stream: ctypes.c_void_p) -> int:
-        made.append(handle.value or 0)
-        return 0
-
-    monkeypatch.setattr(size_graphs, "_driver", lambda: SimpleNamespace(cuGraphLaunch=launch))
-    monkeypatch.setattr(size_graphs.tvm_ffi, "get_raw_stream", lambda _device: 0)
-    return made
+def launches() -> list[int]:
+    return []
 
 
 def tensors_of(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -55,7 +62,7 @@ def called(graphs: SizeGraphs, tensors: Sequence[Tensor]) -> Result:
 
 
 def test_call_with_the_very_tensors_of_the_call_before_launches_its_graph(launches: list[int]) -> None:
-    graphs, small, large = Counted(), tensors_of((2, 3), (1,)), tensors_of((4, 3), (1,))
+    graphs, small, large = Counted(launches), tensors_of((2, 3), (1,)), tensors_of((4, 3), (1,))
     called(graphs, small)
     assert graphs.again(small) is None  # no graph yet
     called(graphs, small)
@@ -70,7 +77,7 @@ def test_call_with_the_very_tensors_of_the_call_before_launches_its_graph(launch
 
 
 def test_call_with_other_tensors_of_the_sizes_is_never_taken_for_the_call_before(launches: list[int]) -> None:
-    graphs, first, other = Counted(), tensors_of((2, 3)), tensors_of((2, 3))
+    graphs, first, other = Counted(launches), tensors_of((2, 3)), tensors_of((2, 3))
     for _ in range(2):
         called(graphs, first)
     assert graphs.again(other) is None

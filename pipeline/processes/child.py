@@ -1,7 +1,7 @@
-"""The child's side of `pipeline.tuning.local.process`: the loop that answers requests.
+"""The child's side of `pipeline.processes.process`: the loop that answers requests.
 
-`python -m relaxtune.pipeline.tuning.local.child MODULE FD PARENT` serves with the function that `MODULE.start()`
-returns; a child that was forked (`pipeline.tuning.local.fork_server`) enters at `answer_requests`.
+`python -m relaxtune.pipeline.processes.child MODULE FD PARENT` serves with the function that `MODULE.start()`
+returns; a child that was forked (`pipeline.processes.fork_server`) enters at `answer_requests`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fork server is asked; its answers are in `pipeline.tuning.local.fork_server`."""
+"""What a fork server is asked; its answers are in `pipeline.processes.fork_server`."""
 
 from __future__ import annotations
 

@@ -92,6 +92,12 @@ def spawn(
     )
 
 
+def spawn_worker(module: str, descriptor: int, environment: Mapping[str, str], log: IO[bytes]) -> Spawned:
+    """Start a process afresh that runs a worker module on a connection (`pipeline.processes.child`)."""
+    arguments = ["relaxtune.pipeline.processes.child", module, str(descriptor), str(os.getpid())]
+    return Spawned(spawn(arguments, descriptor, environment, log))
+
+
 def new_log() -> IO[bytes]:
     """Return a new log without a name: nothing of it is left behind."""
     # In memory where that can be: what a child says of a full disk must not need the disk.

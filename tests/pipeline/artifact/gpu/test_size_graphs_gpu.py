@@ -11,11 +11,11 @@ from tvm.runtime.vm import VMInstrumentReturnKind
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
-from relaxtune.pipeline.artifact import size_graphs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.gpu import size_graphs
+from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.size_graphs import SizeGraphs
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import PipelineError
@@ -50,8 +50,8 @@ def compiled(model: OnnxModel, directory: Path, maxima: dict[str, int]) -> Path:
 
 
 def graphs_of(module: Module) -> SizeGraphs:
-    graphs = module._run_sizes
-    assert isinstance(graphs, SizeGraphs)
+    graphs = module._graphs
+    assert graphs is not None
     return graphs
 
 
@@ -61,7 +61,7 @@ def feeds(model: OnnxModel, sizes: tuple[int, int], seed: int) -> dict[str, np.n
 
 def test_graphs_and_kernels_give_the_same_bits_and_onnx_runtimes_values(model: OnnxModel, artifact: Path) -> None:
     module, alone = Module.load(artifact), Module.load(artifact)
-    alone._run_sizes = alone._run_kernels
+    alone._graphs = None
     # Twice without a graph or with its capture, twice with; the sizes come in turns, and share the pool.
     for turn in range(4):
         for sizes in SIZES:
@@ -77,7 +77,7 @@ def test_graphs_and_kernels_give_the_same_bits_and_onnx_runtimes_values(model: O
 
 def test_graph_reads_the_callers_inputs_while_they_stay_and_its_own_after(model: OnnxModel, artifact: Path) -> None:
     module, alone = Module.load(artifact), Module.load(artifact)
-    alone._run_sizes = alone._run_kernels
+    alone._graphs = None
     kept = module.to_device(feeds(model, (2, 16), 0))
 
     def agrees(tensors: tuple[tvm.runtime.Tensor, ...]) -> bool:
@@ -102,7 +102,7 @@ def test_graph_reads_the_callers_inputs_while_they_stay_and_its_own_after(model:
 def test_least_recently_used_graphs_go(model: OnnxModel, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(size_graphs, "GRAPHS_MAX", 2)
     module, alone = Module.load(artifact), Module.load(artifact)
-    alone._run_sizes = alone._run_kernels
+    alone._graphs = None
     for turn in range(5):
         for sizes in SIZES[:3]:
             given = feeds(model, sizes, turn)

@@ -1,6 +1,6 @@
 """A warm child process that answers one request at a time and may be killed at any moment.
 
-The child runs `pipeline.tuning.local.child`, says "ready" when its imports are done, and then answers requests in order
+The child runs `pipeline.processes.child`, says "ready" when its imports are done, and then answers requests in order
 over a socket. It leads its own process group, so that everything it started dies with it, and is in no terminal's
 session, so that a Ctrl-C does not reach it; on Linux the kernel kills it when its parent dies, however that happened.
 It is started afresh, or forked by a `ForkServer`, which has done the imports.
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+from relaxtune.pipeline.processes.child import resident_bytes
+from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.spawning import END_S, StartedProcess, log_tail, new_log, spawn_worker
 from relaxtune.pipeline.spans import span
-from relaxtune.pipeline.tuning.local.child import resident_bytes
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
-from relaxtune.pipeline.tuning.local.spawning import END_S, Spawned, StartedProcess, log_tail, new_log, spawn
 
 # What a full or broken disk says, in whose words ever: a fault of the machine, none of a candidate.
 _DISK = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS))
@@ -53,6 +53,12 @@ class ChildDiedError(Exception):
         super().__init__(message)
         self.from_outside = from_outside
 
+    @property
+    def short(self) -> str:
+        """How it ended, and the last line that it wrote."""
+        lines = str(self).strip().splitlines() or [type(self).__name__]
+        return " ".join(dict.fromkeys([lines[0], lines[-1].strip()]))
+
 
 class ChildProcess:
     """A child of this process that runs one of the worker modules.
@@ -77,8 +83,7 @@ class ChildProcess:
             if server is not None:
                 self._process = server.fork(module, environment, theirs, self._log)
             else:
-                arguments = ["relaxtune.pipeline.tuning.local.child", module, str(theirs.fileno()), str(os.getpid())]
-                self._process = Spawned(spawn(arguments, theirs.fileno(), environment, self._log))
+                self._process = spawn_worker(module, theirs.fileno(), environment, self._log)
         except BaseException:
             ours.close()
             self._log.close()

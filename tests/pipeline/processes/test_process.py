@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relaxtune.pipeline.tuning.local.fork_client import ForkServer
-from relaxtune.pipeline.tuning.local.fork_server import has_gpu_open
-from relaxtune.pipeline.tuning.local.process import ChildDiedError, ChildProcess
+from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.fork_server import has_gpu_open
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
+from tests.pipeline.processes.asking import asked
 from tests.warm_python import workers_start
 
 pytestmark = pytest.mark.skipif(not ForkServer.available(), reason="processes are forked on Linux only")
@@ -66,16 +67,6 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def server(module: str) -> Iterator[ForkServer]:
     with closing(ForkServer([module])) as opened:
         yield opened
-
-
-def asked(child: ChildProcess, request: object) -> object:
-    if not child.ready:
-        assert child.connection.poll(30)
-        child.receive()
-    child.send(request)
-    assert child.connection.poll(30)
-    reply = child.receive()
-    return reply.value if reply.error is None else reply.error
 
 
 def gone(pid: int) -> bool:

@@ -20,14 +20,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from operator import is_
 
 import tvm_ffi
 from tvm.runtime import Device, Tensor, empty
 from tvm.runtime.vm import VirtualMachine, VMInstrumentReturnKind
 
-from relaxtune.pipeline.codegen.cuda_libraries import DRIVER
+from relaxtune.pipeline.artifact.gpu.driver import check, driver
+from relaxtune.pipeline.artifact.gpu.turns import Turns
 from relaxtune.pipeline.errors import PipelineError
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,14 @@ class SizeGraphs:
         What runs, and where.
     run
         Takes the inputs and returns the outputs.
+    turns
+        Of the module; all calls are inside one.
     """
 
-    def __init__(self, machine: VirtualMachine, device: Device, run: Callable[[Sequence[Tensor]], Result]) -> None:
-        self._machine, self._device, self._run = machine, device, run
+    def __init__(
+        self, machine: VirtualMachine, device: Device, run: Callable[[Sequence[Tensor]], Result], turns: Turns
+    ) -> None:
+        self._machine, self._device, self._run, self._turns = machine, device, run, turns
         self._graphs: OrderedDict[Sizes, _Graph | None] = OrderedDict()
         self._seen: OrderedDict[Sizes, Addresses] = OrderedDict()
         self.captured = 0
@@ -92,10 +96,10 @@ class SizeGraphs:
             self._graphs.move_to_end(sizes)
             if graph is not None and graph.inputs is None and graph.addresses != addresses:
                 self._destroy(graph)
-                graph = self._graphs[sizes] = self._capture(sizes, tensors, self._own_inputs(tensors))
+                graph = self._graphs[sizes] = self._capture_in_pool(sizes, tensors, self._own_inputs(tensors))
         elif sizes in self._seen:
             own = None if self._seen.pop(sizes) == addresses else self._own_inputs(tensors)
-            graph = self._graphs[sizes] = self._capture(sizes, tensors, own)
+            graph = self._graphs[sizes] = self._capture_in_pool(sizes, tensors, own)
             self._forget()
         else:
             self._seen[sizes] = addresses
@@ -103,20 +107,28 @@ class SizeGraphs:
                 self._seen.popitem(last=False)
             graph = None
         if graph is None:
-            return self._run(tensors)
+            with self._turns.pool():
+                return self._run(tensors)
         if graph.inputs is None:
             self._last = tuple(tensors), graph
         else:
             for tensor, own_tensor in zip(tensors, graph.inputs, strict=True):
-                tensor.copyto(own_tensor)
+                self._turns.copy(tensor, own_tensor)
         return self._launch(graph)
 
     def _launch(self, graph: _Graph) -> Result:
-        _check(_driver().cuGraphLaunch(graph.handle, ctypes.c_void_p(tvm_ffi.get_raw_stream(self._device))), "launch")
+        self._turns.gpu.launch(graph.handle, self._turns.stream)
         return graph.result
 
     def _own_inputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(empty(one.shape, str(one.dtype), self._device) for one in tensors)
+
+    def _capture_in_pool(
+        self, sizes: Sizes, tensors: Sequence[Tensor], own: tuple[Tensor, ...] | None
+    ) -> _Graph | None:
+        """Return what `_capture` does. The graph's memory comes from the pool: work of other streams in it is over."""
+        with self._turns.pool():
+            return self._capture(sizes, tensors, own)
 
     def _capture(self, sizes: Sizes, tensors: Sequence[Tensor], own: tuple[Tensor, ...] | None) -> _Graph | None:
         """Return the graph of a call that reads its own inputs, or the given ones; None where there is none.
@@ -125,42 +137,27 @@ class SizeGraphs:
         """
         inputs = tensors if own is None else own
         storages: list[object] = []
-        driver, captured, handle = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        cuda, captured, handle = driver(), ctypes.c_void_p(), ctypes.c_void_p()
         stream = self._device.create_raw_stream()
         try:
-            with tvm_ffi.use_raw_stream(self._device, stream), self._held(storages):
-                _check(driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _RELAXED), "begin capture")
+            with tvm_ffi.use_raw_stream(self._device, stream), noted_allocations(self._machine, storages):
+                check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED), "begin capture")
                 try:
                     result = self._run(inputs)
                 finally:
-                    ended = driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(captured))
-            _check(ended, "end capture")
-            made = driver.cuGraphInstantiateWithFlags(ctypes.byref(handle), captured, ctypes.c_ulonglong(0))
-            _check(made, "instantiate")
+                    ended = cuda.cuStreamEndCapture(stream, ctypes.byref(captured))
+            check(ended, "end capture")
+            made = cuda.cuGraphInstantiateWithFlags(ctypes.byref(handle), captured, 0)
+            check(made, "instantiate")
         except (PipelineError, RuntimeError) as e:
             logger.warning("calls of sizes %s run without a CUDA graph: %s", sizes, str(e).strip().splitlines()[-1])
             return None
         finally:
             if captured:
-                driver.cuGraphDestroy(captured)
+                cuda.cuGraphDestroy(captured)
             self._device.free_raw_stream(stream)
         self.captured += 1
         return _Graph(handle, own, tuple(one.data_ptr() for one in inputs), result, storages)
-
-    @contextmanager
-    def _held(self, storages: list[object]) -> Iterator[None]:
-        """Keep what the machine allocates inside the block."""
-
-        def note(_function: object, name: str, before: bool, returned: object, *_arguments: object) -> int:
-            if not before and name == _ALLOCATION:
-                storages.append(returned)
-            return int(VMInstrumentReturnKind.NO_OP)
-
-        self._machine.set_instrument(note)
-        try:
-            yield
-        finally:
-            self._machine.set_instrument(None)
 
     def _forget(self) -> None:
         """Give up the graphs that were not used for longest."""
@@ -170,15 +167,22 @@ class SizeGraphs:
                 self._destroy(graph)
 
     def _destroy(self, graph: _Graph) -> None:
-        self._device.sync()
-        _driver().cuGraphExecDestroy(graph.handle)
+        # Its memory goes back to the pool.
+        self._turns.wait()
+        driver().cuGraphExecDestroy(graph.handle)
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL(DRIVER)
+@contextmanager
+def noted_allocations(machine: VirtualMachine, storages: list[object]) -> Iterator[None]:
+    """Add to `storages` the memory that the machine takes from the pool inside the block, which stays taken."""
 
+    def note(_function: object, name: str, before: bool, returned: object, *_arguments: object) -> int:
+        if not before and name == _ALLOCATION:
+            storages.append(returned)
+        return int(VMInstrumentReturnKind.NO_OP)
 
-def _check(status: int, what: str) -> None:
-    if status:
-        raise PipelineError(f"the CUDA driver's answer to {what} is error {status}")
+    machine.set_instrument(note)
+    try:
+        yield
+    finally:
+        machine.set_instrument(None)

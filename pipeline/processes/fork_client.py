@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import IO
+from pathlib import Path
+from typing import IO, Protocol
 
-from relaxtune.pipeline.tuning.local.fork_requests import Fork, HasGpuOpen, Reap
-from relaxtune.pipeline.tuning.local.spawning import END_S, StartedProcess, log_tail, new_log, spawn
+from relaxtune.pipeline.processes.fork_requests import Fork, HasGpuOpen, Reap
+from relaxtune.pipeline.processes.spawning import END_S, StartedProcess, log_tail, new_log, spawn, spawn_worker
 
 
 class ForkServer:
@@ -34,6 +35,7 @@ class ForkServer:
         self._modules = list(modules)
         self._lock = threading.RLock()
         self._closed = False
+        self._process: _Server
         self._start()
 
     @staticmethod
@@ -87,6 +89,11 @@ class ForkServer:
                 first.there, first.value = True, value
             return answer.value
 
+    def wait_for_end(self) -> None:
+        """Wait until a server that is at its end is gone."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+
     def told(self) -> str:
         """Return the end of what the server wrote."""
         return log_tail(self._log)
@@ -106,22 +113,91 @@ class ForkServer:
         single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         try:
             arguments = [
-                "relaxtune.pipeline.tuning.local.fork_server",
+                "relaxtune.pipeline.processes.fork_server",
                 str(theirs.fileno()),
                 str(os.getpid()),
                 *self._modules,
             ]
-            self._process = spawn(arguments, theirs.fileno(), single, self._log)
+            self._own = spawn(arguments, theirs.fileno(), single, self._log)
+            self._process = self._own
         finally:
             theirs.close()
 
     def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self._own.pid, signal.SIGKILL)
+        self._own.wait()
         self._connection.close()
         self._control.close()
         self._log.close()
+
+
+class JoinedServer(ForkServer):
+    """A fork server that another process started, where it listens; without it, children are started afresh.
+
+    Parameters
+    ----------
+    path : Path
+        Its socket.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        super().__init__(())
+
+    def fork(
+        self, module: str, environment: Mapping[str, str], connection: Connection, log: IO[bytes]
+    ) -> StartedProcess:
+        """Return a child that answers on a connection."""
+        with self._lock:
+            if self._process.poll() is None:
+                return super().fork(module, environment, connection, log)
+        return spawn_worker(module, connection.fileno(), environment, log)
+
+    def told(self) -> str:
+        """Return nothing: what it wrote is with the one that started it."""
+        return ""
+
+    def _start(self) -> None:
+        self._asked = deque()
+        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # One that is not there looks like one that is gone.
+        with contextlib.suppress(OSError):
+            self._control.connect(str(self._path))
+        self._connection = Connection(os.dup(self._control.fileno()))
+        self._process = _Peer(self._control)
+
+    def _end(self) -> None:
+        self._connection.close()
+        self._control.close()
+
+
+class _Server(Protocol):
+    """The server's process, as far as its clients see it."""
+
+    def poll(self) -> int | None:
+        """Return None while it lives."""
+
+    def wait(self, timeout: float) -> int | None:
+        """Wait for its end."""
+
+
+class _Peer:
+    """A server that this process did not start: alive as long as it is connected."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+
+    def poll(self) -> int | None:
+        try:
+            return None if self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) else -signal.SIGKILL
+        except BlockingIOError:
+            return None
+        except OSError:
+            return -signal.SIGKILL
+
+    def wait(self, timeout: float) -> int | None:
+        return self.poll()
 
 
 @dataclass(eq=False)
@@ -133,7 +209,7 @@ class _Answer:
 
 
 class _Forked:
-    def __init__(self, server: ForkServer, answer: _Answer, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, server: ForkServer, answer: _Answer, process: _Server) -> None:
         self._server = server
         self._answer = answer
         self._parent = process
@@ -173,6 +249,5 @@ class _Forked:
         if self.pid:
             return ""
         # It was never forked: the server is at its end.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._parent.wait(END_S)
+        self._server.wait_for_end()
         return self._server.told()

@@ -1,0 +1,65 @@
+"""The CUDA graph of a module whose sizes are all known, which the virtual machine captures in the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from tvm.runtime import Device, Tensor, empty
+from tvm.runtime.vm import VirtualMachine
+
+from relaxtune.models import TensorSpec
+from relaxtune.pipeline.artifact.gpu.size_graphs import noted_allocations
+from relaxtune.pipeline.artifact.gpu.turns import Turns
+from relaxtune.pipeline.artifact.loading import as_tuple
+
+
+class StaticGraph:
+    """Runs calls as one graph, which reads its inputs in `buffers`.
+
+    Parameters
+    ----------
+    machine, device, entry
+        What runs, where, and the name of the function.
+    inputs : sequence of TensorSpec
+        All of static shapes.
+    weights : sequence of Tensor
+        Behind the inputs.
+    turns : Turns
+        Of the module; all calls are inside one.
+    """
+
+    def __init__(
+        self,
+        machine: VirtualMachine,
+        device: Device,
+        entry: str,
+        inputs: Sequence[TensorSpec],
+        weights: Sequence[Tensor],
+        turns: Turns,
+    ) -> None:
+        self.buffers = tuple(empty(spec.shape, spec.dtype, device) for spec in inputs)
+        self._machine, self._turns = machine, turns
+        # Saved with its arguments, so that a run does not hand over every weight again.
+        saved = f"relaxtune_saved_{entry}"
+        machine.save_function(entry, saved, *self.buffers, *weights)
+        self._saved = machine[saved]
+        self._captured = False
+        # Whether a call takes memory of the pool, which the second one tells.
+        self._takes_memory: bool | None = None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs of one call; tensors that are not the buffers themselves are copied there."""
+        for buffer, tensor in zip(self.buffers, tensors, strict=True):
+            if tensor is not buffer:
+                self._turns.copy(tensor, buffer)
+        if self._takes_memory is False:
+            return as_tuple(self._saved())
+        taken: list[object] = []
+        watch = self._captured and self._takes_memory is None
+        with self._turns.pool(), noted_allocations(self._machine, taken) if watch else nullcontext():
+            outputs = as_tuple(self._saved())
+        if watch:
+            self._takes_memory = bool(taken)
+        self._captured = True
+        return outputs

@@ -1,0 +1,183 @@
+"""`Turns`: one call at a time is given to a device, and calls that work in the same memory run one after another.
+
+A call of a module works in memory of two kinds:
+
+- The module's own: its weights, the buffers and the memory of its CUDA graphs, what its kernels share. Calls of one
+  module on one stream run in their order. A call on another stream than the last one waits for the GPU first.
+- TVM's pool, one for each GPU. TVM gives memory of a call back while the GPU still works in it, and the next call may
+  take it; so calls that take memory there wait in the same way for the last such call, whichever module's. Launches of
+  a CUDA graph take none.
+
+So CUDA graphs of several modules, copies of one artifact among them, run at once on streams of their own. A wait is for
+the whole GPU: it holds for streams that were destroyed meanwhile, and for what reads a call's outputs. On a stream that
+the caller captures, nothing can be waited for: what a launch of the caller's graph follows is the caller's to say.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import tvm
+import tvm_ffi
+from tvm.runtime import Device, Tensor
+
+from relaxtune.models.spec import numpy_dtype
+from relaxtune.pipeline.artifact.gpu.driver import DEFAULT_STREAM, Gpu
+from relaxtune.pipeline.errors import PipelineError
+
+
+class SupportsCudaStream(Protocol):
+    """A stream of any library with the CUDA stream protocol, such as those of PyTorch, CuPy and cuda.core."""
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of the protocol, 0, and the handle."""
+
+
+@dataclass
+class _Memory:
+    """What calls work in, and which stream the last of them went to."""
+
+    last: int | None = None
+
+
+@dataclass
+class _Shared:
+    """What all modules of a device share."""
+
+    gpu: Gpu | None
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    pool: _Memory = field(default_factory=_Memory)
+
+
+_of_gpus: dict[int, _Shared] = {}
+_making = threading.Lock()
+
+
+def _is_cpu(device: Device) -> bool:
+    return bool(device.dlpack_device_type() == tvm.cpu().dlpack_device_type())
+
+
+def _shared_on(device: Device) -> _Shared:
+    if _is_cpu(device):
+        return _Shared(None)  # each call has memory of its own there
+    with _making:
+        index = int(device.index)
+        if index not in _of_gpus:
+            _of_gpus[index] = _Shared(Gpu(device))
+        return _of_gpus[index]
+
+
+class Turns:
+    """A context in which one call of a module is given to its device.
+
+    Parameters
+    ----------
+    device : Device
+        Where the module runs.
+    apart : bool
+        Whether the module's CUDA graphs work in memory of its own alone; a vendor's libraries share theirs.
+    """
+
+    def __init__(self, device: Device, *, apart: bool = True) -> None:
+        self._device, self._shared = device, _shared_on(device)
+        self._own = _Memory() if apart else self._shared.pool
+
+    def __enter__(self) -> None:
+        """Wait for the turn, and for the module's last call where that went to another stream."""
+        self._shared.lock.acquire()
+        try:
+            if self._shared.gpu is not None:
+                self._shared.gpu.make_current()
+                self._follow(self._shared.gpu, self._own)
+        except BaseException:
+            self._shared.lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        """Let the next one."""
+        self._shared.lock.release()
+
+    @contextmanager
+    def pool(self) -> Iterator[None]:
+        """Wait, inside a turn, for the last call that took memory of the pool where that went to another stream."""
+        if self._shared.gpu is not None:
+            self._follow(self._shared.gpu, self._shared.pool)
+        yield
+
+    def wait(self) -> None:
+        """Wait until all work of the device is done."""
+        if self._shared.gpu is not None:
+            self._shared.gpu.wait()
+
+    def end_with(self, module: object) -> None:
+        """Wait when a module goes, before its memory goes back to the pool."""
+        if self._shared.gpu is not None:
+            weakref.finalize(module, self.wait).atexit = False
+
+    def copy(self, tensor: Tensor, to: Tensor) -> None:
+        """Copy a tensor, on a GPU after what the current stream was given before."""
+        if self._shared.gpu is None:
+            tensor.copyto(to)
+            return
+        size = math.prod(to.shape) * numpy_dtype(str(to.dtype)).itemsize
+        self._shared.gpu.copy(int(tensor.data_ptr()), int(to.data_ptr()), size, self.stream)
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the same device."""
+        copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
+        self.copy(tensor, copy)
+        return copy
+
+    @property
+    def stream(self) -> int:
+        """The handle of the current stream."""
+        return int(tvm_ffi.get_raw_stream(self._device) or DEFAULT_STREAM)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU.
+
+        Raises
+        ------
+        PipelineError
+            The device is a CPU.
+        """
+        if self._shared.gpu is None:
+            raise PipelineError(f"{self._device} is no GPU")
+        return self._shared.gpu
+
+    def _follow(self, gpu: Gpu, memory: _Memory) -> None:
+        stream = gpu.identity(self.stream)
+        if memory.last is None or memory.last == stream:
+            memory.last = stream
+        elif not gpu.is_capturing(self.stream):
+            gpu.wait()
+            memory.last = stream
+
+
+def on_stream(device: Device, stream: int | SupportsCudaStream | None) -> AbstractContextManager[object]:
+    """Return a context in which calls go to a stream: by its handle, or an object of its library; None changes nothing.
+
+    Raises
+    ------
+    PipelineError
+        The device is a CPU.
+    """
+    if stream is None:
+        return nullcontext()
+    if _is_cpu(device):
+        raise PipelineError(f"{device} has no streams: the artifact is for a CPU; leave `stream` out")
+    handle = stream if isinstance(stream, int) else stream.__cuda_stream__()[1]
+    context: AbstractContextManager[object] = tvm_ffi.use_raw_stream(device, handle)
+    return context
+
+
+def on_default_stream(device: Device) -> AbstractContextManager[object]:
+    """Return a context in which calls go to the default stream, where TVM copies from and to the host."""
+    return nullcontext() if _is_cpu(device) else on_stream(device, DEFAULT_STREAM)

@@ -1,0 +1,96 @@
+"""Pages on gates: whether an artifact could take the place of another, and each check of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from relaxtune.pipeline.dashboard.markup import Html, Markup, Page, link, minute, row, rows_table, text
+from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.gates import GateRun, list_gates
+
+_LISTED = 100
+_COLUMNS = ("gate", "artifact", "baseline", "latency", "by", "verdict")
+_CHECK = ("name", "verdict", "baseline", "new", "change", "limit", "reason")
+# Of a key: as many tell artifacts apart.
+_KEY_DIGITS = 12
+# What begins the name of a check of latency; a bucket's stands behind it.
+_LATENCY = "latency"
+
+
+def gates(database: TuningDatabase) -> Page:
+    """Return the newest gates, passed and refused, with the change of latency that each saw."""
+    found = list_gates(database, limit=_LISTED)
+    told = "<p>None yet: `relaxtune gate --db` and `relaxtune artifact promote` keep theirs.</p>"
+    return Page("gates", "<h1>Gates</h1>" + (gate_list(found) if found else told))
+
+
+def gate(database: TuningDatabase, gate_id: str) -> Page:
+    """Return one gate: its checks, and what the latencies are true for."""
+    found = list_gates(database, gate_id=gate_id)
+    if not found:
+        raise NotFoundError(f"no gate {gate_id} in this database")
+    one, report = found[0], _report(found[0])
+    checks = [row(*(str(check.get(name, "")) for name in _CHECK)) for check in _checks(report)]
+    conditions = ", ".join(f"{name} {value}" for name, value in dict(report.get("conditions") or {}).items())
+    compared = f"/compare?before={one.baseline_key}&after={one.artifact_key}"
+    parts = [
+        f"<h1>{text(one.model)}: {text(verdict(one))}</h1>",
+        f"<p>{_artifact(one.artifact_key).html} in place of {_artifact(one.baseline_key).html}, by {text(one.by)},"
+        f" {minute(one.created_at)} UTC.</p>",
+        rows_table(_CHECK, checks, {*_CHECK}),
+        f"<p>{text(conditions)}</p>" if conditions else "",
+        f"<p>{link(compared, 'Both, kernel by kernel').html}</p>" if one.baseline_key else "",
+    ]
+    return Page(f"gate {one.model}", "".join(parts))
+
+
+def gate_list(found: Sequence[GateRun]) -> Html:
+    """Return a table of gates."""
+    rows = [
+        row(
+            link(f"/gates/{quote(one.id)}", minute(one.created_at)),
+            link(f"/artifacts/{quote(one.artifact_key)}", one.model),
+            _artifact(one.baseline_key),
+            "; ".join(
+                str(check.get("change", ""))
+                for check in _checks(_report(one))
+                if str(check.get("name", "")).startswith(_LATENCY)
+            ),
+            one.by,
+            verdict(one),
+        )
+        for one in found
+    ]
+    return rows_table(_COLUMNS, rows, {*_COLUMNS})
+
+
+def gate_link(one: GateRun | None) -> Markup | str:
+    """Return the verdict of a gate, which leads to its page; nothing where there is none."""
+    return "" if one is None else link(f"/gates/{quote(one.id)}", verdict(one))
+
+
+def verdict(one: GateRun) -> str:
+    """Return what a gate said; of a refusal, the checks that say no."""
+    if one.passed:
+        return "passed"
+    refused = [str(check.get("name")) for check in _checks(_report(one)) if check.get("verdict") == "no"]
+    return f"REFUSED ({', '.join(refused) or 'undecided'})"
+
+
+def _artifact(key: str | None) -> Markup:
+    return (
+        Markup("an artifact that was not kept") if key is None else link(f"/artifacts/{quote(key)}", key[:_KEY_DIGITS])
+    )
+
+
+def _report(one: GateRun) -> Mapping[str, Any]:
+    report = json.loads(one.report)
+    return report if isinstance(report, dict) else {}
+
+
+def _checks(report: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [check for check in report.get("checks", ()) if isinstance(check, dict)]

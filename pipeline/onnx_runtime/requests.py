@@ -1,0 +1,120 @@
+"""What the process of ONNX Runtime is asked, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from relaxtune.pipeline.onnx_runtime.shared_arrays import ArraysPlace
+
+CPU = "CPUExecutionProvider"
+
+
+class Level(StrEnum):
+    """How far a graph is optimised, by ONNX Runtime's names."""
+
+    NONE = "ORT_DISABLE_ALL"
+    BASIC = "ORT_ENABLE_BASIC"
+    ALL = "ORT_ENABLE_ALL"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a session is made with.
+
+    Attributes
+    ----------
+    level
+        How far its graph is optimised.
+    threads
+        On the CPU; None leaves it to ONNX Runtime.
+    entries
+        Keys and values of its configuration.
+    provider
+        What computes.
+    """
+
+    level: Level
+    threads: int | None = None
+    entries: tuple[tuple[str, str], ...] = ()
+    provider: str = CPU
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Asks for a `Description`."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """ONNX Runtime's version, and the providers it was built with."""
+
+    version: str
+    providers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Open:
+    """Asks for a session; answered by the providers that it has.
+
+    Attributes
+    ----------
+    session
+        Its number.
+    graph
+        A ModelProto whose large weights are elsewhere.
+    weights_key
+        The number of these weights: sessions with the same one share them.
+    weights
+        Where they lie.
+    settings
+        What it is made with.
+    """
+
+    session: int
+    graph: bytes
+    weights_key: int
+    weights: ArraysPlace
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Close:
+    """Lets sessions go."""
+
+    sessions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Asks for outputs; answered by the `ArraysPlace` of arrays that lie there until the next request."""
+
+    session: int
+    names: tuple[str, ...]
+    feeds: ArraysPlace
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Gives inputs for calls to come, where the session computes; they are run once."""
+
+    session: int
+    names: tuple[str, ...]
+    feeds: ArraysPlace
+
+
+@dataclass(frozen=True)
+class Time:
+    """Asks for the milliseconds of one call on what was prepared."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """ONNX Runtime does not load a graph, or does not compute it on these inputs; `reason` is what it says."""
+
+    reason: str
+
+
+Request = Describe | Open | Close | Run | Prepare | Time

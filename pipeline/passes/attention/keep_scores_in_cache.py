@@ -1,0 +1,146 @@
+"""Pass: the two matmuls of attention and the softmax between them are one CPU kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import tvm
+from tvm import relax, tirx
+
+from relaxtune.pipeline.passes.kit.graph import Graph
+from relaxtune.pipeline.passes.kit.ir import called_function
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.cpu.any_size.attention import AnySizeAttention
+from relaxtune.schedules.tir.blocks import list_blocks
+from relaxtune.schedules.tir.contraction import find_operands
+
+_NAME = "attention"
+_Calls: TypeAlias = tuple[relax.Var, relax.Var, relax.Var]
+
+
+def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with attention of symbolic lengths as one kernel on a CPU.
+
+    ::
+
+        scores  = epilogue(Q K)
+        weights = softmax(scores)         ->        result = attention(Q, K, ..., V, ...)
+        result  = epilogue(weights V)
+
+    All three are kernels already, and nothing else reads the scores or the weights, which are as large as the square of
+    the length. The new function has the blocks of the three; it is made where the schedule of such functions takes it.
+    """
+    if state.target.kind.name != "llvm":
+        return mod
+    graph = Graph(mod)
+    maker = _Maker(graph, state.target)
+    found: dict[relax.Var, _Attention] = {}
+    for binding in graph.bindings:
+        calls = _find(binding.var, graph)
+        func = None if calls is None else maker.make(calls)
+        if calls is not None and func is not None:
+            found[calls[-1]] = _Attention(calls, func)
+            state.sources[calls[-1].name] = state.nodes_of(var.name for var in calls)
+    if not found:
+        return mod
+    state.note(f"{len(found)} attentions keep their scores in the cache")
+    added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
+
+    def emit(new: Rewriter, binding: relax.VarBinding, attention: _Attention) -> tvm.ir.Expr:
+        if attention.func not in added:
+            added[attention.func] = new.function(attention.func, "attention")
+        operands = [new.of(arg) for arg in _operands(attention.calls, graph)]
+        return relax.call_tir(added[attention.func], relax.Tuple(operands), binding.var.ty)
+
+    return replace_found(mod, state, found, emit)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """The calls of a matmul, a softmax and a matmul, and the function that does all."""
+
+    calls: _Calls
+    func: tirx.PrimFunc
+
+
+def _find(softmax: relax.Var, graph: Graph) -> _Calls | None:
+    """Return the calls around one that may be a softmax: matmul, itself, matmul."""
+    callee = called_function(graph.value(softmax))
+    if callee is None or _products(graph.mod[callee]) or len(_tensors(graph.value(softmax))) != 1:
+        return None
+    scores, result = _tensors(graph.value(softmax))[0], graph.only_reader(softmax)
+    if result is None or not isinstance(scores, relax.Var) or graph.only_reader(scores) != softmax:
+        return None
+    around = [called_function(graph.value(var)) for var in (scores, result)]
+    if not all(one is not None and _products(graph.mod[one]) == 1 for one in around):
+        return None
+    return scores, softmax, result
+
+
+def _products(func: tvm.ir.BaseFunc) -> int:
+    """Return how many matmuls a function has."""
+    if not isinstance(func, tirx.PrimFunc):
+        return 0
+    blocks = [block for block in list_blocks(func) if block.is_reduction]
+    return sum(len(block.stores) == 1 and find_operands(block.stores[0]) is not None for block in blocks)
+
+
+def _tensors(call: tvm.ir.Expr | None) -> list[tvm.ir.Expr]:
+    """Return what a call of a kernel is given."""
+    assert isinstance(call, relax.Call)
+    return list(call.args[1].fields)
+
+
+def _operands(calls: _Calls, graph: Graph) -> list[tvm.ir.Expr]:
+    """Return what three calls read that none of them makes."""
+    return [arg for var in calls for arg in _tensors(graph.value(var)) if arg not in calls]
+
+
+class _Maker:
+    """Makes one function of three, the same one for calls of equal functions and sizes."""
+
+    def __init__(self, graph: Graph, target: tvm.target.Target) -> None:
+        self._graph = graph
+        self._target = target
+        self._made: dict[tuple[object, ...], tirx.PrimFunc | None] = {}
+
+    def make(self, calls: _Calls) -> tirx.PrimFunc | None:
+        """Return the function of a matmul, a softmax and a matmul; None where the schedule does not take it."""
+        values = [self._graph.value(var) for var in calls]
+        # A call with sizes beside its tensors has them in a third argument.
+        if any(not isinstance(value, relax.Call) or len(value.args) != 2 for value in values):
+            return None
+        inside = [number for value in values for number, arg in enumerate(_tensors(value)) if arg in calls]
+        types = [str(one.ty) for one in (*_operands(calls, self._graph), *calls)]
+        key = (*map(called_function, values), *inside, *types)
+        if key not in self._made:
+            func = self._fused(calls)
+            with self._target:
+                taken = AnySizeAttention().apply(func, self._target, False)
+            self._made[key] = None if taken is None else func
+        return self._made[key]
+
+    def _fused(self, calls: _Calls) -> tirx.PrimFunc:
+        """Return the blocks of three calls as one function, whose parameters are their operands and the result."""
+        operands = _operands(calls, self._graph)
+        inner, outer = (
+            [relax.Var(f"operand{number}", arg.ty) for number, arg in enumerate(operands)] for _ in range(2)
+        )
+        values = [self._graph.value(var) for var in calls]
+        functions = {name: self._graph.mod[name] for name in map(called_function, values)}
+        builder = relax.BlockBuilder(tvm.IRModule(functions))
+        with builder.function(_NAME, inner, attrs={"Primitive": True}, private=True):
+            with builder.dataflow():
+                waiting, made = iter(inner), dict[tvm.ir.Expr, relax.Var]()
+                for var, value in zip(calls, values, strict=True):
+                    args = [made[arg] if arg in made else next(waiting) for arg in _tensors(value)]
+                    call = relax.call_tir(called_function(value), relax.Tuple(args), var.ty)
+                    made[var] = builder.emit_output(call) if var is calls[-1] else builder.emit(call)
+            function = builder.emit_func_output(made[calls[-1]])
+        with builder.function("main", outer):
+            with builder.dataflow():
+                result = builder.emit_output(relax.Call(function, outer))
+            builder.emit_func_output(result)
+        return relax.transform.FuseTIR()(builder.get())[_NAME]

@@ -1,0 +1,121 @@
+"""The living nodes of a cluster and what each has, told by a process of ours there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.tuning.ray.facts import NodeFacts
+
+_FACTS = "relaxtune.pipeline.tuning.ray.facts"
+_SERVER = "relaxtune.pipeline.tuning.ray.node_server"
+_TIMEOUT_S = 120.0
+_LEAVE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node: Ray's id, its host, what it offers, and what it has or why that cannot be told."""
+
+    id: str
+    host: str
+    resources: dict[str, float]
+    facts: NodeFacts | None
+    fault: str = ""
+
+
+class NodesAsked:
+    """The nodes that live now; each is asked at once, all at the same time.
+
+    Parameters
+    ----------
+    ray : module
+        Ray, connected to the cluster.
+    run : str or None
+        With it, the processes stay until `close`, and fork workers for this run (`pipeline.tuning.ray.node_server`).
+    modules : sequence of str
+        What workers are forked for.
+    """
+
+    def __init__(self, ray: ModuleType, run: str | None = None, modules: Sequence[str] = ()) -> None:
+        self._ray = ray
+        self._alive = [one for one in ray.nodes() if one["Alive"]]
+        made = ray.remote(num_cpus=0, max_restarts=0)(_process_class())
+        placed = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+        self._actors: list[Any] = [
+            made.options(scheduling_strategy=placed(one["NodeID"], soft=False)).remote() for one in self._alive
+        ]
+        words = (_FACTS,) if run is None else (_SERVER, run, *modules)
+        self._asked = [one.begin.remote(words, _TIMEOUT_S) for one in self._actors]
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes, with what each has; waits for the answers."""
+        self._ray.wait(self._asked, num_returns=len(self._asked), timeout=2 * _TIMEOUT_S)
+        nodes = []
+        for one, answer in zip(self._alive, self._asked, strict=True):
+            try:
+                told, fault = self._ray.get(answer, timeout=0)
+            except self._ray.exceptions.RayError as e:
+                told, fault = "", f"it does not answer: {last_line(e).rstrip('.')}"
+            facts = NodeFacts.from_json(told) if told else None
+            nodes.append(Node(one["NodeID"], one["NodeManagerHostname"], dict(one["Resources"]), facts, fault))
+        return nodes
+
+    def close(self) -> None:
+        """End the processes on the nodes."""
+        ended = [one.end.remote() for one in self._actors]
+        self._ray.wait(ended, num_returns=len(ended), timeout=_LEAVE_S)
+        for one in self._actors:
+            self._ray.kill(one)
+
+
+def _process_class() -> type:
+    """Return a class that is sent by value: it runs where this package is missing too."""
+
+    class NodeProcess:
+        """Runs a module of ours on a node, outside of Ray's pinning: without a GPU of its own it would see none."""
+
+        def begin(self, words: tuple[str, ...], timeout_s: float) -> tuple[str, str]:
+            """Start a module with words and this process's id; return the JSON that it prints, or why there is none."""
+            import os
+            import selectors
+            import subprocess
+            import sys
+            import tempfile
+            import time
+
+            environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+            environment["PYTHONPATH"] = os.pathsep.join(one or os.getcwd() for one in sys.path)
+            # One thread: what other threads hold at a fork stays held in the child.
+            environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            log = tempfile.TemporaryFile()  # noqa: SIM115
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *words, str(os.getpid())], stdout=subprocess.PIPE, stderr=log, env=environment
+            )
+            assert self.process.stdout is not None
+            told, until = b"", time.monotonic() + timeout_s
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.process.stdout, selectors.EVENT_READ)
+                while selector.select(max(0.0, until - time.monotonic())):
+                    read = os.read(self.process.stdout.fileno(), 65536)
+                    told += read
+                    lines = [one for one in told.decode(errors="replace").split("\n")[:-1] if one.startswith("{")]
+                    if lines:
+                        return lines[-1], ""
+                    if not read:
+                        code = self.process.wait()
+                        log.seek(0)
+                        wrote = log.read().decode(errors="replace").strip().splitlines()
+                        return "", wrote[-1] if wrote else f"{sys.executable} ended with exit status {code}"
+            self.process.kill()
+            return "", f"its facts were not there after {timeout_s:g} s"
+
+        def end(self) -> None:
+            """End it."""
+            self.process.terminate()
+            self.process.wait()
+
+    return NodeProcess

@@ -1,0 +1,160 @@
+"""Which calls wait for the GPU, with one that only counts: streams have names that are theirs alone."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+
+from relaxtune.pipeline.artifact.gpu import turns
+from relaxtune.pipeline.artifact.gpu.driver import Gpu
+from relaxtune.pipeline.artifact.gpu.turns import Turns
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
+from relaxtune.schedules.libraries.vendors import CUBLASLT
+
+DEVICE = tvm.cpu(0)
+CAPTURED = 11
+
+
+class Counted:
+    """A GPU that counts waits; a stream that was made again under an old handle has another identity."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+        self.made: dict[int, int] = {}
+        self.copies: list[tuple[int, int, int, int]] = []
+
+    def make_current(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def identity(self, stream: int) -> int:
+        return stream + 1000 * self.made.get(stream, 0)
+
+    def is_capturing(self, stream: int) -> bool:
+        return stream == CAPTURED
+
+    def copy(self, start: int, to: int, size: int, stream: int) -> None:
+        self.copies.append((start, to, size, stream))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Counted:
+    counted = Counted()
+    shared = turns._Shared(cast(Gpu, counted))
+    monkeypatch.setattr(turns, "_shared_on", lambda _device: shared)
+    return counted
+
+
+def call(turn: Turns, stream: int, *, in_pool: bool = False) -> None:
+    with tvm_ffi.use_raw_stream(DEVICE, stream), turn:
+        if in_pool:
+            with turn.pool():
+                pass
+
+
+def test_graphs_of_several_modules_on_streams_of_their_own_never_wait(gpu: Counted) -> None:
+    first, second = Turns(DEVICE), Turns(DEVICE)
+    for _ in range(3):
+        call(first, 7)
+        call(second, 9)
+    assert gpu.waits == 0
+
+
+def test_a_module_waits_when_its_stream_changes_also_to_a_new_one_with_the_old_handle(gpu: Counted) -> None:
+    turn = Turns(DEVICE)
+    waits = []
+    for stream in (7, 7, 9, 7):
+        call(turn, stream)
+        waits.append(gpu.waits)
+    assert waits == [0, 0, 1, 2]
+    gpu.made[7] = 1
+    call(turn, 7)
+    assert gpu.waits == 3
+
+
+def test_nothing_is_waited_for_on_a_stream_that_is_captured(gpu: Counted) -> None:
+    turn = Turns(DEVICE)
+    for stream in (7, CAPTURED, 7):
+        call(turn, stream)
+    assert gpu.waits == 0
+
+
+def test_calls_that_take_memory_of_the_pool_wait_for_those_of_other_modules(gpu: Counted) -> None:
+    first, second = Turns(DEVICE), Turns(DEVICE)
+    call(first, 7, in_pool=True)
+    call(second, 9, in_pool=True)
+    assert gpu.waits == 1
+    call(first, 7)  # a launch of its graph
+    call(second, 9)
+    assert gpu.waits == 1
+    call(first, 7, in_pool=True)
+    assert gpu.waits == 2
+
+
+def test_modules_with_a_vendors_library_wait_for_each_other(gpu: Counted) -> None:
+    first, second = Turns(DEVICE, apart=False), Turns(DEVICE, apart=False)
+    call(first, 7)
+    call(second, 9)
+    assert gpu.waits == 1
+
+
+def test_a_module_that_goes_waits_before_its_memory_does(gpu: Counted) -> None:
+    class Holder:
+        pass
+
+    holder = Holder()
+    Turns(DEVICE).end_with(holder)
+    gc.collect()
+    assert gpu.waits == 0
+    del holder
+    assert gpu.waits == 1
+
+
+def test_the_turn_is_free_again_where_the_wait_fails(gpu: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turns(DEVICE)
+    call(turn, 7)
+
+    def fail() -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(gpu, "wait", fail)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        call(turn, 9)
+    assert not turn._shared.lock._is_owned()  # type: ignore[attr-defined]
+
+
+def test_copies_go_to_the_current_stream(gpu: Counted) -> None:
+    turn, tensor = Turns(DEVICE), tvm.runtime.tensor(np.zeros((3, 5), "float16"))
+    with tvm_ffi.use_raw_stream(DEVICE, 7), turn:
+        copy = turn.copied(tensor)
+    assert gpu.copies == [(tensor.data_ptr(), copy.data_ptr(), 30, 7)]
+
+
+def test_modules_on_a_cpu_share_no_turn() -> None:
+    first, second = Turns(DEVICE), Turns(DEVICE)
+    with first:
+        assert second._shared.lock is not first._shared.lock
+
+
+@pytest.mark.parametrize(("vendors", "waits"), [((), 0), ((CUBLASLT.file,), 2)])
+def test_modules_wait_for_each_other_only_where_kernels_call_a_vendors_library(
+    gpu: Counted, artifact: Path, vendors: tuple[str, ...], waits: int
+) -> None:
+    one = Module.load(artifact)
+    # Every artifact for CUDA needs these two.
+    target = replace(one.manifest.target, libraries=(CUDART, DRIVER, *vendors))
+    manifest = replace(one.manifest, target=target)
+    modules = [Module(manifest, one._machine, one.device, one._weights, 1) for _ in range(2)]
+    for number, stream in ((0, 7), (1, 9), (0, 7)):
+        call(modules[number]._turn, stream)
+    assert gpu.waits == waits
