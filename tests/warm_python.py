@@ -182,6 +182,11 @@ def warm_workers() -> Iterator[None]:
     _SERVER.close()
 
 
+def server_pids() -> set[int]:
+    """Return the process id of this process's server, if it has one by now."""
+    return set() if _SERVER._process is None else {_SERVER._process.pid}
+
+
 def _adopt(whether: bool) -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
 

@@ -172,7 +172,8 @@ class Rounds:
         remaining = self._in_flight.remaining
         if remaining is None or self._arriving:
             return
-        if remaining == 0:
+        if remaining == 0 and not self._searches.running:
+            # A search may find fewer than it was asked for; others take the rest.
             self._queue.close("the candidates of the run are used up")
         rounds = math.ceil(_LEFT_OUT * remaining / self._in_flight.round_size)
         beside = self._feed is not None and not self._evaluator.exclusive

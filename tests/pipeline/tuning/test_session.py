@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -34,6 +35,7 @@ from relaxtune.tuning_db.errors import DatabaseWriteError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
 from relaxtune.tuning_db.standing import standing_records
+from tests import warm_python
 from tests.pipeline.tuning.tuning_cases import (
     MadeUpRecipe,
     Place,
@@ -81,7 +83,8 @@ def _note_children() -> None:
 
 
 def children() -> list[int]:
-    return [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in BEFORE]
+    ours = BEFORE | warm_python.server_pids()
+    return [child.pid for child in psutil.Process().children(recursive=True) if child.pid not in ours]
 
 
 def test_tune_records_every_candidate_and_leaves_no_process(place: Place, database: TuningDatabase) -> None:
@@ -264,6 +267,31 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
     assert best is not None
     assert best.decision != failed[0].decision
     assert children() == []
+
+
+def test_candidates_that_a_search_does_not_find_are_left_to_others(
+    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    propose = TaskSearch.propose
+
+    def finds_nothing(search: TaskSearch) -> list[Candidate]:
+        if search._name != "large":
+            return propose(search)
+        # Meanwhile all candidates of the run are promised to this search.
+        time.sleep(0.5)
+        return []
+
+    monkeypatch.setattr(TaskSearch, "propose", finds_nothing)
+    large, small = dataclasses.replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)
+    summary = tune(
+        [large, small],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=dataclasses.replace(OPTIONS, trials=4),
+    )
+    assert [one.valid for one in summary.tasks] == [0, 4]
 
 
 @dataclasses.dataclass(frozen=True)
