@@ -49,8 +49,8 @@ class TuningDatabase(ABC):
     **Locks.** A write that meets another writer waits, with a bounded number of retries and jitter, and only then
     raises `DatabaseBusyError`. First creation by many processes at once is safe.
 
-    **Truth.** `list_top` and `list_failed` return records that are true at the place asked for, by the rules of
-    `tuning_db.lookup`. A failed candidate is kept with its error text.
+    **Truth.** `list_top`, `list_top_each` and `list_failed` return records that are true at the place asked for, by the
+    rules of `tuning_db.lookup`. A failed candidate is kept with its error text.
 
     **Modes.** `read-only` refuses every write, and opens a SQLite file so that it cannot change; `tune` and `force` are
     alike here: what `force` means is for the tuning code.
@@ -155,6 +155,10 @@ class TuningDatabase(ABC):
     @abstractmethod
     def list_top(self, question: Question, *, k: int = 10) -> list[TuningRecord]:
         """Return up to `k` valid records that are true here, the best first."""
+
+    @abstractmethod
+    def list_top_each(self, questions: Sequence[Question], *, k: int = 10) -> list[list[TuningRecord]]:
+        """Return what `list_top` returns for each question; many at once take little longer than one."""
 
     def find_best(self, question: Question) -> TuningRecord | None:
         """Return the first of `list_top`, or None."""

@@ -139,14 +139,28 @@ class LayeredDatabase(TuningDatabase):
 
     def _each_once(self, ask: Callable[[TuningDatabase], Iterable[TuningRecord]]) -> list[TuningRecord]:
         """Return what the layers answer, the upper layer's first; a record of two layers is the upper one's."""
+        return self._joined([ask(layer) for layer in self._all])
+
+    def _joined(self, answers: Sequence[Iterable[TuningRecord]]) -> list[TuningRecord]:
+        """Put an answer of each layer together."""
         found: dict[str, TuningRecord] = {}
-        for layer in self._all:
-            for record in ask(layer):
+        for layer, records in zip(self._all, answers, strict=True):
+            for record in records:
                 found.setdefault(record.key, dataclasses.replace(record, layer=layer.url))
         return list(found.values())
 
     def list_top(self, question: Question, *, k: int = 10) -> list[TuningRecord]:
-        found = self._each_once(lambda layer: layer.list_top(question, k=k))
+        return self.list_top_each([question], k=k)[0]
+
+    def list_top_each(self, questions: Sequence[Question], *, k: int = 10) -> list[list[TuningRecord]]:
+        answers = [layer.list_top_each(questions, k=k) for layer in self._all]
+        return [
+            self._ranked(question, [of_layer[number] for of_layer in answers], k)
+            for number, question in enumerate(questions)
+        ]
+
+    def _ranked(self, question: Question, answers: Sequence[Iterable[TuningRecord]], k: int) -> list[TuningRecord]:
+        found = self._joined(answers)
         ranks = [(rank_record(question.target, question.environment, record), record.latency_us) for record in found]
         # Of equal records the upper layer's comes first; inside a layer its own order holds.
         ranked = [(*rank, number) for number, rank in enumerate(ranks)]

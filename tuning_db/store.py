@@ -143,6 +143,9 @@ class SqlDatabase(Transactions, TuningDatabase):
         # Targets and environments that others add meanwhile are not asked for: none of them is ever removed.
         return self.read(lambda session: ranking.top_records(session, question, k, self._places), single=True)
 
+    def list_top_each(self, questions: Sequence[Question], *, k: int = 10) -> list[list[TuningRecord]]:
+        return self.read(lambda session: ranking.top_records_each(session, questions, k, self._places))
+
     def list_failed(self, question: Question, *, status: Status | None = None) -> list[TuningRecord]:
         return self.read(lambda session: ranking.failed_records(session, question, status, self._places), single=True)
 

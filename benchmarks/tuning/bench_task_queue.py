@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tvm
 
-from relaxtune.pipeline.tasks.pickled import Pickled
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
@@ -44,7 +44,7 @@ def main() -> None:
 def make_states(count: int, seed: int = 0) -> list[TaskState]:
     """Return tasks with latencies and weights over three orders of magnitude, ready to be searched."""
     rng = random.Random(seed)
-    packed = Pickled.of(tvm.IRModule({}))
+    packed = PackedModule.of(tvm.IRModule({}))
     task = TuningTask("task", "0", "matmul", "{}", 1, 1e6, 1e5, (), {}, {}, packed=packed)
     states = []
     for number in range(count):

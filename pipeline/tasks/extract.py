@@ -10,7 +10,7 @@ from tvm import s_tir, tirx
 
 from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.passes.module import KernelCall, LoweredModule
-from relaxtune.pipeline.tasks.pickled import Pickled
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.marks import INCIDENTAL_ATTRS
 from relaxtune.schedules.tir.blocks import buffer_bytes, is_buffer, list_blocks, list_statements, static_shape
@@ -118,7 +118,7 @@ def make_task(
     meaning = describe_kernel(func)
     return TuningTask(
         name=name,
-        packed=Pickled.of(mod),
+        packed=PackedModule.of(mod),
         workload_hash=workload_hash(mod),
         family=meaning.family,
         signature=meaning.signature,

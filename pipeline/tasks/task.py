@@ -8,7 +8,7 @@ from typing import Self
 
 import tvm
 
-from relaxtune.pipeline.tasks.pickled import Pickled
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TuningTask(TaskFacts):
         `mod` as bytes: of a task, the module would be most of what a driver keeps.
     """
 
-    packed: Pickled
+    packed: PackedModule
 
     @property
     def mod(self) -> tvm.ir.IRModule:

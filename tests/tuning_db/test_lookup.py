@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from relaxtune.tuning_db.lookup import (
@@ -164,3 +166,43 @@ def test_sql_finds_what_the_rules_say(database, samples):
         found = database.list_top(question, k=1000)
         assert [record.id for record in found] == expected
         assert [record.id for record in database.list_top(question, k=3)] == [record.id for record in found[:3]]
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 1000])
+def test_many_questions_at_once_are_answered_as_each_alone(database, samples, k):
+    workloads = [samples.workload(number) for number in (1, 2, 3)]
+    for workload in workloads:
+        database.record_workload(workload)
+        database.record_workload(dataclasses.replace(workload, tvm_version="0.28"))
+    where = list(places(samples))[::3]
+    records = [
+        samples.record(
+            workload,
+            target=target,
+            environment=environment,
+            route=route,
+            smem_bytes=1024,
+            latencies_us=(1.0 + (37 * number + 11 * seed) % 17,),
+            seed=100 * number + seed,
+        )
+        for number, workload in enumerate(workloads[:2])
+        for target, environment in where
+        for route in Route
+        for seed in (1, 2)
+    ]
+    database.record_measurements(records)
+    questions = [
+        Question(workload_hash, signature_key, target, environment, route)
+        for target, environment in where
+        for route in (None, Route.METASCHEDULE, Route.TEMPLATE)
+        for one in workloads
+        for workload_hash, signature_key in (
+            (one.workload_hash, one.signature_key),
+            (one.workload_hash, None),
+            (None, one.signature_key),
+        )
+    ]
+    answers = database.list_top_each(questions, k=k)
+    assert answers == [database.list_top(one, k=k) for one in questions]
+    assert any(answers) == (k > 0)
+    assert database.list_top_each([], k=k) == []

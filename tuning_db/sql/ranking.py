@@ -6,7 +6,7 @@ more), and the best records, found by an index that holds all that decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from sqlalchemy import Connection, Integer, Select, bindparam, func, select, union_all
@@ -26,6 +26,7 @@ from relaxtune.tuning_db.lookup import (
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import BY_SIGNATURE, EnvironmentRow, RecordRow, SignatureRow, TargetRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import Places, RecordSelect, read_places, read_records, select_records
+from relaxtune.tuning_db.sql.writing import chunks
 
 _PLACES = select(
     select(func.count()).select_from(TargetRow).scalar_subquery(),
@@ -71,6 +72,43 @@ def top_records(session: Session, question: Question, k: int, cache: PlaceCache)
         best += sorted(found, key=lambda record: (record.latency_us, record.id))[: k - len(best)]
         if len(best) == k:
             break
+    return best
+
+
+def top_records_each(
+    session: Session, questions: Sequence[Question], k: int, cache: PlaceCache
+) -> list[list[TuningRecord]]:
+    """Return what `top_records` returns for each question; those of one place and form share a statement."""
+    if len(questions) == 1:
+        return [top_records(session, questions[0], k, cache)]
+    best: list[list[TuningRecord]] = [[] for _ in questions]
+    if k < 1:
+        return best
+    places = cache.get(session.connection())
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for number, one in enumerate(questions):
+        alike.setdefault((one.target, one.environment, one.routes), []).append(number)
+    for numbers in alike.values():
+        for rank in DeviceRank:
+            search = _search(questions[numbers[0]], rank, places, many=True)
+            if search is None:
+                continue
+            statement, parameters = search
+            for part in chunks([number for number in numbers if len(best[number]) < k]):
+                asked = [questions[number] for number in part]
+                keys = {
+                    "workload_hashes": [one.workload_hash for one in asked],
+                    "signature_keys": [one.signature_key for one in asked],
+                }
+                by_key: dict[tuple[bool, str | None], list[TuningRecord]] = {}
+                for record in read_records(session, statement, places, {**parameters, **keys, "k": k}):
+                    by_workload = record.route in WORKLOAD_ROUTES
+                    key = record.workload_hash if by_workload else record.signature_key
+                    by_key.setdefault((by_workload, key), []).append(record)
+                for number, one in zip(part, asked, strict=True):
+                    found = [*by_key.get((True, one.workload_hash), ()), *by_key.get((False, one.signature_key), ())]
+                    left = k - len(best[number])
+                    best[number] += sorted(found, key=lambda record: (record.latency_us, record.id))[:left]
     return best
 
 
@@ -122,8 +160,13 @@ def _parameters(question: Question, targets: list[int], groups: _Groups) -> dict
     return parameters | {"workload_hash": question.workload_hash, "signature_key": question.signature_key}
 
 
-def _search(question: Question, rank: DeviceRank, places: Places) -> tuple[RecordSelect, dict[str, object]] | None:
-    """Return the statement that finds the best records of one rank, and its parameters; None when there can be none."""
+def _search(
+    question: Question, rank: DeviceRank, places: Places, *, many: bool = False
+) -> tuple[RecordSelect, dict[str, object]] | None:
+    """Return the statement that finds the best records of one rank, and its parameters; None when there can be none.
+
+    With `many` it finds those of all questions alike, whose keys are parameters to be added.
+    """
     lower = rank is DeviceRank.LOWER_ARCH
     fits = target_is_lower if lower else target_matches
     targets = [id_ for id_, target in places.targets.items() if fits(question.target, target)]
@@ -131,23 +174,30 @@ def _search(question: Question, rank: DeviceRank, places: Places) -> tuple[Recor
     groups = _groups(question, places, routes, rank) if targets else {}
     if not groups:
         return None
-    statement = _best(_routes_of(groups), portable_only=lower and question.target.kind == "cuda")
+    statement = _best(_routes_of(groups), portable_only=lower and question.target.kind == "cuda", many=many)
     return statement, _parameters(question, targets, groups)
 
 
 @cache
-def _best(groups: _RoutesOfGroups, *, portable_only: bool) -> RecordSelect:
+def _best(groups: _RoutesOfGroups, *, portable_only: bool, many: bool) -> RecordSelect:
     """Return the statement for groups of routes, each found by workload or else by signature.
 
     Made once for each form of question: putting it together takes as long as the database takes to answer it.
     """
-    parts = []
+    parts: list[Select[int]] = []
+    order = (RecordRow.latency_us, RecordRow.id)
+    wanted = bindparam("k", type_=Integer())
     for number, (by_workload, routes) in enumerate(groups):
-        part = _part(number, (Status.OK,), routes, by_workload=by_workload)
+        part = _part(number, (Status.OK,), routes, by_workload=by_workload, many=many)
         if portable_only:
             part = part.where(RecordRow.smem_bytes <= PORTABLE_SMEM_BYTES)
-        best = part.order_by(RecordRow.latency_us, RecordRow.id).limit(bindparam("k", type_=Integer()))
-        parts.append(select(best.subquery().c.id))
+        if many:
+            key = RecordRow.workload_id if by_workload else RecordRow.signature_id
+            place = func.row_number().over(partition_by=key, order_by=order).label("place")
+            placed = part.add_columns(place).subquery()
+            parts.append(select(placed.c.id).where(placed.c.place <= wanted))
+        else:
+            parts.append(select(part.order_by(*order).limit(wanted).subquery().c.id))
     ids = union_all(*parts).subquery()
     return select_records().join(ids, ids.c.id == RecordRow.id)
 
@@ -162,7 +212,9 @@ def _failed(groups: _RoutesOfGroups, statuses: tuple[Status, ...]) -> RecordSele
     return select_records().join(ids, ids.c.id == RecordRow.id).order_by(RecordRow.id)
 
 
-def _part(number: int, statuses: tuple[Status, ...], routes: tuple[Route, ...], *, by_workload: bool) -> Select[int]:
+def _part(
+    number: int, statuses: tuple[Status, ...], routes: tuple[Route, ...], *, by_workload: bool, many: bool = False
+) -> Select[int]:
     status = RecordRow.status == statuses[0] if len(statuses) == 1 else RecordRow.status.in_(statuses)
     part = select(RecordRow.id).where(
         status,
@@ -170,23 +222,27 @@ def _part(number: int, statuses: tuple[Status, ...], routes: tuple[Route, ...], 
         RecordRow.route.in_(routes),
         RecordRow.environment_id.in_(bindparam(f"environments{number}", expanding=True)),
     )
-    return _by_workload(part) if by_workload else _by_signature(part)
+    return _by_workload(part, many=many) if by_workload else _by_signature(part, many=many)
 
 
-def _by_workload(statement: Select[int]) -> Select[int]:
+def _by_workload(statement: Select[int], *, many: bool) -> Select[int]:
     # A hash belongs to one TVM version, so both name the workload.
-    workload = (
-        select(WorkloadRow.id)
-        .where(
-            WorkloadRow.workload_hash == bindparam("workload_hash"),
-            WorkloadRow.tvm_version == bindparam("tvm_version"),
-        )
-        .scalar_subquery()
+    workload = select(WorkloadRow.id).where(
+        WorkloadRow.workload_hash.in_(bindparam("workload_hashes", expanding=True))
+        if many
+        else WorkloadRow.workload_hash == bindparam("workload_hash"),
+        WorkloadRow.tvm_version == bindparam("tvm_version"),
     )
-    return statement.where(RecordRow.workload_id == workload)
+    known = RecordRow.workload_id
+    return statement.where(known.in_(workload) if many else known == workload.scalar_subquery())
 
 
-def _by_signature(statement: Select[int]) -> Select[int]:
-    signature = select(SignatureRow.id).where(SignatureRow.key == bindparam("signature_key")).scalar_subquery()
+def _by_signature(statement: Select[int], *, many: bool) -> Select[int]:
+    signature = select(SignatureRow.id).where(
+        SignatureRow.key.in_(bindparam("signature_keys", expanding=True))
+        if many
+        else SignatureRow.key == bindparam("signature_key")
+    )
+    known = RecordRow.signature_id
     # In these words, or the index of signatures is not used.
-    return statement.where(RecordRow.signature_id == signature, BY_SIGNATURE)
+    return statement.where(known.in_(signature) if many else known == signature.scalar_subquery(), BY_SIGNATURE)

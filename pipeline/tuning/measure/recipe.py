@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import tvm
 
-from relaxtune.pipeline.tasks.pickled import Pickled
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import ResolvedTarget
 
@@ -30,7 +30,7 @@ class Recipe:
         The parameters, as they are recorded.
     """
 
-    mod: Pickled
+    mod: PackedModule
     target: ResolvedTarget
     decision: str
 
@@ -45,7 +45,7 @@ class Recipe:
         return tvm.IRModule({"main": apply_decision(self.mod.make()["main"], self.target, self.decision)})
 
 
-Buildable: TypeAlias = tvm.ir.IRModule | Recipe | Pickled
+Buildable: TypeAlias = tvm.ir.IRModule | Recipe | PackedModule
 
 
 def scheduled(what: Buildable) -> tvm.ir.IRModule:
@@ -56,4 +56,4 @@ def scheduled(what: Buildable) -> tvm.ir.IRModule:
     TemplateError
         See `Recipe.make`.
     """
-    return what.make() if isinstance(what, Recipe | Pickled) else what
+    return what.make() if isinstance(what, Recipe | PackedModule) else what

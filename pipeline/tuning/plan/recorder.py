@@ -16,7 +16,6 @@ from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, DatabaseWriteError
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
-from relaxtune.tuning_db.metaschedule import ir_to_json
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TargetKey, TuningRecord, Workload
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ _PASSING = (DatabaseWriteError, DatabaseBusyError, DatabaseLostError)
 
 
 def describe_workload(task: TuningTask, *, with_ir: bool = True) -> Workload:
-    """Return the database's form of a task; its IR takes a millisecond."""
+    """Return the database's form of a task."""
     return Workload(
         workload_hash=task.workload_hash,
         family=task.family,
@@ -42,7 +41,7 @@ def describe_workload(task: TuningTask, *, with_ir: bool = True) -> Workload:
         name=task.name,
         flops=task.flops,
         bytes=task.bytes,
-        ir_json=ir_to_json(task.mod) if with_ir else None,
+        ir_json=task.packed.text if with_ir else None,
         tvm_version=tvm.__version__,
     )
 

@@ -14,7 +14,7 @@ from functools import cached_property
 import tvm
 from tvm import tirx
 
-from relaxtune.pipeline.tasks.pickled import Pickled
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
@@ -40,7 +40,7 @@ _PLAIN_FLOPS_MAX = 1e8
 class FallbackSchedule:
     """A task's default schedule, and its decision."""
 
-    mod: Pickled
+    mod: PackedModule
     decision: str
 
 
@@ -59,7 +59,7 @@ class TaskStart:
     routes: frozenset[Route]
 
     @cached_property
-    def reference(self) -> Pickled:
+    def reference(self) -> PackedModule:
         """What candidates are compared with: a module for the host."""
         return _reference(self.task, host_target(self.target))
 
@@ -76,7 +76,7 @@ class TaskStart:
         except ScheduleError as e:
             logger.warning("task %s has no fallback schedule: %s", self.task.name, e)
             return str(e)
-        return FallbackSchedule(Pickled.of(scheduled), canonical_json({"rule": rules["main"]}))
+        return FallbackSchedule(PackedModule.of(scheduled), canonical_json({"rule": rules["main"]}))
 
     @cached_property
     def offers(self) -> tuple[TemplateCandidate, ...]:
@@ -94,11 +94,11 @@ def host_target(target: ResolvedTarget) -> tvm.target.Target:
     return target.target.host if target.target.host is not None else target.target
 
 
-def _reference(task: TuningTask, host: tvm.target.Target) -> Pickled:
+def _reference(task: TuningTask, host: tvm.target.Target) -> PackedModule:
     if task.flops <= _PLAIN_FLOPS_MAX:
         return task.packed
     try:
-        return Pickled.of(apply_fallback(task.mod, host))
+        return PackedModule.of(apply_fallback(task.mod, host))
     except ScheduleError as e:
         logger.warning("the reference of task %s is unscheduled: %s", task.name, e)
         return task.packed

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tvm
@@ -29,7 +29,7 @@ from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.features import list_features, record_features
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import ir_from_json, replay_decision
-from relaxtune.tuning_db.records import Environment, Route, TuningRecord, Workload
+from relaxtune.tuning_db.records import Environment, Route, TargetKey, TuningRecord, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _EXTRACTOR = "per-store-feature"
 _RECORDS_MAX = 24
 _LISTED_MAX = 256
+# Workloads whose records are read at once.
+_ASKED_AT_ONCE = 32
 
 
 class WarmStart:
@@ -75,14 +77,15 @@ class WarmStart:
         others = {one.workload_hash: one for one in self._read({state.task.family for state in states})}
         self._shapes.add([*own.values(), *others.values()])
         self._own |= {state.task.workload_hash: state for state in states}
+        near = [self._shapes.near(state.task) for state in states]
+        told = [[one for one in of_task if self._measured(one)] for of_task in near]
+        found = near_records(told, self._database, target_key(self._target), self._environment)
         telling: dict[str, Workload] = {}
-        for state in states:
-            near = self._shapes.near(state.task)
-            told = [one for one in near if one.workload_hash not in self._own or self._own[one.workload_hash].best_us]
-            state.near = near_records(told, self._database, target_key(self._target), self._environment)
+        for state, of_task, best in zip(states, near, found, strict=True):
+            state.near = best
             if state.templates is not None:
                 state.templates.prefer(state.near.parameters)
-            teaching = [own[state.task.workload_hash], *near]
+            teaching = [own[state.task.workload_hash], *of_task]
             telling |= {one.workload_hash: others.get(one.workload_hash, one) for one in teaching}
         workloads = [one for one in (telling | others).values() if one.workload_hash not in self._taught]
         self._taught |= {one.workload_hash for one in workloads}
@@ -91,6 +94,11 @@ class WarmStart:
             where = (self._database, self._target, self._environment)
             learn_from_records(self._cost_model, workloads, *where, self._left_s)
             self._left_s -= time.monotonic() - began
+
+    def _measured(self, near: Workload) -> bool:
+        """Whether there may be records of a workload: of this run's own tasks some have none yet."""
+        own = self._own.get(near.workload_hash)
+        return own is None or own.best_us is not None
 
     def _read(self, families: set[str]) -> list[Workload]:
         """Return the workloads of families that are new to the run, written by the running TVM."""
@@ -124,24 +132,12 @@ def learn_from_records(
     until = time.monotonic() + seconds
     key = target_key(target)
     version = f"{_EXTRACTOR}, TVM {tvm.__version__}"
-    kept = {one.record_id: one.values for one in list_features(database, version, key)} if seconds > 0 else {}
+    kept: dict[int, NDArray[np.float32]] | None = None
     made: dict[int, NDArray[np.float32]] = {}
     learnt = 0
-    for workload in workloads:
-        if time.monotonic() > until:
-            break
-        records = database.list_top(
-            Question(
-                workload_hash=workload.workload_hash,
-                signature_key=None,
-                target=key,
-                environment=environment,
-                route=Route.METASCHEDULE,
-            ),
-            k=_LISTED_MAX,
-        )
-        if len(records) < 2:
-            continue
+    for workload, records in _recorded(workloads, database, key, environment, until):
+        if kept is None:
+            kept = {one.record_id: one.values for one in list_features(database, version, key)}
         chosen = spread_out(records, _RECORDS_MAX)
         # With several databases over each other, an id says nothing.
         features = {
@@ -168,6 +164,20 @@ def learn_from_records(
         cost_model.train()
         logger.info("the cost model starts with %d recorded candidates, %d of them replayed", learnt, len(made))
     return learnt
+
+
+def _recorded(
+    workloads: Sequence[Workload], database: TuningDatabase, target: TargetKey, environment: Environment, until: float
+) -> Iterator[tuple[Workload, list[TuningRecord]]]:
+    """Yield the workloads with two valid records of the search or more, and these, the best first."""
+    for first in range(0, len(workloads), _ASKED_AT_ONCE):
+        part = workloads[first : first + _ASKED_AT_ONCE]
+        if time.monotonic() > until:
+            return
+        questions = [Question(one.workload_hash, None, target, environment, Route.METASCHEDULE) for one in part]
+        for workload, records in zip(part, database.list_top_each(questions, k=_LISTED_MAX), strict=True):
+            if len(records) > 1 and time.monotonic() <= until:
+                yield workload, records
 
 
 def spread_out(records: Sequence[TuningRecord], count: int) -> list[TuningRecord]:

@@ -11,13 +11,13 @@ import tvm
 from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment, target_key
-from relaxtune.pipeline.tasks.pickled import Pickled
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.tuning_db.layers import LayeredDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
 
-EMPTY = Pickled.of(tvm.IRModule({}))
+EMPTY = PackedModule.of(tvm.IRModule({}))
 MEANING = '{"family":"matmul","m":8}'
 TASK = TuningTask("matmul", "1", "matmul", MEANING, 1, 1.0, 1.0, (), {"model": ("matmul",)}, {}, packed=EMPTY)
 TWIN = replace(TASK, workload_hash="2")

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 from tvm.s_tir.meta_schedule.utils import shash2hex
 
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.similar_shapes import KnownShapes, NearRecords, distance, near_records, shape_free
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -18,7 +20,7 @@ from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.search.space import make_space
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
-from relaxtune.tuning_db.metaschedule import replay_decision
+from relaxtune.tuning_db.metaschedule import ir_to_json, replay_decision
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, choose_among, matmul_task
@@ -65,7 +67,7 @@ def test_the_nearest_shape_comes_first_and_the_task_itself_is_not_near() -> None
 
 
 def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: TuningDatabase) -> None:
-    found = near_records(KnownShapes(tuned.list_workloads()).near(LONG), tuned, place.key, place.environment)
+    (found,) = near_records([KnownShapes(tuned.list_workloads()).near(LONG)], tuned, place.key, place.environment)
     assert 1 < len(found.traces) <= 8
     assert found.parameters == ()
     search = TaskSearch(
@@ -88,6 +90,31 @@ def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: Tuning
         assert replayed.mod.script() == one.measure.sch.mod.script()
 
 
+def test_the_database_is_asked_as_often_for_many_tasks_as_for_one(
+    place: Place, tuned: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = KnownShapes(tuned.list_workloads()).near(LONG)
+    asked: list[object] = []
+    read = SqlDatabase.read
+
+    def counted(self: SqlDatabase, *rest: Any, **options: Any) -> Any:
+        asked.append(rest)
+        return read(self, *rest, **options)
+
+    monkeypatch.setattr(SqlDatabase, "read", counted)
+    (one,) = near_records([near], tuned, place.key, place.environment)
+    once = len(asked)
+    assert near_records([near, [], near], tuned, place.key, place.environment) == [one, NearRecords(), one]
+    assert len(asked) == 2 * once
+    assert one.traces
+
+
+def test_what_is_written_down_of_a_task_needs_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ir_to_json(SHORT.mod)
+    monkeypatch.setattr(PackedModule, "make", None)
+    assert describe_workload(SHORT).ir_json == text
+
+
 def test_the_cost_model_starts_with_what_was_recorded(
     place: Place, tuned: TuningDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +135,7 @@ def test_the_cost_model_starts_with_what_was_recorded(
 
 
 def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, tuned: TuningDatabase) -> None:
-    near = near_records(KnownShapes(tuned.list_workloads()).near(LONG), tuned, place.key, place.environment)
+    (near,) = near_records([KnownShapes(tuned.list_workloads()).near(LONG)], tuned, place.key, place.environment)
     options = dataclasses.replace(OPTIONS, trials=4, trials_per_iteration=4)
     tune(
         [LONG],
@@ -141,7 +168,7 @@ def test_every_task_with_a_near_shape_begins_with_one_candidate(place: Place, tu
 
 
 def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: TuningDatabase) -> None:
-    near = near_records(KnownShapes(tuned.list_workloads()).near(LONG), tuned, place.key, place.environment)
+    (near,) = near_records([KnownShapes(tuned.list_workloads()).near(LONG)], tuned, place.key, place.environment)
     best, default = (
         tuned.list_top(
             Question(
