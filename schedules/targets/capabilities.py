@@ -26,6 +26,9 @@ class Feature(Enum):
     MMA = "mma.m16n8k16"
     CP_ASYNC = "cp.async"
     MMA_FLOAT8 = "mma of float8"
+    #: Tensor cores that a warp multiplies float8 by. Without them the compiler makes its `mma` of halves and float32
+    #: additions (ptxas 13.5: QMMA for sm_89, sm_120 and sm_121, HMMA for sm_90 to sm_110).
+    FLOAT8_CORES = "tensor cores of float8 for a warp"
     #: Kernels that start before the one before them has ended.
     DEPENDENT_LAUNCH = "dependent launch"
     CLUSTERS = "clusters"
@@ -37,6 +40,7 @@ class Feature(Enum):
 _TURING = frozenset({Feature.LDMATRIX})
 _AMPERE = _TURING | {Feature.MMA, Feature.CP_ASYNC}
 _ADA = _AMPERE | {Feature.MMA_FLOAT8}
+_CORES = frozenset({Feature.FLOAT8_CORES})
 _HOPPER = _ADA | {Feature.DEPENDENT_LAUNCH, Feature.CLUSTERS, Feature.TMA}
 
 
@@ -60,13 +64,13 @@ _ROWS = {
     86: _Row(99, A10, _AMPERE),
     87: _Row(163, 16, _AMPERE),  # Jetson AGX Orin
     88: _Row(99, 16, _AMPERE),  # as Orin
-    89: _Row(99, L40S, _ADA),
+    89: _Row(99, L40S, _ADA | _CORES),
     90: _Row(227, H200, _HOPPER, frozenset({Feature.WGMMA})),
     100: _Row(227, 148, _HOPPER),  # B200
     103: _Row(227, 148, _HOPPER),  # as B200
     110: _Row(227, 20, _HOPPER),  # Jetson Thor
-    120: _Row(99, RTX_5090, _HOPPER),
-    121: _Row(99, 48, _HOPPER),  # GB10
+    120: _Row(99, RTX_5090, _HOPPER | _CORES),
+    121: _Row(99, 48, _HOPPER | _CORES),  # GB10
 }
 # From here on the native code of a device has the suffix `a`.
 _EXACT_FROM = 90

@@ -16,6 +16,9 @@ _LINE_BYTES, _CHUNK_BYTES = 128, 16
 MMA_KINDS = {"float16": "f16", "bfloat16": "bf16"}
 #: 8-bit dtype -> its name in instructions, which sum in int32.
 BYTE_KINDS = {"int8": "s8", "uint8": "u8"}
+#: 8-bit float -> its name in instructions, which sum in float32 in name: tensor cores keep fewer bits
+#: (`schedules.templates.gemm_sm90.operands`; Ada's 13, Zhang et al., "SageAttention2", arXiv:2411.10958, section 3.3).
+FLOAT8_KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 # More than one function begins with it.
 _MMA = """
 #ifndef RELAXTUNE_MMA_{kind}
@@ -32,12 +35,23 @@ __forceinline__ __device__ void relaxtune_mma_{kind}(float* d, unsigned a0, unsi
 _BYTE_MMA = """
 #ifndef RELAXTUNE_MMA_{kind}
 #define RELAXTUNE_MMA_{kind}
-__forceinline__ __device__ void relaxtune_mma_{kind}(unsigned* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+__forceinline__ __device__ void relaxtune_mma_{kind}({held}* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3,
                                                      unsigned b0, unsigned b1) {{
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.{a}.{b}.s32 {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, "
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.{sum}.{a}.{b}.{sum} {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, "
                "{{%8, %9}}, {{%0, %1, %2, %3}};"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "+{kept}"(d[0]), "+{kept}"(d[1]), "+{kept}"(d[2]), "+{kept}"(d[3])
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}}
+#endif
+"""
+# The lower two bytes as halves, exactly.
+_HALVES = """
+#ifndef RELAXTUNE_HALVES_{kind}
+#define RELAXTUNE_HALVES_{kind}
+__forceinline__ __device__ unsigned relaxtune_halves_{kind}(unsigned bytes) {{
+  unsigned d;
+  asm("cvt.rn.f16x2.{kind}x2 %0, %1;" : "=r"(d) : "h"((unsigned short)bytes));
+  return d;
 }}
 #endif
 """
@@ -72,10 +86,19 @@ def mma_function(a: str, b: str) -> tuple[str, str]:
 
     These are multiplied over 32 of K, and lie as halves do, byte for byte. Integer sums are held as uint32.
     """
-    if a not in BYTE_KINDS:
+    if a in MMA_KINDS:
         return f"relaxtune_mma_{MMA_KINDS[a]}", mma_source(a)
-    kind = f"{BYTE_KINDS[a]}_{BYTE_KINDS[b]}"
-    return f"relaxtune_mma_{kind}", _BYTE_MMA.format(kind=kind, a=BYTE_KINDS[a], b=BYTE_KINDS[b])
+    integer = a in BYTE_KINDS
+    kinds = BYTE_KINDS if integer else FLOAT8_KINDS
+    held, kept, sums = ("unsigned", "r", "s32") if integer else ("float", "f", "f32")
+    kind = f"{kinds[a]}_{kinds[b]}"
+    source = _BYTE_MMA.format(kind=kind, a=kinds[a], b=kinds[b], held=held, kept=kept, sum=sums)
+    return f"relaxtune_mma_{kind}", source
+
+
+def halves_source(kind: str) -> str:
+    """Return the source of `relaxtune_halves_e4m3` or `_e5m2`: two halves of the lower two bytes of a word."""
+    return _HALVES.format(kind=kind)
 
 
 def swizzle(row: tirx.Expr, width: int, together: int = 1) -> tirx.Expr:

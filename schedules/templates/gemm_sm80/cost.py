@@ -16,6 +16,7 @@ import math
 
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.targets.gpus import H200
+from relaxtune.schedules.templates.emit.tensor_cores import FLOAT8_KINDS
 from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, GemmPlan, is_plain
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -52,10 +53,11 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     warps = plan.threads // 32
     steps, depth, element = plan.k_tiles * p.block_k // plan.depth, plan.depth, element_bytes(matmul.input_dtype)
     weight = matmul.weight_bits / 8
-    # Of operands of half the bytes, twice as many.
+    # Of operands of half the bytes, twice as many; but of float8 as halves, as many as of halves.
+    as_halves = matmul.input_dtype in FLOAT8_KINDS and not plan.sums_outside
     gpu = limits.gpu or H200
     clock, bandwidth = _CLOCK * gpu.clock_mhz / H200.clock_mhz, _MEMORY_BYTES * gpu.bandwidth_gb_s / H200.bandwidth_gb_s
-    rate = _MULTIPLY_ADDS * gpu.multiply_adds / H200.multiply_adds * 2 / element
+    rate = _MULTIPLY_ADDS * gpu.multiply_adds / H200.multiply_adds * (1 if as_halves else 2 / element)
     if is_plain(matmul):
         rate = _FLOAT_MULTIPLY_ADDS * gpu.float_multiply_adds / H200.float_multiply_adds
     # A scheduler without a warp does nothing.

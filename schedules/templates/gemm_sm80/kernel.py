@@ -146,4 +146,4 @@ class _Kernel:
                     following = stage[0] + 1
                     wrapped = tirx.Select(following == p.stages, tirx.IntImm("int32", 0), following)
                     T.buffer_store(stage, wrapped, [0])
-                self._multiply.multiply(step % 2)
+                self._multiply.multiply(step)

@@ -17,9 +17,12 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import (
     CHUNK,
+    FLOAT8_KINDS,
     LDMATRIX_SOURCE,
     chunk_place,
+    halves_source,
     mma_function,
+    mma_source,
     shared_address,
 )
 from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan
@@ -54,6 +57,28 @@ __forceinline__ __device__ void {name}({sum}* sums, const unsigned* a, const uns
   }}
 }}
 """
+# Of float8. The sum over K has no order: the first instruction takes bytes 0 and 1 of each word, the second the others.
+_MULTIPLY_AS_HALVES = """
+__forceinline__ __device__ void {name}(float* sums, const unsigned* a, const unsigned* b) {{
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {{
+    unsigned w[{words}];
+#pragma unroll
+    for (int j = 0; j < {words}; ++j)
+      w[j] = relaxtune_halves_{b}(b[j] >> 16 * pair);
+#pragma unroll
+    for (int i = 0; i < {m_steps}; ++i) {{
+      unsigned v[4];
+#pragma unroll
+      for (int part = 0; part < 4; ++part)
+        v[part] = relaxtune_halves_{a}(a[4 * i + part] >> 16 * pair);
+#pragma unroll
+      for (int j = 0; j < {n_steps}; ++j)
+        relaxtune_mma_f16(sums + (i * {n_steps} + j) * 4, v[0], v[1], v[2], v[3], w[2 * j], w[2 * j + 1]);
+    }}
+  }}
+}}
+"""
 
 
 class Multiply:
@@ -66,6 +91,7 @@ class Multiply:
     def __init__(self, matmul: MatmulFunction, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
         self._matmul, self._plan, self._bytes = matmul, plan, element_bytes(matmul.input_dtype)
         self._tiles, self._thread = tiles, thread
+        self._last_step = plan.parameters.block_k // plan.depth - 1
 
     def begin(self) -> None:
         """Emit the addresses of a lane in the first stage, and sums of zero."""
@@ -77,6 +103,8 @@ class Multiply:
         self.accumulators = T.alloc_local([plan.accumulators], held)
         for index in range(plan.accumulators):
             T.buffer_store(self.accumulators, tirx.const(0, held), [index])
+        # Of float8, what tensor cores sum up is a stage's.
+        self._sums = T.alloc_local([plan.accumulators], held) if plan.sums_outside else self.accumulators
         # Two steps along K.
         self._words_a, self._words_b = 4 * plan.m_steps, 2 * plan.n_steps
         self._fragments_a = T.alloc_local([2 * self._words_a], "uint32")
@@ -117,14 +145,25 @@ class Multiply:
         at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]
         T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, tirx.IntImm("int32", step), source_code=source))
 
-    def multiply(self, half: int) -> None:
-        """Emit the multiplication of the fragments in one half of the registers."""
+    def multiply(self, step: int) -> None:
+        """Emit the multiplication of a step's fragments."""
         plan, matmul = self._plan, self._matmul
         mma, source = mma_function(matmul.input_dtype, matmul.b_dtype)
         name = f"{mma.replace('mma', 'multiply')}_{plan.m_steps}_{plan.n_steps}"
-        held = "unsigned" if matmul.sums == "int32" else "float"
-        source += _MULTIPLY.format(name=name, sum=held, mma=mma, m_steps=plan.m_steps, n_steps=plan.n_steps)
-        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source))
+        sizes = {"name": name, "m_steps": plan.m_steps, "n_steps": plan.n_steps}
+        if matmul.input_dtype in FLOAT8_KINDS and not plan.sums_outside:
+            a, b = (FLOAT8_KINDS[dtype] for dtype in (matmul.input_dtype, matmul.b_dtype))
+            source = mma_source("float16") + halves_source(a) + halves_source(b)
+            source += _MULTIPLY_AS_HALVES.format(a=a, b=b, words=2 * plan.n_steps, **sizes)
+        else:
+            source += _MULTIPLY.format(sum="unsigned" if matmul.sums == "int32" else "float", mma=mma, **sizes)
+        if plan.sums_outside and step == 0:
+            for index in range(plan.accumulators):
+                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+        T.evaluate(T.cuda.func_call(name, self._sums.ptr_to([0]), *self._registers(step % 2), source_code=source))
+        if plan.sums_outside and step == self._last_step:
+            for index in range(plan.accumulators):
+                T.buffer_store(self.accumulators, self.accumulators[index] + self._sums[index], [index])
 
     def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:
         return self._fragments_a.ptr_to([half * self._words_a]), self._fragments_b.ptr_to([half * self._words_b])

@@ -107,10 +107,11 @@ class MultiplyFloat:
         at.append(tirx.IntImm("int32", step))
         T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, source_code=LOADS + source))
 
-    def multiply(self, half: int) -> None:
-        """Emit the multiplication of the elements in one half of the registers."""
+    def multiply(self, step: int) -> None:
+        """Emit the multiplication of a step's elements."""
         name, source = multiply_source(self._plan, rows_of_b=self._rows_of_b)
-        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source))
+        operands = self._registers(step % 2)
+        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *operands, source_code=source))
 
     def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:
         return self._fragments_a.ptr_to([half * self._words_a]), self._fragments_b.ptr_to([half * self._words_b])

@@ -131,11 +131,12 @@ class MultiplyStored:
         at.append(tirx.IntImm("int32", step))
         T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, source_code=LOADS + source))
 
-    def multiply(self, half: int) -> None:
-        """Emit the multiplication of the operands in one half of the registers."""
+    def multiply(self, step: int) -> None:
+        """Emit the multiplication of a step's operands."""
         name, body = self._sources[1]
         source = mma_source("float16") + PAIRS + body
-        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *self._registers(half), source_code=source))
+        operands = self._registers(step % 2)
+        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *operands, source_code=source))
 
     def _registers(self, half: int) -> list[tirx.Expr]:
         return [held.ptr_to([half * words]) for held, words in zip(self._fragments, self._words, strict=True)]

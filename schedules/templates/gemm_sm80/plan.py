@@ -9,6 +9,7 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, added
+from relaxtune.schedules.templates.emit.tensor_cores import FLOAT8_KINDS
 from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, scale_rows
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
@@ -100,6 +101,8 @@ class GemmPlan:
         Rows of scales in a stage, 0 where B is not quantised.
     shared_bytes
         Of a block.
+    sums_outside
+        Whether a stage's sums are added up outside the tensor cores, which keep too few bits of those of float8.
     """
 
     parameters: GemmParameters
@@ -115,6 +118,7 @@ class GemmPlan:
     tile_bytes: tuple[int, int, int]
     scale_rows: int
     shared_bytes: int
+    sums_outside: bool
 
     @property
     def accumulators(self) -> int:
@@ -122,8 +126,13 @@ class GemmPlan:
         return self.m_steps * self.n_steps * 4
 
 
-def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> GemmPlan | Refusal:
-    """Return the sizes of the kernel for a matmul, or why there is none with these parameters."""
+def make_plan(
+    matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, *, float8_cores: bool = False
+) -> GemmPlan | Refusal:
+    """Return the sizes of the kernel for a matmul, or why there is none with these parameters.
+
+    `float8_cores` says whether the target has such tensor cores; else a warp makes halves of float8.
+    """
     size = element_bytes(matmul.input_dtype)
     depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else _STEP_BYTES // size
     refusal = (
@@ -135,7 +144,10 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
     m_steps, n_steps = p.block_m // p.warps_m // ROWS, p.block_n // p.warps_n // COLUMNS
     accumulators = m_steps * n_steps * 4
     # Fragments of two steps along K: those that are multiplied, and those that are loaded meanwhile.
+    sums_outside = float8_cores and matmul.input_dtype in FLOAT8_KINDS
     registers = accumulators + 2 * sum(fragment_words(matmul, m_steps, n_steps)) + _REGISTERS_BESIDE
+    if sums_outside:
+        registers += accumulators
     if matmul.norm is not None:
         # A lane has two rows of 16.
         registers += m_steps * 2 * COUNT
@@ -179,6 +191,7 @@ def make_plan(matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits) -> 
         tile_bytes=tile_bytes,
         scale_rows=rows,
         shared_bytes=total,
+        sums_outside=sums_outside,
     )
 
 

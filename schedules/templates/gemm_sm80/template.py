@@ -16,16 +16,20 @@ Notation
 
     C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
 
-    A   [M, K]            row major; float16, bfloat16, float32, int8 or uint8
-    B   [K, N] or [N, K]  row major, of A's dtype; of 8-bit integers, of either, as [N, K]
+    A   [M, K]            row major; float16, bfloat16, float32, int8 or uint8, from sm_89 on float8 (e4m3, e5m2)
+    B   [K, N] or [N, K]  row major, of A's dtype; of 8 bits, of either integer or either float8, as [N, K]
     C   [M, N]            row major; leading axes of A and C are flattened into M
 
 A thread block makes one tile of `block_m` x `block_n`. Tiles are counted column by column in groups of `group` rows of
 tiles, so that what runs at a time shares rows of A and columns of B in L2. Its `warps_m` x `warps_n` warps each make a
 part of the tile, in instructions of 16 x 8 x 16 (m16n8k16) with sums in float32; of 8-bit integers, of 16 x 8 x 32 with
-sums in int32; in float32, by fused multiply-adds of
-the same 16 x 8 sums, 4 along K (`multiply_float.py`). Warp w has the rows of `w % warps_m` and the columns of
-`w / warps_m`, so that warps with the same columns follow each other.
+sums in int32; in float32, by fused multiply-adds of the same 16 x 8 sums, 4 along K (`multiply_float.py`). Warp w has
+the rows of `w % warps_m` and the columns of `w / warps_m`, so that warps with the same columns follow each other.
+
+Float8 is multiplied 16 x 8 x 32 where a warp has tensor cores for it (sm_89, sm_120, sm_121). They keep 13 bits of a
+sum, so that a stage's sums are added up in float32 registers, as on Hopper (`schedules.templates.gemm_sm90.operands`).
+Elsewhere (sm_90, sm_100) a warp makes halves of both operands, exactly, and multiplies those. This has not run on a
+GPU yet.
 
 Shared memory is a ring of `stages` stages of `block_k` along K (dynamic; the chunks of 16 bytes of a row change places,
 see `schedules.templates.emit.tensor_cores`):
@@ -65,10 +69,10 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
-from relaxtune.schedules.templates.emit.tensor_cores import BYTE_KINDS
+from relaxtune.schedules.templates.emit.tensor_cores import BYTE_KINDS, FLOAT8_KINDS
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, is_plain, make_plan
@@ -82,6 +86,7 @@ from relaxtune.schedules.tir.matmul import recognise_matmul
 _OUTPUTS = ("float16", "bfloat16", "float32")
 # Of integer sums besides.
 _INTEGER_OUTPUTS = ("int8", "uint8", "int32")
+_OPERANDS = (*_OUTPUTS, *BYTE_KINDS, *FLOAT8_KINDS)
 _INDEX_MAX = 2**31 - 1
 _CANDIDATES_MAX = 24
 # Candidates in which blocks share sums, and how many share one.
@@ -130,6 +135,8 @@ TILES = (
 )
 # A stage of 8-bit integers has as many bytes.
 BYTE_TILES = tuple((m, n, 2 * k, warps_m, warps_n) for m, n, k, warps_m, warps_n in TILES)
+# Of float8, a thread holds sums twice: more warps for the largest tiles.
+FLOAT8_TILES = ((128, 128, 128, 2, 4), (96, 128, 128, 2, 4), (64, 256, 128, 1, 8), (64, 128, 128, 1, 4), *BYTE_TILES)
 # In float32: a thread has 8 x 8 sums, or 4 x 8, 2 x 8, 2 x 4 where there are few tiles.
 FLOAT_TILES = (
     (128, 128, 16, 2, 4),
@@ -179,10 +186,10 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
     ) -> Sequence[GemmParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         limits = cuda_limits(target)
-        made = (make_plan(found, one, limits) for one in _proposals(found))
+        made = (_plan(found, one, target) for one in _proposals(found))
         plans = [plan for plan in made if isinstance(plan, GemmPlan)]
         plans.sort(key=lambda plan: predicted_us(found, plan, limits))
-        split = [plan for one in plans for plan in _splits(found, one, limits)]
+        split = [plan for one in plans for plan in _splits(found, one, target)]
         split.sort(key=lambda plan: predicted_us(found, plan, limits))
         # The model knows nothing of the exchange of sums: what is split is worth measuring, and never comes first.
         chosen = _various(plans)[: _CANDIDATES_MAX - min(len(split), _SPLIT_MAX)] + _various(split)[:_SPLIT_MAX]
@@ -192,7 +199,7 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemmParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = make_plan(found, parameters, cuda_limits(target))
+        plan = _plan(found, parameters, target)
         return plan if isinstance(plan, Refusal) else build_kernel(func, found, plan, constant_params(func))
 
     def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
@@ -208,16 +215,22 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
     ) -> float | None:
         """Return the cost model's time of the kernel for so many rows; None where it cannot be made."""
-        found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
+        found = self.recognise_rows(func, target, rows)
         if isinstance(found, Refusal) or not isinstance(parameters, GemmParameters):
             return None
-        plan = make_plan(found, parameters, limits)
-        return None if isinstance(plan, Refusal) else predicted_us(found, plan, limits)
+        plan = _plan(found, parameters, target)
+        return None if isinstance(plan, Refusal) else predicted_us(found, plan, cuda_limits(target))
+
+
+def _plan(found: MatmulFunction, parameters: GemmParameters, target: ResolvedTarget) -> GemmPlan | Refusal:
+    return make_plan(found, parameters, cuda_limits(target), float8_cores=Feature.FLOAT8_CORES in target.features)
 
 
 def _for_target(found: MatmulFunction | Refusal, target: ResolvedTarget) -> MatmulFunction | Refusal:
     """Return a matmul where this template is the one to make it for a target, else why it is not."""
     refused = refuse_target(target, *FEATURES)
+    if refused is None and isinstance(found, MatmulFunction) and found.input_dtype in FLOAT8_KINDS:
+        refused = refuse_target(target, Feature.MMA_FLOAT8)
     in_halves = isinstance(found, Refusal) or not is_plain(found)
     if refused is None and in_halves and Feature.WGMMA in target.features:
         refused = Refusal("the target has wgmma, which the template gemm_sm90 multiplies by")
@@ -237,11 +250,12 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     if isinstance(matmul, Refusal):
         return matmul
     for dtype in (matmul.input_dtype, matmul.b_dtype):
-        if dtype not in (*_OUTPUTS, *BYTE_KINDS):
-            return Refusal(f"the operands are {dtype}, expected one of {', '.join((*_OUTPUTS, *BYTE_KINDS))}")
+        if dtype not in _OPERANDS:
+            return Refusal(f"the operands are {dtype}, expected one of {', '.join(_OPERANDS)}")
     integer = matmul.input_dtype in BYTE_KINDS
-    if integer and not matmul.b_transposed:
-        return Refusal("B of 8-bit integers is [K, N], expected [N, K] (ldmatrix does not turn them); turn the weight")
+    if element_bytes(matmul.input_dtype) == 1 and not matmul.b_transposed:
+        reason = "expected [N, K] (ldmatrix does not turn bytes); turn the weight"
+        return Refusal(f"B of {matmul.b_dtype} is [K, N], {reason}")
     outputs = (*_OUTPUTS, *_INTEGER_OUTPUTS) if integer else _OUTPUTS
     if matmul.output_dtype not in outputs:
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
@@ -261,11 +275,11 @@ def _reads_bytes(func: tirx.PrimFunc) -> bool:
     return any(dtype_of(param) == "uint8" for param in func.params)
 
 
-def _splits(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> Iterator[GemmPlan]:
+def _splits(matmul: MatmulFunction, plan: GemmPlan, target: ResolvedTarget) -> Iterator[GemmPlan]:
     """Yield the plan with blocks that share its sums, where there are too few tiles for the multiprocessors."""
-    tiles, count = plan.tiles_m * plan.tiles_n, limits.likely_sm_count
+    tiles, count = plan.tiles_m * plan.tiles_n, cuda_limits(target).likely_sm_count
     for split in _SPLITS if tiles < count else ():
-        made = make_plan(matmul, replace(plan.parameters, split_k=split), limits)
+        made = _plan(matmul, replace(plan.parameters, split_k=split), target)
         # As many tiles of K at least as the ring has stages.
         if isinstance(made, GemmPlan) and tiles * split < 2 * count and made.k_tiles >= plan.parameters.stages:
             yield made
@@ -289,6 +303,8 @@ def _various(plans: Sequence[GemmPlan]) -> list[GemmPlan]:
 def _tiles(matmul: MatmulFunction) -> tuple[tuple[int, int, int, int, int], ...]:
     if matmul.stored is not None:
         return STORED_TILES
+    if matmul.input_dtype in FLOAT8_KINDS:
+        return FLOAT8_TILES
     if matmul.input_dtype in BYTE_KINDS:
         return BYTE_TILES
     return FLOAT_TILES if is_plain(matmul) else TILES

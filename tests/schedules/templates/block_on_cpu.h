@@ -12,6 +12,12 @@
 #define __restrict__
 #define __launch_bounds__(...)
 #define RELAXTUNE_MMA_f16
+#define RELAXTUNE_MMA_e4m3_e4m3
+#define RELAXTUNE_MMA_e4m3_e5m2
+#define RELAXTUNE_MMA_e5m2_e4m3
+#define RELAXTUNE_MMA_e5m2_e5m2
+#define RELAXTUNE_HALVES_e4m3
+#define RELAXTUNE_HALVES_e5m2
 #define RELAXTUNE_LDMATRIX
 #define uint unsigned int
 #define uchar unsigned char
@@ -20,6 +26,8 @@
 #define CUDART_NAN_F NAN
 typedef unsigned int uint32_t;
 typedef _Float16 half;
+typedef unsigned char __nv_fp8_e4m3;
+typedef unsigned char __nv_fp8_e5m2;
 struct half2 { half x, y; };
 struct uint2 { uint x, y; };
 struct uint4 { uint x, y, z, w; };
@@ -150,6 +158,48 @@ inline void relaxtune_mma_f16(float* d, unsigned a0, unsigned a1, unsigned a2, u
     }
   }
 }
+inline float value_of(unsigned char byte, bool e4m3) {
+  unsigned exponent = e4m3 ? byte >> 3 & 15 : byte >> 2 & 31, fraction = byte & (e4m3 ? 7 : 3);
+  int bits = e4m3 ? 3 : 2, bias = e4m3 ? 7 : 15;
+  float value = exponent ? ldexpf(1 + ldexpf(fraction, -bits), exponent - bias) : ldexpf(fraction, 1 - bias - bits);
+  if (e4m3 ? (byte & 127) == 127 : exponent == 31) value = !e4m3 && fraction == 0 ? INFINITY : NAN;
+  return byte & 128 ? -value : value;
+}
+// PTX ISA 9.0, "Matrix Fragments for mma.m16n8k32"; of each addend, the bits from 13 below the largest one's first on
+// (arXiv:2411.10958, section 3.3).
+inline void mma_float8(float* d, const unsigned* words, bool a_e4m3, bool b_e4m3) {
+  auto* shown = show(words, 6);
+  int lane = threadIdx.x % 32;
+  for (int index = 0; index < 4; ++index) {
+    int row = lane / 4, column = lane % 4 * 2 + index % 2, most = -200;
+    float addends[33] = {d[index]};
+    for (int k = 0; k < 32; ++k)
+      addends[k + 1] = value_of(shown[row * 4 + k % 16 / 4][index / 2 + k / 16 * 2] >> k % 4 * 8, a_e4m3) *
+                       value_of(shown[column * 4 + k % 16 / 4][4 + k / 16] >> k % 4 * 8, b_e4m3);
+    for (float addend : addends)
+      if (addend != 0) most = max(most, ilogbf(addend));
+    d[index] = 0;
+    for (float addend : addends) d[index] += ldexpf(truncf(ldexpf(addend, 13 - most)), most - 13);
+  }
+}
+#define MMA_FLOAT8(a, b)                                                                                           \
+  inline void relaxtune_mma_##a##_##b(float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, \
+                                      unsigned b1) {                                                             \
+    unsigned words[6] = {a0, a1, a2, a3, b0, b1};                                                                \
+    mma_float8(d, words, #a[1] == '4', #b[1] == '4');                                                            \
+  }
+MMA_FLOAT8(e4m3, e4m3)
+MMA_FLOAT8(e4m3, e5m2)
+MMA_FLOAT8(e5m2, e4m3)
+MMA_FLOAT8(e5m2, e5m2)
+inline unsigned halves_of(unsigned bytes, bool e4m3) {
+  half pair[2] = {(half)value_of(bytes, e4m3), (half)value_of(bytes >> 8, e4m3)};
+  unsigned word;
+  memcpy(&word, pair, 4);
+  return word;
+}
+inline unsigned relaxtune_halves_e4m3(unsigned bytes) { return halves_of(bytes, true); }
+inline unsigned relaxtune_halves_e5m2(unsigned bytes) { return halves_of(bytes, false); }
 inline void tvm_builtin_cuda_warp_sync() { __syncwarp(); }
 inline unsigned tvm_builtin_cuda_cvta_generic_to_shared(void* at) { return __cvta_generic_to_shared(at); }
 inline void tvm_builtin_ptx_ld_vec_global_v4_u32(uint& a, uint& b, uint& c, uint& d, const void* at) {

@@ -73,10 +73,9 @@ def test_case_can_be_made(case: MatmulCase, parameters: GemmParameters) -> None:
     ("case", "target", "reason"),
     [
         (LARGE, "cuda:sm_90a", "the target has wgmma"),
-        (replace(INTEGERS, transposed=False), "cuda:sm_80", "B of 8-bit integers is [K, N], expected [N, K]"),
+        (replace(INTEGERS, transposed=False), "cuda:sm_80", "B of int8 is [K, N], expected [N, K]"),
         (replace(INTEGERS, k=200), "cuda:sm_80", "K is 200, expected a multiple of 16"),
         (replace(LARGE, output="int16"), "cuda:sm_80", "the output is int16"),
-        (replace(LARGE, dtype="float8_e4m3fn", accumulator="float32"), "cuda:sm_89", "the operands are float8_e4m3fn"),
     ],
 )
 def test_others_are_refused_with_the_reason(case: MatmulCase, target: str, reason: str) -> None:
