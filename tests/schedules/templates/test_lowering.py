@@ -2,13 +2,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import tvm
 from tvm import relax, tirx
+from tvm.ir.instrument import pass_instrument
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP
+from tvm.tirx.script import builder as T
 
 from relaxtune.pipeline.passes import plan_memory_passes
 from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
@@ -23,6 +28,7 @@ from relaxtune.schedules.templates.lowering import (
 from relaxtune.schedules.templates.ranges import RangesParameters, SizeRange
 from tests.schedules.templates.cubin import captured_cubins
 from tests.schedules.templates.matmul_cases import MatmulCase
+from tests.unoptimised import UNOPTIMISED
 
 CASE = MatmulCase((128,), 256, 128, ("bias",))
 
@@ -139,3 +145,39 @@ def test_table_that_is_split_and_joined_launches_the_same_kernels(target: Resolv
     parts = split_table(made)
     assert len(parts.kernels) == 2
     tvm.ir.assert_structural_equal(join_table(parts.choice, parts.kernels), made)
+
+
+def doubled() -> tirx.PrimFunc:
+    """Return a scheduled function without blocks: its buffer has the size that it needs."""
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("main")
+        given, made = (T.arg(name, T.Buffer([8], "float32")) for name in ("given", "made"))
+        with T.parallel(0, 8) as place:
+            kept = T.alloc_buffer([1], "float32", scope="global")
+            T.buffer_store(kept, given[place] + given[place], [0])
+            T.buffer_store(made, kept[0], [place])
+    return builder.get().with_attr(SCHEDULED_ATTR, True)
+
+
+def test_buffers_of_functions_without_blocks_keep_their_sizes() -> None:
+    given, made = (tvm.te.placeholder((8,), name="given"), lambda x: tvm.te.compute((8,), lambda i: x[i] + 1.0))
+    blocks = tvm.te.create_prim_func([given, made(given)]).with_attr(SCHEDULED_ATTR, True)
+    module = tvm.IRModule(
+        {name: func.with_attr("global_symbol", name) for name, func in (("one", blocks), ("two", doubled()))}
+    )
+    compacted: list[str] = []
+
+    @pass_instrument
+    class Watch:
+        def run_before_pass(self, mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
+            if info.name == "s_tir.CompactBufferAllocation":
+                compacted.extend(name.name_hint for name in mod.functions)
+
+    with tvm.transform.PassContext(instruments=[Watch()]):
+        library = tvm.compile(module, UNOPTIMISED, tir_pipeline=tir_pipeline_for(module))
+    assert compacted == ["one"]
+    numbers = np.arange(8, dtype="float32")
+    for name, want in (("one", numbers + 1), ("two", numbers * 2)):
+        out = tvm.runtime.tensor(np.zeros(8, "float32"))
+        library[name](tvm.runtime.tensor(numbers), out)
+        np.testing.assert_array_equal(out.numpy(), want)
