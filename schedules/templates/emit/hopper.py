@@ -135,12 +135,19 @@ def matrix_descriptor(
     swizzle : int
         TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
     """
-    window = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(address))
     # wgmma numbers the modes the other way round, in the topmost two bits.
-    high = tirx.const(stride | (4 - swizzle) << 30, "uint32")
+    return shared_descriptor(address, leading, stride | (4 - swizzle) << 30)
+
+
+def shared_descriptor(
+    address: tirx.Expr, leading: int, high: int
+) -> tuple[tirx.Expr, Callable[[tirx.Expr], tirx.Expr]]:
+    """Return what `matrix_descriptor` does, of a descriptor whose bits 32 to 63 are given."""
+    window = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(address))
 
     def with_low(low: tirx.Expr) -> tirx.Expr:
-        return T.cuda.func_call(_DESCRIPTOR, low, high, source_code=_DESCRIPTOR_SOURCE, return_type="uint64")
+        upper = tirx.const(high, "uint32")
+        return T.cuda.func_call(_DESCRIPTOR, low, upper, source_code=_DESCRIPTOR_SOURCE, return_type="uint64")
 
     # In a cluster, the upper bits of an address say whose shared memory it is in.
     return uniform(((window & 0x3FFFF) >> 4) | (leading << 16)), with_low

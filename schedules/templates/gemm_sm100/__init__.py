@@ -1,0 +1,1 @@
+"""An experimental GEMM template for tcgen05 (sm_100a), which has never run; start at `template.py`."""
