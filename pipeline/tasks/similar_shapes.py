@@ -108,7 +108,7 @@ def near_records(
     Parameters
     ----------
     near : sequence of sequence of Workload
-        For each task, from `KnownShapes.near`.
+        For each task, from `KnownShapes.near`; the task itself comes first where other devices measured it.
     target, environment : TargetKey, Environment
         Where the records must be true.
     """

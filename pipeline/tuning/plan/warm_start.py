@@ -63,6 +63,8 @@ class WarmStart:
         self._teaches = Route.METASCHEDULE in options.routes
         self._left_s = options.warm_start_s
         self._families: set[str] = set()
+        # Hashes of the workloads that were read.
+        self._recorded: set[str] = set()
         self._shapes = KnownShapes()
         self._taught: set[str] = set()
         # The tasks of the run itself: the database is not asked about those that nothing was measured of yet.
@@ -71,14 +73,21 @@ class WarmStart:
     def begin(self, states: Sequence[TaskState]) -> None:
         """Give tasks what was best for near shapes and let the cost model learn from earlier records.
 
-        The records of near shapes and of the tasks themselves teach first, then others of the same operator families.
+        What was best for a task itself on another device, of which nothing is known on this one, comes before that. The
+        records of near shapes and of the tasks themselves teach first, then others of the same operator families.
         """
         own = {state.task.workload_hash: describe_workload(state.task, with_ir=False) for state in states}
         others = {one.workload_hash: one for one in self._read({state.task.family for state in states})}
+        self._recorded |= others.keys()
         self._shapes.add([*own.values(), *others.values()])
         self._own |= {state.task.workload_hash: state for state in states}
         near = [self._shapes.near(state.task) for state in states]
-        told = [[one for one in of_task if self._measured(one)] for of_task in near]
+        # Tasks that the database has records of, but none of this device.
+        elsewhere = [hash_ in self._recorded and not state.known for hash_, state in zip(own, states, strict=True)]
+        told = [
+            [*([own[state.task.workload_hash]] if itself else []), *(one for one in of_task if self._measured(one))]
+            for state, of_task, itself in zip(states, near, elsewhere, strict=True)
+        ]
         found = near_records(told, self._database, target_key(self._target), self._environment)
         telling: dict[str, Workload] = {}
         for state, of_task, best in zip(states, near, found, strict=True):

@@ -151,6 +151,23 @@ def test_a_warm_run_begins_with_what_was_best_for_the_near_shape(place: Place, t
     assert all(_steps(record.decision) in steps for record in records)
 
 
+def test_a_run_on_another_device_begins_with_what_was_best_on_the_first(place: Place, tuned: TuningDatabase) -> None:
+    best = tuned.list_top(Question(SHORT.workload_hash, None, place.key, place.environment, Route.METASCHEDULE), k=8)
+    elsewhere = dataclasses.replace(place.environment, device_name="another one of its kind")
+    tune(
+        [SHORT],
+        target=place.target,
+        database=tuned,
+        environment=elsewhere,
+        still_true=all_records,
+        options=dataclasses.replace(OPTIONS, trials=4, trials_per_iteration=4),
+    )
+    records = tuned.list_records(RecordFilter(workload_hash=SHORT.workload_hash, route=Route.METASCHEDULE))
+    measured = [one for one in records if one.environment.device_name == elsewhere.device_name]
+    assert len(measured) == 4
+    assert {one.decision for one in measured} <= {one.decision for one in best}
+
+
 def test_every_task_with_a_near_shape_begins_with_one_candidate(place: Place, tuned: TuningDatabase) -> None:
     others = [matmul_task(rows, 64, 32, f"rows{rows}") for rows in (48, 64)]
     options = dataclasses.replace(OPTIONS, trials=2, trials_per_iteration=4)
