@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -250,6 +252,61 @@ def test_a_damaged_artifact_is_refused(
     damage(copy)
     with pytest.raises(RuntimeError, match=said):
         through_c(runtime, copy, {"x": rows(2)}, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def gpu_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an artifact of symbolic rows for a GPU, with a bucket of four of them."""
+    folder = tmp_path_factory.mktemp("gpu_layers")
+    spec = ("float32", ("n", WIDTH))
+    nodes = [helper.make_node("Relu", ["x"], ["a"]), helper.make_node("Softmax", ["a"], ["y"])]
+    onnx.save(make_model(nodes, {"x": spec}, {"y": spec}, {}).proto, folder / "layers.onnx")
+    return relaxtune.compile(
+        folder / "layers.onnx", folder / "artifact", target="cuda:sm_90a", samples=0, buckets={"n": (4,)}
+    ).directory
+
+
+def over_fake_cuda(runtime: Path, log: Path, *words: object) -> tuple[subprocess.CompletedProcess[str], dict[str, int]]:
+    """Return a command's end and what it asked of a CUDA driver without a GPU, which tells of wrong calls."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(runtime / "program/fake"), "FAKE_CUDA_LOG": str(log)}
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, env=environment)
+    return done, json.loads(log.read_text()) if log.exists() else {}
+
+
+@pytest.mark.parametrize("stream", ["default", "own"])
+def test_cuda_calls_are_in_order_over_a_driver_without_a_gpu(
+    runtime: Path, gpu_layers: Path, tmp_path: Path, stream: str
+) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "made").mkdir()
+    # More sets of sizes than graphs are kept (32); four rows are the bucket, whose graph is TVM's.
+    for count in range(1, 41):
+        np.savez(tmp_path / f"given/{count:04}.npz", x=rows(count))
+    library = runtime / "prefix/lib/librelaxtune_runtime.so"
+    command = (
+        sys.executable,
+        HERE / "client.py",
+        library,
+        gpu_layers,
+        tmp_path / "given",
+        tmp_path / "made",
+        3,
+        stream,
+    )
+    done, counts = over_fake_cuda(runtime, tmp_path / "log", *command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(list((tmp_path / "made").iterdir())) == 40
+    assert counts["captured"] >= 39
+    assert counts["launches"] >= 39
+    assert (counts["executables"], counts["graphs"], counts["streams"]) == (0, 0, int(stream == "own"))
+
+
+def test_an_artifact_and_outputs_that_live_until_the_process_ends_make_no_cuda_call(
+    runtime: Path, gpu_layers: Path, tmp_path: Path
+) -> None:
+    done, counts = over_fake_cuda(runtime, tmp_path / "log", runtime / "program/kept", gpu_layers)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert counts["kernels"] > 0
 
 
 @pytest.mark.gpu

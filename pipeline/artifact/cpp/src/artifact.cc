@@ -276,7 +276,22 @@ DLDevice DeviceOf(const Manifest& manifest, const Options& options, const std::s
   if (!Runtime("GetDeviceAttr")(static_cast<int>(device.device_type), device.device_id, kExist).cast<bool>())
     throw Error("it is for a GPU (" + manifest.arch + "), and there is no CUDA device " + std::to_string(options.device),
                 directory, "run it where there is one");
+  Gpu::Of(device);  // before the artifact, so that one that is destroyed in the process's end knows of it
   return device;
+}
+
+// An output for the caller. One that is freed while the process ends leaves its device's memory to the system.
+Output Given(const Tensor& tensor) {
+  DLManagedTensorVersioned* made = tensor.ToDLPackVersioned();
+  if (made->dl_tensor.device.device_type != kDLCUDA) return Output(made);
+  auto* given = new DLManagedTensorVersioned(*made);
+  given->manager_ctx = made;
+  given->deleter = [](DLManagedTensorVersioned* self) {
+    auto* held = static_cast<DLManagedTensorVersioned*>(self->manager_ctx);
+    if (!Gpu::ProcessEnds()) held->deleter(held);
+    delete self;
+  };
+  return Output(given);
 }
 
 // The turn of a call: on a GPU, on the caller's stream, behind the artifact's last call.
@@ -308,11 +323,16 @@ struct Artifact::State {
 
   // Memory goes back to the pool when the GPU has done its work there.
   ~State() {
-    if (!codes.empty() && device.device_type == kDLCUDA) try {
-        Gpu::Of(device).Wait();
-      } catch (const Error&) {
-        // The driver has failed, and every later call says so.
-      }
+    if (codes.empty() || device.device_type != kDLCUDA) return;
+    if (Gpu::ProcessEnds()) {
+      new std::vector<Code>(std::move(codes));
+      return;
+    }
+    try {
+      Gpu::Of(device).Wait();
+    } catch (const Error&) {
+      // The driver has failed, and every later call says so.
+    }
   }
 };
 
@@ -374,7 +394,7 @@ std::vector<Output> Artifact::Run(const std::vector<DLTensor>& inputs, void* str
     }
     if (!padded.empty())
       for (size_t number = 0; number < made.size(); ++number) made[number] = Cut(manifest, number, made[number], sizes);
-    for (const Tensor& tensor : made) outputs.emplace_back(tensor.ToDLPackVersioned());
+    for (const Tensor& tensor : made) outputs.push_back(Given(tensor));
   } catch (const ffi::Error& e) {
     throw Error(std::string("the code refuses these inputs: ") + e.message(), state_->manifest.model, "");
   }

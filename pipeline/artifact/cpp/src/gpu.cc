@@ -4,6 +4,8 @@
 #include <relaxtune/artifact.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
+#include <atomic>
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,6 +14,8 @@
 
 namespace relaxtune {
 namespace {
+
+std::atomic<bool> process_ends{false};
 
 // CUDA_ERROR_DEINITIALIZED: the process ends, and the driver has ended before.
 constexpr int kEnded = 4;
@@ -64,7 +68,12 @@ Gpu::Gpu(DLDevice device) : device_(device) {
   Require("cuInit", 0u);
   Require("cuDeviceGet", &number, static_cast<int>(device.device_id));
   Require("cuDevicePrimaryCtxRetain", &context_, number);
+  // Runs before the driver's own end, which was registered earlier, and after the destructors of what is made later.
+  static const int registered = std::atexit([] { process_ends = true; });
+  if (registered != 0) throw Error("no function can be registered for its end", "this process", "");
 }
+
+bool Gpu::ProcessEnds() { return process_ends; }
 
 void Gpu::MakeCurrent() { Require("cuCtxSetCurrent", context_); }
 

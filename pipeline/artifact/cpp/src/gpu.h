@@ -22,6 +22,9 @@ struct Memory {
 class Gpu {
  public:
   static Gpu& Of(DLDevice device);
+  // Whether the process ends. The driver may have ended too, and TVM's destructors, which call it, throw: so what is still
+  // held is left to the system.
+  static bool ProcessEnds();
 
   std::recursive_mutex turn;
   Memory pool;

@@ -6,7 +6,10 @@
 #include <fstream>
 #include <iterator>
 
+#include "crash.h"
+
 int main(int, char** words) {
+  PrintCrashes();
   try {
     auto artifact = relaxtune::Artifact::Load(words[1]);
     std::ifstream file(words[2], std::ios::binary);

@@ -61,7 +61,8 @@ struct OutputDeleter {
 // An output, on the artifact's device unless asked for on the host. Where the artifact runs as a CUDA graph, the next run writes it again.
 using Output = std::unique_ptr<DLManagedTensorVersioned, OutputDeleter>;
 
-// A loaded artifact. Threads may call one; calls take turns.
+// A loaded artifact. Threads may call one; calls take turns. What still lives when the process ends (in a static variable),
+// outputs too, makes no call to CUDA then: the system takes the device's memory back.
 class RELAXTUNE_API Artifact {
  public:
   static Artifact Load(const std::string& directory, const Options& options = {});
