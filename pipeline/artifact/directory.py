@@ -18,6 +18,7 @@ import ctypes
 import errno
 import glob
 import hashlib
+import itertools
 import logging
 import os
 import shutil
@@ -247,8 +248,8 @@ def stage_beside(destination: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         with _os_errors(destination):
             destination.parent.mkdir(parents=True, exist_ok=True)
-            for kind in ("staging", "manifest"):
-                sweep(destination.parent, f".{glob.escape(destination.name)}.{kind}-")
+            for name, kind in itertools.product((destination, rejected_place(destination)), ("staging", "manifest")):
+                sweep(destination.parent, f".{glob.escape(name.name)}.{kind}-")
             staging = stack.enter_context(locked_folder(destination.parent, f".{destination.name}.staging-"))
         yield staging
 

@@ -44,6 +44,7 @@ from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.recorded import PolicyEntry, policy_entry
 from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.processes.linking import linker_in
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import libraries_of
 
@@ -285,5 +286,8 @@ def _export(compiled: CompiledModule, path: Path) -> None:
         objects = compile_library_objects(_library_sources(compiled), Path(directory))
         # TVM's own folder for the objects would be left by a killed run, and swept by none.
         compiled.executable.export_library(
-            str(path), workspace_dir=str(directory), addons=[str(made) for made in objects]
+            str(path),
+            fcompile=linker_in(Path(directory)),
+            workspace_dir=str(directory),
+            addons=[str(made) for made in objects],
         )

@@ -16,6 +16,7 @@ from tvm.runtime import Tensor, _ffi_api
 
 from relaxtune.pipeline.bisect.trace import CallSite, Replacement, output_tensors
 from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.pipeline.processes.linking import linker_in
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
@@ -86,7 +87,9 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
 
     with temporary_folder() as folder:
         path = Path(folder) / "code.so"
-        executable.export_library(str(path), workspace_dir=str(folder), fpack_imports=pack_imports)
+        executable.export_library(
+            str(path), fcompile=linker_in(Path(folder)), workspace_dir=str(folder), fpack_imports=pack_imports
+        )
         return tvm.runtime.load_module(str(path))
 
 

@@ -20,6 +20,7 @@ from relaxtune.pipeline.codegen import fat_binary
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.processes.linking import run_compiler
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.targets.capabilities import virtual_arch
 
@@ -150,7 +151,7 @@ def compile_with_nvcc(
             str(source),
         ]
         try:
-            outcome = subprocess.run(command, capture_output=True, text=True, timeout=_NVCC_TIMEOUT_S, check=False)
+            outcome = run_compiler(command, cubin.parent, timeout_s=_NVCC_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as e:
             raise LoweringError(f"nvcc ({nvcc}) could not be run: {e}") from e
         if outcome.returncode != 0:

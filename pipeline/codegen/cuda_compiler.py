@@ -30,6 +30,7 @@ from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime,
 from relaxtune.pipeline.codegen.fat_binary import FAT_MAGIC
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.processes.linking import run_compiler
 from relaxtune.pipeline.temporary import temporary_folder
 
 logger = logging.getLogger(__name__)
@@ -227,7 +228,7 @@ def _load_stand_in() -> None:
     with temporary_folder() as folder:
         library = Path(folder) / DRIVER
         command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{DRIVER}", "-x", "c", "-", "-o", str(library)]
-        outcome = subprocess.run(command, input=_STAND_IN_SOURCE, capture_output=True, text=True, check=False)
+        outcome = run_compiler(command, Path(folder), text=_STAND_IN_SOURCE)
         reason = outcome.stderr if outcome.returncode else load_library(str(library), [])
         if reason is not None:
             raise LoweringError(f"the stand-in for {DRIVER} could not be made with {compiler}: {reason.strip()}")

@@ -6,7 +6,6 @@ A candidate and an artifact are linked with them alike, so that either calls the
 from __future__ import annotations
 
 import shutil
-import subprocess
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ import tvm_ffi.libinfo
 from tvm import tirx
 
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.processes.linking import run_compiler
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
@@ -65,7 +65,7 @@ def _compiled(compiler: str, source: Path) -> bytes:
     with temporary_folder() as directory:
         made = Path(directory) / f"{source.stem}.o"
         command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
+        finished = run_compiler(command, Path(directory))
         if finished.returncode != 0:
             raise LoweringError(f"{compiler} failed on {source.name}: {finished.stderr.strip()}")
         return made.read_bytes()

@@ -6,6 +6,7 @@ One is kept for the whole command. Its start takes 0.3 s, and two sessions of a 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from concurrent.futures import Future
@@ -14,6 +15,8 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.onnx_runtime.requests import Close, Describe, Description, Request
 from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.processes.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 _MODULE = "relaxtune.pipeline.onnx_runtime.worker"
 # It would write a file `.ses` into the temporary folder, and tell its makers of sessions.
@@ -67,7 +70,7 @@ class OnnxRuntimeProcess:
         """
         if self._described is None:
             try:
-                found = self.ask(Describe())
+                found = self._ask_again_where_killed(Describe())
             except LostError as error:
                 raise PipelineError(f"ONNX Runtime does not start: {error}") from error
             assert isinstance(found, Description)
@@ -103,6 +106,16 @@ class OnnxRuntimeProcess:
                 # Its answer may come later, when something else is asked.
                 self._end()
                 raise
+
+    def _ask_again_where_killed(self, request: Request) -> object:
+        """Return the answer to a request that needs no session; asked twice where something else ended the process."""
+        try:
+            return self.ask(request)
+        except LostError as error:
+            if not error.from_outside:
+                raise
+            logger.warning("ONNX Runtime's process is started again: %s", error)
+            return self.ask(request)
 
     def forget(self, session: int) -> None:
         """Let a session go with the next request; a destructor may call this at any moment."""

@@ -277,9 +277,11 @@ def test_a_reader_always_finds_an_artifact_while_it_is_replaced(artifact_copy: M
 def test_what_a_killed_writer_left_goes_with_the_next_write(artifact_copy: Maker, compiled: CompiledModule) -> None:
     directory = artifact_copy()
     left, young = (directory.parent / f".{directory.name}.staging-{name}" for name in ("left", "young"))
-    for path in (left, young):
+    rejected = directory.parent / f".{directory.name}.rejected.staging-left"
+    for path in (left, young, rejected):
         path.mkdir()
         (path / "model.so").write_bytes(b"half")
-    os.utime(left, (0, 0))
+    for path in (left, rejected):
+        os.utime(path, (0, 0))
     write_artifact(compiled, directory)
     assert sorted(path.name for path in directory.parent.iterdir()) == [young.name, directory.name]

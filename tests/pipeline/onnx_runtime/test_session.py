@@ -24,6 +24,7 @@ from relaxtune.pipeline.onnx_runtime.requests import Level, Open, Settings
 from relaxtune.pipeline.onnx_runtime.session import OnnxRuntimeSession
 from relaxtune.pipeline.onnx_runtime.worker import _Worker
 from relaxtune.pipeline.processes import watch
+from relaxtune.pipeline.processes.process import ChildProcess
 from relaxtune.pipeline.validate.reference import Reference
 from tests.command_line import Ended
 from tests.pipeline.onnx_runtime.faulty_worker import FAULT
@@ -148,6 +149,25 @@ def test_a_process_that_is_killed_from_outside_is_started_again_for_all_its_sess
     assert call() > 0
     assert first.settings.level is Level.BASIC
     assert (first.fell_back, second.fell_back) == (None, None)
+
+
+def test_a_process_that_is_killed_as_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    class KilledAtFirst(ChildProcess):
+        def __init__(self, module: str, environment: dict[str, str]) -> None:
+            super().__init__(module, environment)
+            starts.append(self.pid)
+            if len(starts) == 1:
+                os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(process_module, "ChildProcess", KilledAtFirst)
+    process = OnnxRuntimeProcess()
+    try:
+        assert process.description() == onnx_runtime().description()
+    finally:
+        process.close()
+    assert len(starts) == 2
 
 
 def test_a_request_that_is_interrupted_leaves_no_answer_behind(

@@ -1,0 +1,46 @@
+"""Compilers and linkers whose own temporary files lie in a folder of ours, which the next run sweeps.
+
+They write into `$TMPDIR`, and a killed run would leave what lies there under names that tell no owner.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tvm.support import cc
+
+
+def run_compiler(
+    command: Sequence[str], folder: Path, *, text: str | None = None, timeout_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Return a finished compiler or linker that was given `text`, and whose temporary files lay in a folder.
+
+    Raises
+    ------
+    OSError, subprocess.TimeoutExpired
+        It cannot be started; it took longer than `timeout_s`.
+    """
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+    )
+
+
+def linker_in(folder: Path) -> Callable[..., None]:
+    """Return what links a shared library for `Executable.export_library`.
+
+    It raises FileNotFoundError where there is no compiler, and RuntimeError where linking fails.
+    """
+
+    def link(output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
+        compiler = cc.get_cc()
+        if compiler is None:
+            raise FileNotFoundError("no C++ compiler was found")
+        done = run_compiler([compiler, "-shared", "-fPIC", "-o", output, *options, *objects], folder)
+        if done.returncode != 0:
+            raise RuntimeError(f"{compiler} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+
+    return link
