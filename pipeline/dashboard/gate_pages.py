@@ -13,7 +13,8 @@ from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.gates import GateRun, list_gates
 
 _LISTED = 100
-_COLUMNS = ("gate", "artifact", "baseline", "latency", "by", "verdict")
+# The verdict stands in front: on a narrow window the last columns are out of sight.
+_COLUMNS = ("gate", "verdict", "artifact", "latency", "baseline", "by")
 _CHECK = ("name", "verdict", "baseline", "new", "change", "limit", "reason")
 # Of a key: as many tell artifacts apart.
 _KEY_DIGITS = 12
@@ -53,15 +54,15 @@ def gate_list(found: Sequence[GateRun]) -> Html:
     rows = [
         row(
             link(f"/gates/{quote(one.id)}", minute(one.created_at)),
+            verdict(one),
             link(f"/artifacts/{quote(one.artifact_key)}", one.model),
-            _artifact(one.baseline_key),
             "; ".join(
                 str(check.get("change", ""))
                 for check in _checks(_report(one))
                 if str(check.get("name", "")).startswith(_LATENCY)
             ),
+            _artifact(one.baseline_key),
             one.by,
-            verdict(one),
         )
         for one in found
     ]
