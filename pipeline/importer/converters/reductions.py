@@ -35,19 +35,38 @@ def extreme(operator: Callable[..., tvm.ir.Expr]) -> Converter:
     return convert
 
 
-def of_floats(function: Callable[[tvm.ir.Expr], tvm.ir.Expr], *, squared: bool = False) -> Converter:
-    """Return the converter of a function of a sum of integers, or of their squares; TVM has those of floats."""
+def of_terms(
+    term: Callable[[tvm.ir.Expr], tvm.ir.Expr] | None = None,
+    whole: Callable[[tvm.ir.Expr], tvm.ir.Expr] | None = None,
+    *,
+    in_floats: bool = False,
+) -> Converter:
+    """Return the converter of a function of a sum of terms; over no axes it is one of each element's own term.
+
+    TVM leaves the tensor as it is where there are no axes, and has no roots and logarithms of integers.
+
+    Parameters
+    ----------
+    term, whole : callable or None
+        What is made of each element, and of their sum; None is nothing.
+    in_floats : bool
+        Whether integers are computed in float64.
+    """
 
     def convert(node: ConverterInput) -> tvm.ir.Expr | None:
         data, emit = node.input(0), node.builder.emit
-        axes = _axes(node) if "int" in dtype_of(data) else []
-        if not axes:
+        dtype, axes = dtype_of(data), _axes(node)
+        cut = in_floats and "int" in dtype
+        if axes and not cut:
             return None
-        terms = emit(relax.op.astype(data, "float64"))
-        if squared:
-            terms = emit(relax.op.multiply(terms, terms))
-        total = emit(relax.op.sum(terms, axes, bool(int_attribute(node, "keepdims", 1))))
-        return relax.op.astype(emit(function(total)), dtype_of(data))
+        value = emit(relax.op.astype(data, "float64")) if cut else data
+        if term is not None:
+            value = emit(term(value))
+        if axes:
+            value = emit(relax.op.sum(value, axes, bool(int_attribute(node, "keepdims", 1))))
+        if whole is not None:
+            value = emit(whole(value))
+        return relax.op.astype(value, dtype) if cut else value
 
     return convert
 
@@ -73,9 +92,17 @@ def _axes(node: ConverterInput) -> list[int]:
     return sorted({int(axis) % rank for axis in listed})
 
 
+def _squared(value: tvm.ir.Expr) -> tvm.ir.Expr:
+    return relax.op.multiply(value, value)
+
+
 REDUCTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ReduceL2"): of_floats(relax.op.sqrt, squared=True),
-    ("", "ReduceLogSum"): of_floats(relax.op.log),
+    ("", "ReduceL1"): of_terms(relax.op.abs),
+    ("", "ReduceL2"): of_terms(_squared, relax.op.sqrt, in_floats=True),
+    ("", "ReduceLogSum"): of_terms(whole=relax.op.log, in_floats=True),
+    # Of one element it is the element.
+    ("", "ReduceLogSumExp"): of_terms(),
     ("", "ReduceMax"): extreme(relax.op.max),
     ("", "ReduceMin"): extreme(relax.op.min),
+    ("", "ReduceSumSquare"): of_terms(_squared),
 }

@@ -341,7 +341,12 @@ FORMS: Mapping[str, Mapping[str, Form]] = {
     **{name: {"same": same, "row": broadcast, "spread": spread} for name in BINARY},
     "PRelu": {"same": same, "row": broadcast},
     **{
-        f"Reduce{name}": {"last": reduced(-1), "first": reduced(0, keepdims=0), "all": reduced(keepdims=0)}
+        f"Reduce{name}": {
+            "last": reduced(-1),
+            "first": reduced(0, keepdims=0),
+            "all": reduced(keepdims=0),
+            "nothing": lambda node: node.with_(noop_with_empty_axes=1),
+        }
         for name in REDUCTIONS
     },
     "ArgMax": {"last": along(-1), "first": along(0, keepdims=0)},
