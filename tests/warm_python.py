@@ -187,6 +187,12 @@ def server_pids() -> set[int]:
     return set() if _SERVER._process is None else {_SERVER._process.pid}
 
 
+def keep_workers_warm() -> None:
+    """Do the same until this process ends."""
+    # A context that no name holds is left at once.
+    _UNTIL_THE_END.enter_context(warm_workers())
+
+
 def _adopt(whether: bool) -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0)
 
@@ -252,7 +258,7 @@ def _prepare(start: _Start) -> None:
     sys.argv = [option or what, *arguments]
     if "relaxtune.pipeline.processes" not in what:
         _SERVER.nested(start.descriptors)
-        warm_workers().__enter__()
+        keep_workers_warm()
 
 
 def _run(option: str, what: str, *_: str) -> None:
@@ -265,6 +271,7 @@ def _run(option: str, what: str, *_: str) -> None:
         exec(compile(what, "<string>", "exec"), vars(main))
 
 
+_UNTIL_THE_END = contextlib.ExitStack()
 # Where this server finds modules.
 _PATH: list[str] = []
 

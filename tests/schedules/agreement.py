@@ -17,6 +17,7 @@ from tvm import tirx
 
 from relaxtune.schedules.fallback import schedule_by_rules
 from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.schedules.templates.lowering import tir_pipeline_for
 from tests.unoptimised import unoptimised
 
 GUARD = 1024
@@ -37,7 +38,8 @@ def build_pair(func: tirx.PrimFunc, target: tvm.target.Target) -> Pair:
     func = func.with_attr("global_symbol", "main")
     rule, schedule = schedule_by_rules("main", func, target)
     scheduled = schedule.mod["main"].with_attr(SCHEDULED_ATTR, True)
-    scheduled_lib = tirx.build(tvm.IRModule({"main": scheduled}), target=target)
+    module = tvm.IRModule({"main": scheduled})
+    scheduled_lib = tirx.build(module, target=target, pipeline=tir_pipeline_for(module))
     plain_lib = tirx.build(tvm.IRModule({"main": func}), target=unoptimised(target))
     return Pair(rule, func, scheduled_lib, plain_lib)
 

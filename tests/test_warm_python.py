@@ -1,0 +1,12 @@
+"""Processes that start warm, and those that they start."""
+
+from __future__ import annotations
+
+import sys
+
+from tests import warm_python
+
+
+def test_what_a_warm_process_starts_is_warm_too() -> None:
+    code = "from relaxtune.pipeline import processes; print(processes.spawning.subprocess.Popen.__module__)"
+    assert warm_python.run([sys.executable, "-c", code], timeout=120).stdout == "tests.warm_python\n"
