@@ -147,6 +147,10 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
     assert "relaxtune compile" in outcome.stderr
 
 
+# Workers that import everything when they start: nothing is measured in the first second.
+COLD_WORKERS = (
+    "import subprocess; from relaxtune.pipeline.processes import spawning; spawning.subprocess = subprocess; "
+)
 # What follows the search takes minutes: a second Ctrl-C comes in the middle of it, however fast the machine is.
 SLOW_END = "import time; from relaxtune.pipeline import jobs; jobs.compile_module = lambda *a, **k: time.sleep(600); "
 
@@ -208,6 +212,7 @@ def test_a_second_ctrl_c_half_a_second_later_ends_the_run_and_keeps_what_was_mea
     assert _valid_records(tmp_path / "tuning.db")
 
 
+@pytest.mark.parametrize("tuning_process", [COLD_WORKERS], indirect=True, ids=["cold-workers"])
 def test_sigterm_before_anything_was_measured_is_130_and_leaves_nothing(tuning_process, tmp_path) -> None:
     _wait_for((tmp_path / "tuning.db").exists)
     tuning_process.terminate()
