@@ -102,7 +102,7 @@ def section(report: Report) -> str:
         notes(report.notes),
         *_progress(report.progress),
         "<h2>Where the time goes</h2>",
-        _key(),
+        _key() if any(row.bottleneck is not None for row in report.kernels) else "",
         _wide(shares(report.kernels)) or "<p>No kernel has a time.</p>",
     ]
     plot = roofline(report.kernels, report.ceilings)

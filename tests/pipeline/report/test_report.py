@@ -299,6 +299,14 @@ def test_a_roofline_needs_a_bandwidth_ceiling_and_a_point() -> None:
     assert roofline(found, None) == ""
 
 
+def test_the_key_of_bottlenecks_stands_where_one_is_named(tuned: Path) -> None:
+    known = report_artifact(tuned, ceilings=CEILINGS)
+    unknown = dataclasses.replace(
+        known, kernels=tuple(dataclasses.replace(one, bottleneck=None) for one in known.kernels)
+    )
+    assert ['<p class="key">' in render_page([one]) for one in (known, unknown)] == [True, False]
+
+
 def test_a_kernel_beyond_its_ceiling_is_told(tuned: Path) -> None:
     low = dataclasses.replace(CEILINGS, flops_per_s={"float32": 1e6})
     assert any("faster than the ceiling" in note for note in report_artifact(tuned, ceilings=low).notes)
