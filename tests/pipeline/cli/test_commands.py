@@ -147,10 +147,18 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
     assert "relaxtune compile" in outcome.stderr
 
 
-# Workers that import everything when they start: nothing is measured in the first second.
-COLD_WORKERS = (
-    "import subprocess; from relaxtune.pipeline.processes import spawning; spawning.subprocess = subprocess; "
-)
+# The first measurement takes until the run is stopped.
+NOTHING_MEASURED = """
+import time
+from relaxtune.pipeline.tuning.local import measuring_process
+
+def wait(process, *_):
+    while not process._stopped:
+        time.sleep(0.05)
+    raise measuring_process._NoAnswerError(measuring_process._STOPPED)
+
+measuring_process.MeasuringProcess._measure = wait
+"""
 # What follows the search takes minutes: a second Ctrl-C comes in the middle of it, however fast the machine is.
 SLOW_END = "import time; from relaxtune.pipeline import jobs; jobs.compile_module = lambda *a, **k: time.sleep(600); "
 
@@ -212,7 +220,7 @@ def test_a_second_ctrl_c_half_a_second_later_ends_the_run_and_keeps_what_was_mea
     assert _valid_records(tmp_path / "tuning.db")
 
 
-@pytest.mark.parametrize("tuning_process", [COLD_WORKERS], indirect=True, ids=["cold-workers"])
+@pytest.mark.parametrize("tuning_process", [NOTHING_MEASURED], indirect=True, ids=["held"])
 def test_sigterm_before_anything_was_measured_is_130_and_leaves_nothing(tuning_process, tmp_path) -> None:
     _wait_for((tmp_path / "tuning.db").exists)
     tuning_process.terminate()
