@@ -113,6 +113,7 @@ class WaitingWorkers(CellWorkers):
         if not isinstance(work, PrepareWork):
             return self._finisher.submit(finish, work.request)
         number, answer = self._numbers[work.cell.name], Future[object]()
+        answer.set_running_or_notify_cancel()
         path = self._paths[number % len(self._paths)]
         again = number // len(self._paths)
 

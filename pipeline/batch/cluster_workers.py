@@ -102,6 +102,8 @@ class ClusterWorkers(CellWorkers):
             return future
         task: Any = self._prepare if isinstance(work, PrepareWork) else self._finish
         answer: Future[object] = Future()
+        # Giving it up does not end the task: its answer still comes.
+        answer.set_running_or_notify_cancel()
 
         def come(done: Future[bytes]) -> None:
             error = done.exception()

@@ -77,8 +77,8 @@ def report(
         data = [one.to_json() for one in reports]
         print_json({**data[0], **({} if found is None else {"diff": found.to_json()})} if directory else data)
     else:
-        if found is not None:
-            _print_diff(found)
+        for each in () if found is None else (found, *found.buckets):
+            _print_diff(each)
         for report_of_all in reports:
             for one in (report_of_all, *report_of_all.buckets):
                 _print_tables(one)

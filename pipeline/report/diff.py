@@ -89,13 +89,16 @@ class ReportDiff:
         Their reports.
     changes
         What changed most in time first.
+    buckets
+        The same of the code of each shape bucket that both have.
     notes
-        What a reader must know: times of two devices, other targets, kernels without a time.
+        What a reader must know: times of two devices, other targets, kernels without a time, buckets of one alone.
     """
 
     before: Report
     after: Report
     changes: tuple[KernelChange, ...]
+    buckets: tuple[ReportDiff, ...]
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -106,6 +109,8 @@ class ReportDiff:
             "before_us": self.before.kernels_us,
             "after_us": self.after.kernels_us,
             "kernels": [change.to_json() for change in self.changes],
+            "bucket": self.after.bucket,
+            "buckets": [one.to_json() for one in self.buckets],
             "notes": list(self.notes),
         }
 
@@ -114,7 +119,15 @@ def diff_reports(before: Report, after: Report) -> ReportDiff:
     """Return what changed from one build to another."""
     changes = _paired(before.kernels, after.kernels)
     ordered = sorted(changes, key=lambda one: (-abs(one.difference_us or 0.0), -(one.after_us or one.before_us or 0.0)))
-    return ReportDiff(before, after, tuple(ordered), (*_notes(before, after), *_scatter(ordered)))
+    sides = [{one.bucket: one for one in report.buckets} for report in (before, after)]
+    buckets = tuple(diff_reports(sides[0][name], sides[1][name]) for name in sides[0] if name in sides[1])
+    alone = [
+        f"the bucket {name} is only {side}"
+        for side, own, others in (("before", *sides), ("after", *reversed(sides)))
+        for name in own
+        if name not in others
+    ]
+    return ReportDiff(before, after, tuple(ordered), buckets, (*alone, *_notes(before, after), *_scatter(ordered)))
 
 
 def _paired(before: Sequence[KernelRow], after: Sequence[KernelRow]) -> list[KernelChange]:

@@ -136,6 +136,7 @@ def diff_section(diff: ReportDiff) -> str:
         "<h2>What changed, kernel by kernel</h2>",
         table(_DIFF_COLUMNS, [*map(_change, diff.changes)], _LEFT_COLUMNS),
         "<p>Times are of all calls. The column <i>times</i> has how many times as fast it is now.</p>",
+        *map(diff_section, diff.buckets),
     ]
     return printable("".join(parts))
 

@@ -68,8 +68,8 @@ class Report:
         What rates are compared with.
     versions
         What the artifact was made by, or the record's TVM.
-    buckets
-        The same of the code of each shape bucket.
+    bucket, buckets
+        The shape bucket whose code it is of; and the same of the code of each bucket, of the artifact's own code.
     progress
         How its tuning came on, and peers measured beside it; empty without a database.
     notes
@@ -89,6 +89,7 @@ class Report:
     validation: Mapping[str, object] | None = None
     ceilings: Ceilings | None = None
     versions: Mapping[str, str] | None = None
+    bucket: str | None = None
     buckets: tuple[Report, ...] = ()
     progress: Progress = field(default_factory=Progress)
     notes: tuple[str, ...] = ()
@@ -153,7 +154,8 @@ def report_artifact(
     buckets = []
     for entry in manifest.buckets.entries:
         named = replace(manifest.of_bucket(entry), model=f"{manifest.model} [{entry.bucket.name}]", validation=None)
-        buckets.append(_report_of_code(named, f"{directory}, {entry.file}", database, None, ceilings))
+        of_bucket = _report_of_code(named, f"{directory}, {entry.file}", database, None, ceilings)
+        buckets.append(replace(of_bucket, bucket=entry.bucket.name))
     names = _listed([entry.bucket.name for entry in manifest.buckets.entries])
     note = f"these kernels are those for symbolic shapes; {names} have their own below"
     if profile is not None:

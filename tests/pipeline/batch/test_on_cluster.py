@@ -11,7 +11,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from relaxtune.pipeline.batch.cells import list_cells
-from relaxtune.pipeline.batch.cluster_workers import DeviceWorkers
+from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers, DeviceWorkers
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CellEvent
 from relaxtune.pipeline.batch.plan import parse_plan, read_plan
@@ -95,6 +95,17 @@ def test_a_cell_of_a_lost_actor_is_done_by_another(cluster: RayCluster, tmp_path
             # What the lost actor kept of the cell is gone with it.
             assert workers.submit(AheadWork(first, 1)).result(timeout=120) is False
             assert isinstance(workers.submit(PrepareWork(first)).result(timeout=120), CellTasks)
+
+
+def test_work_that_a_cluster_has_is_not_given_up(cluster: RayCluster, tmp_path: Path) -> None:
+    onnx.save(dense(), tmp_path / "first.onnx")
+    text = '[[cells]]\ntargets = ["llvm"]\nmodels = ["first.onnx"]\nshapes = ["x=16x32"]\n'
+    (cell,) = list_cells(parse_plan(tmp_path / "near.toml", text))
+    with closing(ClusterWorkers(cluster, resolve_target("llvm"))) as workers:
+        answer = workers.submit(PrepareWork(cell))
+        # A future that was cancelled would refuse the answer when it comes.
+        assert not answer.cancel()
+        assert isinstance(answer.result(timeout=120), CellTasks)
 
 
 def two_gpus(cluster: RayCluster) -> Reservation:

@@ -115,3 +115,18 @@ def test_times_of_the_same_kernels_that_differ_are_the_machines() -> None:
     assert "1 kernel(s) are the same in both builds and took 10 us before, 15 us after" in note
     assert diff_reports(report(same), report(dataclasses.replace(slower, kernel_hash="b"))).notes == ()
     assert diff_reports(report(same), report(dataclasses.replace(slower, time_us=10.5))).notes == ()
+
+
+def test_buckets_that_both_have_are_set_beside_each_other() -> None:
+    def bucketed(name: str, time_us: float) -> Report:
+        return dataclasses.replace(report(row("k", ("/a",), time_us)), model=f"model [{name}]", bucket=name)
+
+    before = dataclasses.replace(report(row("k", ("/a",), 9.0)), buckets=(bucketed("n=4", 5.0), bucketed("n=8", 7.0)))
+    after = dataclasses.replace(report(row("k", ("/a",), 9.0)), buckets=(bucketed("n=16", 6.0), bucketed("n=4", 2.0)))
+    diff = diff_reports(before, after)
+    (of_four,) = diff.buckets
+    assert of_four.changes[0].difference_us == -3.0
+    assert diff.notes == ("the bucket n=8 is only before", "the bucket n=16 is only after")
+    assert diff.to_json()["buckets"] == [of_four.to_json()]
+    assert of_four.to_json()["bucket"] == "n=4"
+    assert "<h1>model [n=4], before and after</h1>" in render_page([diff.after], diff)
