@@ -9,10 +9,9 @@ import onnx
 from onnx import numpy_helper
 
 from relaxtune.models.axes.facts import MAX_LENGTH, ONE, ZERO, AxisFacts, Known, Shape, known_constant
+from relaxtune.models.axes.slices import TO_THE_END, reaches_the_end
 from relaxtune.models.polynomials import Polynomial
 
-# torch writes "to the end" as the largest int32 or int64.
-_TO_THE_END = 2**31 - 1
 # Operators with these results are followed by their first input's shape; onnx knows none of them.
 _SAME_SHAPE = frozenset(
     {"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
@@ -182,9 +181,12 @@ def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
     for axis, start, end in zip(axes, starts, ends, strict=True):
         size = facts.resolve(shape[axis])
         first, last = _bound(start, size), _bound(end, size)
-        if size.value is None and end.value is not None and 0 <= end.value < _TO_THE_END:
-            shape[axis] = facts.new_symbol()
-            continue
+        if size.value is None and end.value is not None and 0 <= end.value < TO_THE_END:
+            others = (one.value for place, one in enumerate(shape) if place != axis)
+            if not reaches_the_end(end.value, [value for value in others if value is not None]):
+                shape[axis] = facts.new_symbol()
+                continue
+            last = size
         if (size - last).names:
             facts.require(size, last)
         elif size.value is not None and last.value is not None:
@@ -196,7 +198,7 @@ def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
 
 
 def _bound(bound: Polynomial, size: Polynomial) -> Polynomial:
-    if bound.value is None or 0 <= bound.value < _TO_THE_END:
+    if bound.value is None or 0 <= bound.value < TO_THE_END:
         return bound
     return size if bound.value > 0 else size + bound
 

@@ -15,16 +15,13 @@ from typing import TypeAlias
 import tvm
 from tvm import relax
 
+from relaxtune.models.axes.slices import TO_THE_END
 from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, static_shape
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, fits, listed_sizes, plain, quotient, sizes_of
 
 # (size, stride in elements)
 Factor: TypeAlias = "tuple[Size, Size]"
 Factors: TypeAlias = "tuple[Factor, ...]"
-
-
-# Exporters write "to the end" as the largest int32 or int64.
-_TO_THE_END = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ def _place(end: Size, size: Size) -> Size | None:
     """Return an end of a slice as a place in an axis of some size, None where it is not known."""
     if isinstance(end, int) and isinstance(size, int):
         return min(max(end + size if end < 0 else end, 0), size)
-    if isinstance(end, int) and end >= _TO_THE_END:
+    if isinstance(end, int) and end >= TO_THE_END:
         return size
     place = plain(end + size) if isinstance(end, int) and end < 0 else end
     return place if fits(0, place) and fits(place, size) else None

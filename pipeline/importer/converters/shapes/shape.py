@@ -11,6 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
+from relaxtune.models.axes.slices import TO_THE_END, reaches_the_end
 from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
@@ -22,9 +23,6 @@ from relaxtune.pipeline.importer.converter_input import (
     tensor_attribute,
 )
 from relaxtune.pipeline.importer.shape_values import is_shape_value, onnx_slice, simplify, size_list
-
-# torch writes "to the end" as the largest int64 or int32.
-_TO_THE_END = 2**31 - 1
 
 
 def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
@@ -151,11 +149,35 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         for axis in numbers[:-1]:
             data = node.builder.emit(relax.op.flip(data, axis))
         return relax.op.flip(data, numbers[-1])
-    if not any(is_shape_value(item) for item in node.inputs[1:]) or any(step != 1 for step in steps):
+    if any(step != 1 for step in steps):
         return None
+    cut = [
+        place
+        for place, (axis, start, end) in enumerate(zip(numbers, starts, ends, strict=True))
+        if not _is_whole(data, axis, start, end)
+    ]
+    if not cut:
+        return data
+    if len(cut) == len(numbers) and not any(is_shape_value(item) for item in node.inputs[1:]):
+        return None
+    numbers, sizes, starts, ends = ([items[place] for place in cut] for items in (numbers, sizes, starts, ends))
+    bounds = [*starts, *ends]
+    if all(isinstance(item, int) for item in (*bounds, *sizes)):
+        return _constant_slice(data, numbers, [onnx_slice(*item, 1) for item in zip(sizes, starts, ends, strict=True)])
+    if all(isinstance(item, int) for item in bounds):
+        return relax.op.strided_slice(data, numbers, starts, ends)
     begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
     end = [_bound(value, size) for value, size in zip(ends, sizes, strict=True)]
     return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
+
+
+def _is_whole(data: tvm.ir.Expr, axis: int, start: tvm.ir.Expr | int, end: tvm.ir.Expr | int) -> bool:
+    """Whether a slice in steps of one takes all of an axis."""
+    if start != 0 or not isinstance(end, int):
+        return False
+    sizes = [simplify(size) for size in sizes_of(data)]
+    own = sizes.pop(axis)
+    return end >= own if isinstance(own, int) else reaches_the_end(end, [one for one in sizes if isinstance(one, int)])
 
 
 def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> tvm.ir.Expr:
@@ -172,8 +194,8 @@ def _is_backwards(
     bounds = (*starts, *ends, *steps)
     return (
         all(isinstance(bound, int) for bound in bounds)
-        and all(start == -1 or start >= _TO_THE_END for start in starts)
-        and all(end <= -_TO_THE_END for end in ends)
+        and all(start == -1 or start >= TO_THE_END for start in starts)
+        and all(end <= -TO_THE_END for end in ends)
         and set(steps) == {-1}
     )
 
@@ -201,7 +223,7 @@ def convert_range(node: ConverterInput) -> tvm.ir.Expr | None:
 def _bound(value: tvm.ir.Expr | int, size: tvm.ir.Expr) -> tvm.ir.Expr | int:
     if not isinstance(value, int):
         return value
-    if value >= _TO_THE_END:
+    if value >= TO_THE_END:
         return size
     return simplify(size + value) if value < 0 else value
 

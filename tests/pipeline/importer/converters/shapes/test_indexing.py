@@ -9,6 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.axes.slices import reaches_the_end
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.importer.shape_values import onnx_slice
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax
@@ -44,6 +45,26 @@ def test_slice_of_one_element_at_its_edges(start: int, end: int, step: int) -> N
         {name: np.array([number]) for name, number in numbers.items()},
     )
     assert_agrees(model, {"x": floats(1, 4)})
+
+
+# No machine holds a tensor of 10^9 x 300 x 300.
+@pytest.mark.parametrize(
+    ("ends", "whole"),
+    [((2**31 - 1, 300, 7), True), ((10**9, 10**9, 10**9), True), ((2**63 - 1, 5, 300), True), ((5, 300, 300), False)],
+)
+def test_slice_to_the_end_leaves_a_symbolic_axis_its_size(ends: tuple[int, ...], whole: bool) -> None:
+    constants = {"start": np.zeros(3, "int64"), "end": np.array(ends), "axes": np.arange(3)}
+    nodes = [helper.make_node("Slice", ["x", *constants], ["cut"]), helper.make_node("Relu", ["cut"], ["y"])]
+    outputs = {"y": ("float32", ("m", "j", "k"))}
+    model = make_model(nodes, {"x": ("float32", ("n", 300, 300))}, outputs, constants)
+    for rows in (2, 6):
+        graph = assert_agrees(model, {"x": floats(rows, 300, 300)})
+        assert ("min" in str(graph.mod["main"].ret_ty)) is not whole
+
+
+def test_an_axis_may_be_long_where_the_tensor_is_small() -> None:
+    assert not reaches_the_end(10**9, [4])
+    assert reaches_the_end(10**9, [300, 300])
 
 
 @pytest.mark.parametrize("reduction", ["none", "add", "max"])
