@@ -120,19 +120,18 @@ class Server:
 _SERVER = Server()
 
 
+def possible() -> bool:
+    """Whether processes start warm here."""
+    watched = "COVERAGE_PROCESS_CONFIG" in os.environ
+    return sys.platform == "linux" and not watched and not os.path.exists("/dev/nvidiactl")
+
+
 class Popen(subprocess.Popen):
     """A process, started warm where it is one of this interpreter's."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest) -> None:
         words = [os.fspath(word) for word in args] if isinstance(args, list | tuple) else []
-        warm = (
-            sys.platform == "linux"
-            and words[:1] == [sys.executable]
-            and preexec_fn is None
-            and "COVERAGE_PROCESS_CONFIG" not in os.environ
-            and not os.path.exists("/dev/nvidiactl")
-        )
-        if not warm:
+        if not (possible() and words[:1] == [sys.executable] and preexec_fn is None):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
         streams = rest[3:9]
         descriptors = {n: own if own >= 0 else n for n, own in enumerate((streams[0], streams[3], streams[5]))}
