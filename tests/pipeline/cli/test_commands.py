@@ -150,14 +150,11 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
 # The first measurement takes until the run is stopped.
 NOTHING_MEASURED = """
 import time
-from relaxtune.pipeline.tuning.local import measuring_process
-
+from relaxtune.pipeline.tuning.local import measuring_process as module
 def wait(process, *_):
-    while not process._stopped:
-        time.sleep(0.05)
-    raise measuring_process._NoAnswerError(measuring_process._STOPPED)
-
-measuring_process.MeasuringProcess._measure = wait
+    while not process._stopped: time.sleep(0.05)
+    raise module._NoAnswerError(module._STOPPED)
+module.MeasuringProcess._measure = wait
 """
 # What follows the search takes minutes: a second Ctrl-C comes in the middle of it, however fast the machine is.
 SLOW_END = "import time; from relaxtune.pipeline import jobs; jobs.compile_module = lambda *a, **k: time.sleep(600); "

@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -267,31 +266,6 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
     assert best is not None
     assert best.decision != failed[0].decision
     assert children() == []
-
-
-def test_candidates_that_a_search_does_not_find_are_left_to_others(
-    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    propose = TaskSearch.propose
-
-    def finds_nothing(search: TaskSearch) -> list[Candidate]:
-        if search._name != "large":
-            return propose(search)
-        # Meanwhile all candidates of the run are promised to this search.
-        time.sleep(0.5)
-        return []
-
-    monkeypatch.setattr(TaskSearch, "propose", finds_nothing)
-    large, small = dataclasses.replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)
-    summary = tune(
-        [large, small],
-        target=place.target,
-        database=database,
-        environment=place.environment,
-        still_true=all_records,
-        options=dataclasses.replace(OPTIONS, trials=4),
-    )
-    assert [one.valid for one in summary.tasks] == [0, 4]
 
 
 @dataclasses.dataclass(frozen=True)

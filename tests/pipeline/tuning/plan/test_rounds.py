@@ -1,0 +1,42 @@
+"""The rounds of a run: what candidates are asked for, and where they go."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
+from relaxtune.pipeline.tuning.session import tune
+from relaxtune.tuning_db.contract import TuningDatabase
+from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
+
+QUICK = MeasureOptions(repeats=2, contender_repeats=0, min_repeat_s=0.0005)
+
+
+def test_candidates_that_a_search_does_not_find_are_left_to_others(
+    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    propose = TaskSearch.propose
+
+    def finds_nothing(search: TaskSearch) -> list[Candidate]:
+        if search._name != "large":
+            return propose(search)
+        # Meanwhile all candidates of the run are promised to this search.
+        time.sleep(0.5)
+        return []
+
+    monkeypatch.setattr(TaskSearch, "propose", finds_nothing)
+    large, small = replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)
+    summary = tune(
+        [large, small],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=1, finals=0, measure=QUICK),
+    )
+    assert [one.valid for one in summary.tasks] == [0, 4]
