@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import tvm
+import tvm_ffi
 
 from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
@@ -23,6 +24,10 @@ _LOG = logging.getLogger(__name__)
 
 # Whether an optional pass that fails ends the lowering. The tests set it: a bug in a pass must not hide in them.
 END_AT_FAILED_PASS = False
+
+# A pass written in Python is called by TVM, which hands on its errors by their names. It does not know the name of
+# Ctrl-C and of SIGTERM, and made a RuntimeError of them: a pass that failed, without which the compile went on.
+tvm_ffi.register_error("KeyboardInterrupt", KeyboardInterrupt)
 
 
 def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions | None = None) -> LoweredModule:

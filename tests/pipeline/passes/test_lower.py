@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -287,6 +288,20 @@ def test_lower_goes_on_without_optional_passes_when_one_makes_what_a_needed_pass
     assert "pass 'needed_pass'" in warning
     monkeypatch.setattr(module, "END_AT_FAILED_PASS", True)
     with pytest.raises(LoweringError, match="needed_pass"):
+        lower(graph_of_zoo("t5-tiny"), LLVM)
+
+
+def test_an_interrupt_inside_a_pass_that_tvm_calls_is_no_failure_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(mod: tvm.ir.IRModule, _: LoweringState) -> tvm.ir.IRModule:
+        @tvm.transform.module_pass(opt_level=0)
+        def in_tvm(_mod: tvm.ir.IRModule, _context: tvm.transform.PassContext) -> tvm.ir.IRModule:
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("the signal's handler raises")
+
+        return in_tvm(mod)
+
+    _with_failing(monkeypatch, Step(Phase.PATTERNS, "interrupted_pass", interrupted), strict=False)
+    with pytest.raises(KeyboardInterrupt):
         lower(graph_of_zoo("t5-tiny"), LLVM)
 
 
