@@ -216,7 +216,12 @@ def _serve(control: socket.socket) -> NoReturn:
             control.send(str(os.getpid()).encode())
             control.close()
             _prepare(start)
-            _run(*start.words)
+            try:
+                _run(*start.words)
+            finally:
+                # An interrupt inside an exec of text (a dataclass is made by one) ends a process of `python -m` by
+                # SIGINT whatever its exit code, until another text is executed (CPython's pythonrun.c).
+                exec("")
             sys.exit()
         os.waitpid(middle, 0)
         for descriptor in descriptors:
