@@ -7,7 +7,8 @@ The two uses want different sessions:
   charged to the module under test. Half-precision graphs are first rewritten to float32: ONNX Runtime's CPU has few
   float16 kernels and puts casts around the others, so its own float16 result depends on which operators those are. The
   float32 result is what every float16 implementation approximates, and the tolerances are made for it. Nor does it
-  round the activations of 4-bit matmuls to 8 bits, where the graph only allows it (accuracy_level). Of an artifact
+  round the activations of 4-bit matmuls to 8 bits, where the graph only allows it (accuracy_level), or saturate sums of
+  8-bit products, as it does on some processors (`pipeline.validate.exact_integers`). Of an artifact
   with quantised weights the reference has the same ones: what quantisation costs is drift (`pipeline.validate.drift`),
   and the tolerance stays one that finds a wrong kernel.
 - *Peer*: every optimisation on, the graph as given; what a user would run instead.
@@ -32,6 +33,7 @@ from relaxtune.pipeline.precision.graph_dtypes import computes_in_half, rounds_t
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.recorded import PolicyEntry
 from relaxtune.pipeline.validate.array_comparison import Movement, movement
+from relaxtune.pipeline.validate.exact_integers import with_unsigned_weights
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.upcast import (
     ROUNDED_TYPES,
@@ -162,6 +164,7 @@ class Reference:
         if self._loaded is None:
             given = self._given.inline_proto()
             proto = with_exact_activations(upcast_to_float32(given) if self.upcast else given)
+            proto = with_unsigned_weights(proto)
             self._loaded = proto, OnnxRuntimeSession(proto, self._model, self._settings)
             self._keep_settings(self._loaded[1])
         return self._loaded

@@ -5,7 +5,8 @@
 A convolution is a contraction whose rows are output positions and whose columns are filters. The filters are the vector
 axis: W is packed so that a panel of filters is contiguous, D is broadcast, and no stride gets in the way. Where the
 filters do not fill whole vectors and positions are contiguous (stride 1), positions are the vector axis instead.
-Grouped and depthwise convolutions have no axis of the filters alone and are left to the generic rule.
+Grouped and depthwise convolutions have no axis of the filters alone: positions are the vector axis where they fill
+whole vectors, else the convolution is left to the generic rule.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from relaxtune.pipeline.errors import ImportFailedError, UsageError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.pipeline.validate.exact_integers import with_unsigned_weights
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from tests.guardrails.drawing import Drawn
 from tests.guardrails.graph_cases import draw_graph
@@ -208,7 +209,8 @@ def _reference(model: OnnxModel, feeds: Mapping[str, np.ndarray], *, optimised: 
     options.intra_op_num_threads = 1
     if not optimised:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return list(ort.InferenceSession(model.serialize(), options).run(None, dict(feeds)))
+    exact = with_unsigned_weights(model.inline_proto())
+    return list(ort.InferenceSession(exact.SerializeToString(), options).run(None, dict(feeds)))
 
 
 def wanted_of(

@@ -73,8 +73,8 @@ class WarmStart:
     def begin(self, states: Sequence[TaskState]) -> None:
         """Give tasks what was best for near shapes and let the cost model learn from earlier records.
 
-        Where nothing is known of a task on this device, what was best for it on another one comes before that. Records of
-        near shapes and of the tasks themselves teach first, then others of the same operator families.
+        Where nothing is known of a task on this device, what was best for it on another one comes before that.
+        Records of near shapes and of the tasks themselves teach first, then others of the same operator families.
         """
         own = {state.task.workload_hash: describe_workload(state.task, with_ir=False) for state in states}
         others = {one.workload_hash: one for one in self._read({state.task.family for state in states})}

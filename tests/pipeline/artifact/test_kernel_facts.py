@@ -20,7 +20,7 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.schedules.targets import ResolvedTarget
-from tests.pipeline.passes.pass_cases import run_reference
+from tests.pipeline.importer.onnx_cases import run_reference
 
 
 def work_of(kernels: tuple[KernelEntry, ...], family: str) -> list[WorkEntry]:

@@ -33,7 +33,7 @@ OUTPUT_LOOPS = 'in T.grid(T.int64(2), T.int64(12), T.int64({})):\n        with T
 CASES = {
     "the last tile repeats a column": Case(
         "bert",
-        FaultyKernel(PROJECTION, [("v_k, v_i2 % T.int64(64)", "v_k, T.min(v_i2 % T.int64(64), T.int64(61))")]),
+        FaultyKernel(PROJECTION, [("v_k, v_i2 % T.int64(", "v_k, T.min(v_i2, T.int64(61)) % T.int64(")]),
         RESIDUAL,
     ),
     "a sum lacks its last product": Case(

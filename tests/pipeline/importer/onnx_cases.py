@@ -14,6 +14,7 @@ from tvm import relax
 
 from relaxtune.models import OnnxModel, TensorSpec
 from relaxtune.pipeline.importer import ImportedGraph, import_model
+from relaxtune.pipeline.validate.exact_integers import with_unsigned_weights
 from tests.unoptimised import UNOPTIMISED
 
 ASSETS = Path(__file__).parent / "assets"
@@ -51,7 +52,8 @@ def run_relax(graph: ImportedGraph, feeds: Mapping[str, np.ndarray]) -> list[np.
 def run_reference(model: OnnxModel, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    return list(ort.InferenceSession(model.serialize(), options).run(None, dict(feeds)))
+    exact = with_unsigned_weights(model.inline_proto())
+    return list(ort.InferenceSession(exact.SerializeToString(), options).run(None, dict(feeds)))
 
 
 def assert_agrees(model: OnnxModel, feeds: Mapping[str, np.ndarray], tolerance: float = 1e-5) -> ImportedGraph:

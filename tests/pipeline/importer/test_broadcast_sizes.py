@@ -11,8 +11,8 @@ from onnx import helper
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.schedules.fallback import apply_fallback
-from tests.pipeline.importer.onnx_cases import assert_agrees, make_model
-from tests.pipeline.passes.pass_cases import LLVM, UNOPTIMISED, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference
+from tests.pipeline.passes.pass_cases import LLVM, UNOPTIMISED, run_lowered
 
 
 @pytest.mark.parametrize("first", [0, 2, 6])

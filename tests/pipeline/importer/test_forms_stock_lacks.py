@@ -9,8 +9,8 @@ from onnx import TensorProto, helper
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from tests.pipeline.importer.converters.test_contrib_converters import floats
-from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_relax
-from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax
+from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered
 
 
 @pytest.mark.parametrize("largest", [0, 1])

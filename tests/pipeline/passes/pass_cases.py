@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import tvm
 from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
@@ -109,12 +108,6 @@ def _arrays(result: object) -> list[np.ndarray]:
 
 def feeds_of(model: OnnxModel, **dims: int) -> dict[str, np.ndarray]:
     return random_inputs(model, seed=0, dims=dims)
-
-
-def run_reference(model: OnnxModel, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    return list(ort.InferenceSession(model.serialize(), options).run(None, dict(feeds)))
 
 
 def assert_agrees(got: Sequence[np.ndarray], want: Sequence[np.ndarray], tolerance: float) -> None:

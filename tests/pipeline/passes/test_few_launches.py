@@ -15,13 +15,13 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.blocks import written_params
 from relaxtune.schedules.tir.expressions import call_names
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
 from tests.pipeline.passes.pass_cases import (
     LLVM,
     assert_agrees,
     graph_of,
     run_lowered,
-    run_reference,
     small_model,
 )
 

@@ -12,8 +12,8 @@ from onnx import helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
-from tests.pipeline.importer.onnx_cases import make_model
-from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import make_model, run_reference
+from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered
 
 NONE = {"x": np.zeros((2, 0, 3), "float32"), "i": np.zeros((2, 0, 3), "int32"), "m": np.zeros((3, 0), "float32")}
 EMPTY, FULL = (2, 0, 3), (2, 3)

@@ -12,8 +12,8 @@ from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.importer.onnx_cases import make_model
-from tests.pipeline.passes.pass_cases import assert_agrees, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import make_model, run_reference
+from tests.pipeline.passes.pass_cases import assert_agrees, run_lowered
 
 NODE = helper.make_node
 

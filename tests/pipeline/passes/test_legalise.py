@@ -10,8 +10,8 @@ from onnx import helper
 
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
-from tests.pipeline.importer.onnx_cases import make_model
-from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import make_model, run_reference
+from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered
 
 X = np.array([[np.nan, -2, 3, 0], [1, np.nan, -0.5, 7]], "float32")
 Z = np.array([[1, 2, -3, np.nan], [4, -1, np.nan, 0]], "float32")

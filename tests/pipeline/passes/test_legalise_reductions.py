@@ -20,8 +20,8 @@ from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.validate.fill_with_nan import poisoned_kernels
 from relaxtune.schedules.targets import ResolvedTarget
-from tests.pipeline.importer.onnx_cases import make_model
-from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import make_model, run_reference
+from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered
 
 FLOATS = ("Mean", "Max", "Min", "Sum", "Prod", "L1", "L2", "LogSum", "LogSumExp", "SumSquare")
 INTEGERS = ("Max", "Min", "Prod", "Sum", "Mean")

@@ -21,6 +21,7 @@ from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.kit.step import Phase, Step
 from relaxtune.pipeline.passes.module import PassReport
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.pass_cases import (
     LLVM,
     assert_agrees,
@@ -28,7 +29,6 @@ from tests.pipeline.passes.pass_cases import (
     feeds_of,
     graph_of,
     run_compiled,
-    run_reference,
     small_model,
 )
 

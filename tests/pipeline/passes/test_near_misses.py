@@ -13,7 +13,8 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, make_onnx, run_lowered, run_reference
+from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, make_onnx, run_lowered
 
 Shape = tuple[int, ...]
 

@@ -9,8 +9,9 @@ from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.sizes import Shape
 from relaxtune.pipeline.passes.symbolic_moves import group_axes
 from relaxtune.schedules.targets import resolve_target
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention.test_symbolic_attention import SIZES, symbolic_model
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, run_reference, small_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, small_model
 
 B, S = Polynomial.symbol("batch"), Polynomial.symbol("sequence")
 

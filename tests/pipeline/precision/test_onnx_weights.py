@@ -8,7 +8,8 @@ from onnx import helper, numpy_helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.precision.onnx_weights import MatmulWeights, with_quantised_weights
 from relaxtune.pipeline.precision.quantise import quantise
-from tests.pipeline.passes.pass_cases import make_onnx, run_reference
+from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.passes.pass_cases import make_onnx
 
 RNG = np.random.default_rng(0)
 W = RNG.standard_normal((64, 32)).astype(np.float32)

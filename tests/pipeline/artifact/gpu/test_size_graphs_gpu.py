@@ -22,7 +22,7 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.passes.pass_cases import run_reference
+from tests.pipeline.importer.onnx_cases import run_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")]
 

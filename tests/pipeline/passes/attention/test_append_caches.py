@@ -15,8 +15,9 @@ from relaxtune.pipeline.passes.attention import recognise_attention
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import BATCH, HEADS, HIDDEN, LENGTH, SIZE, Form, cached
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, small_model
 
 FP16 = LoweringOptions(precision="fp16")
 HOPPER = resolve_target("cuda:sm_90a")

@@ -12,7 +12,8 @@ from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.schedules.fallback import schedule_by_rules
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, run_reference, small_model
+from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, small_model
 
 SIZES = ({"batch": 2, "sequence": 5, "past_sequence": 6}, {"batch": 1, "sequence": 40, "past_sequence": 1})
 

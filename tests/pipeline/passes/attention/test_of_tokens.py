@@ -10,8 +10,9 @@ from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
 from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.targets import resolve_target
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import BATCH, HEADS, HIDDEN, LENGTH, Form
-from tests.pipeline.passes.pass_cases import compiled, run_compiled, run_reference
+from tests.pipeline.passes.pass_cases import compiled, run_compiled
 
 SHAPES = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
 OPTIONS = LoweringOptions(precision="fp16", unpad=True)

@@ -20,6 +20,7 @@ from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Route
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import (
     BATCH,
     FORMS,
@@ -32,7 +33,7 @@ from tests.pipeline.passes.attention_forms import (
     plain,
     sliding_window,
 )
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, small_model
 
 FP16 = LoweringOptions(precision="fp16")
 TOLERANCE = 2e-2

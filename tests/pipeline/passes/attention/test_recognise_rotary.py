@@ -11,8 +11,9 @@ from relaxtune.pipeline.passes.attention import kernel as attention_kernel
 from relaxtune.pipeline.passes.attention import recognise_attention
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import resolve_target
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import BATCH, HEADS, HIDDEN, LENGTH, SIZE, Form
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, small_model
 
 FP16 = LoweringOptions(precision="fp16")
 TOLERANCE = 2e-2

@@ -14,7 +14,8 @@ from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.attention import append_in_attention, recognise_attention
 from relaxtune.pipeline.passes.attention import kernel as attention_kernel
 from relaxtune.schedules.functions.attention import spec_of
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, run_reference
+from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled
 
 FP16 = LoweringOptions(precision="fp16")
 SIZES = ({"batch": 2, "sequence": 5, "past_sequence": 6}, {"batch": 1, "sequence": 12, "past_sequence": 1})

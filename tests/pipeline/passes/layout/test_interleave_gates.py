@@ -11,8 +11,9 @@ from relaxtune.pipeline.passes.layout import interleave_gates
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.matmul import recognise_matmul
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered
 
 FP16 = LoweringOptions(precision="fp16")
 HOPPER = resolve_target("cuda:sm_90a").target

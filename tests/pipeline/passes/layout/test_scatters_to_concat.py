@@ -7,8 +7,9 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, lower
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered
 
 ROWS, WIDTH = 6, 4
 

@@ -6,8 +6,9 @@ import pytest
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered
 
 ROWS, WIDTH, WIDE = (2, 3), 4, 8
 

@@ -17,8 +17,9 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.tuning_db.records import Route
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, run_reference, small_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, run_lowered, small_model
 
 FP16 = LoweringOptions(precision="fp16")
 OFF = LoweringOptions(precision="fp16", disabled_passes=frozenset({"fuse_norms"}))

@@ -11,8 +11,9 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, shape_of
+from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import BATCH, HEADS, HIDDEN, LENGTH, SIZE, Form
-from tests.pipeline.passes.pass_cases import LLVM, compiled, feeds_of, run_compiled, run_reference
+from tests.pipeline.passes.pass_cases import LLVM, compiled, feeds_of, run_compiled
 
 MASKS = {
     "all": np.ones((BATCH, LENGTH)),

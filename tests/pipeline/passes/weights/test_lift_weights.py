@@ -7,7 +7,8 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.ir import main_of
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, make_onnx, run_lowered, run_reference, small_model
+from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, make_onnx, run_lowered, small_model
 
 RNG = np.random.default_rng(0)
 

@@ -19,7 +19,8 @@ from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
-from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered, run_reference, small_model
+from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.passes.pass_cases import LLVM, make_onnx, run_lowered, small_model
 
 HOPPER = resolve_target("cuda:sm_90a").target
 

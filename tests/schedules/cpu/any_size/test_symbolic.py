@@ -30,6 +30,7 @@ from tests.schedules.kernel_cases import conv1d_symbolic, conv2d_symbolic, host,
 
 SIZES = (1, 2, 7, 13, 15, 16, 17, 31, 32, 33, 47, 65)
 NARROW = '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2}'
+WIDE = '{"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2}'
 
 
 @I.ir_module
@@ -222,7 +223,7 @@ def test_attention_has_nan_in_the_rows_that_had_it_when_scores_are_not_finite(pa
 
 
 def test_next_panel_of_a_packed_weight_is_fetched_while_the_rows_of_one_are_computed() -> None:
-    scheduled = apply_fallback(tvm.IRModule({"main": packed(64, 20)}), host().target)["main"]
+    scheduled = apply_fallback(tvm.IRModule({"main": packed(64, 20)}), resolve_target(WIDE).target)["main"]
     fetches = [call for call in find_all(scheduled.body, Call) if call.op.name == "tirx.call_llvm_intrin"]
     # One in each tile: 14 rows, and the few sizes of the last ones.
     assert len(fetches) == 5
