@@ -20,6 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 _SUFFIX = "__unsigned"
 _SHIFT = 128
+_INT8, _UINT8 = int(TensorProto.INT8), int(TensorProto.UINT8)
 _CONTRIB = "com.microsoft"
 # Their results have the type of their first input.
 _MOVES_ELEMENTS = frozenset(
@@ -78,12 +79,12 @@ def with_unsigned_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _is_mixed(node: onnx.NodeProto, operands: _Operands, types: _Types) -> bool:
     """Return whether a node multiplies unsigned activations by signed weights."""
-    if types.of(_input(node, operands.weight)) != TensorProto.INT8:
+    if types.of(_input(node, operands.weight)) != _INT8:
         return False
     if operands.activation_zero is None:
         return True
     zero = _input(node, operands.activation_zero)
-    return types.of(zero or _input(node, 0)) == TensorProto.UINT8
+    return types.of(zero or _input(node, 0)) == _UINT8
 
 
 def _made_unsigned(
@@ -107,7 +108,7 @@ def _made_unsigned(
     graph.initializer.append(numpy_helper.from_array(np.array(_SHIFT, np.int32), by))
     yield helper.make_node("Cast", [name], [wide], to=TensorProto.INT32)
     yield helper.make_node("Add", [wide, by], [sum_])
-    yield helper.make_node("Cast", [sum_], [shifted], to=TensorProto.UINT8)
+    yield helper.make_node("Cast", [sum_], [shifted], to=_UINT8)
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
@@ -146,13 +147,14 @@ class _Types:
             match node.op_type:
                 case "DynamicQuantizeLinear":
                     # Its scale is a float, for which nothing here asks.
-                    return TensorProto.UINT8
+                    return _UINT8
                 case "Constant":
-                    return attributes["value"].t.data_type if "value" in attributes else None
+                    return int(attributes["value"].t.data_type) if "value" in attributes else None
                 case "Cast":
-                    return attributes["to"].i
+                    return int(attributes["to"].i)
                 case "QuantizeLinear" if not _input(node, 2):
-                    return (attributes["output_dtype"].i if "output_dtype" in attributes else 0) or TensorProto.UINT8
+                    asked = attributes.get("output_dtype")
+                    return int(asked.i) if asked is not None and asked.i else _UINT8
                 case "QuantizeLinear":
                     name = _input(node, 2)
                 case moved if moved in _MOVES_ELEMENTS:
