@@ -15,7 +15,7 @@ from relaxtune.models.external_data import check_external_data, inline_external_
 from relaxtune.models.files import read_proto
 from relaxtune.models.hashing import content_sha256
 from relaxtune.models.inference import check_and_infer
-from relaxtune.models.shapes import Shapes, bind_shapes, pin_shapes, signature_of
+from relaxtune.models.shapes import Shapes, bind_shapes, name_unknown_axes, pin_shapes, signature_of
 from relaxtune.models.spec import AxisRelation, OnnxModel
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
@@ -73,6 +73,7 @@ def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     proto = read_proto(path)
     check_text(proto)
     check_versions(proto)
+    name_unknown_axes(proto.graph)
     check_signature(proto)
     sort_nodes(proto.graph)
     check_graph(proto, operators=not any_operator)

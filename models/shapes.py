@@ -29,6 +29,25 @@ def _shape_of(value: onnx.ValueInfoProto) -> tuple[Dim, ...]:
     )
 
 
+def name_unknown_axes(graph: onnx.GraphProto) -> None:
+    """Name the axes of a graph's inputs that a file gives no name, as `signature_of` does; no two of them are equal.
+
+    ONNX Runtime takes a negative size for an unknown one, and Paddle's exporter writes -1 or `?`.
+    """
+    named = {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim}
+    for value in (*graph.input, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_value < 0 or dim.dim_param == "?":
+                dim.Clear()
+    for value in graph.input:
+        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+            if not dim.HasField("dim_value") and not dim.dim_param:
+                dim.dim_param = f"{value.name}_{axis}"
+                while dim.dim_param in named:
+                    dim.dim_param += "_"
+                named.add(dim.dim_param)
+
+
 def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict[str, Dim]:
     """Return what the overrides say of every symbolic dimension: a number, or another name.
 

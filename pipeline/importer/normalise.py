@@ -14,7 +14,8 @@ No operator is fused or replaced for speed here: that is the work of `pipeline.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ import onnx_ir.passes.common as ir_passes
 from onnxscript import optimizer
 
 from relaxtune.pipeline.importer.quiet import quiet_libraries
+
+_LOG = logging.getLogger(__name__)
 
 # A folded constant may be as large as a 1024 x 1024 mask; weights beyond it are folded later by Relax, if at all.
 FOLD_LIMIT_ELEMENTS = 1 << 20
@@ -57,41 +60,66 @@ class NormalisedGraph:
     nodes_after: int
 
 
+class _StepFailedError(Exception):
+    """A step of a library failed on a graph; the message is the step's name."""
+
+
 def normalise(proto: onnx.ModelProto, data_dir: Path | None = None) -> NormalisedGraph:
     """Return `proto` with functions inlined, constants folded and unique node names; `proto` is not changed.
 
-    Weights that are references into `data_dir` stay references; one small enough to be folded is read.
+    Weights that are references into `data_dir` stay references; one small enough to be folded is read. A step that
+    makes a graph simpler and fails on this one is logged and left out.
     """
-    with quiet_libraries():
-        model = ir.serde.deserialize_model(proto)
-        if data_dir is not None:
-            ir.external_data.set_base_dir(model.graph, data_dir)
-        nodes_before = len(model.graph)
-        writers = _mark_sources(model)
-        ir_passes.InlinePass()(model)
-        _name_everything(model)
-        for _ in range(_FOLD_ROUNDS):
-            ir_passes.ShapeInferencePass(check_type=False, strict_mode=False)(model)
-            optimizer.fold_constants_ir(
-                model,
-                onnx_shape_inference=True,
-                input_size_limit=FOLD_LIMIT_ELEMENTS,
-                output_size_limit=FOLD_LIMIT_ELEMENTS,
-                should_fold=_should_fold,
+    left_out: set[str] = set()
+    while True:
+        try:
+            with quiet_libraries():
+                return _normalised(proto, data_dir, left_out)
+        except _StepFailedError as failed:
+            left_out.add(str(failed))
+            _LOG.warning(
+                "the graph is imported without the step %r, which fails on it: %s", str(failed), failed.__cause__
             )
-            ir_passes.IdentityEliminationPass()(model)
-            ir_passes.RemoveUnusedNodesPass()(model)
-        ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        _name_everything(model)
-        ir_passes.TopologicalSortPass()(model)
-        sources = _sources(model, writers)
-        return NormalisedGraph(
-            proto=ir.serde.serialize_model(model),
-            sources=sources,
-            opset=_opset(model),
-            nodes_before=nodes_before,
-            nodes_after=len(model.graph),
-        )
+
+
+def _normalised(proto: onnx.ModelProto, data_dir: Path | None, left_out: Collection[str]) -> NormalisedGraph:
+    model = ir.serde.deserialize_model(proto)
+    if data_dir is not None:
+        ir.external_data.set_base_dir(model.graph, data_dir)
+    nodes_before = len(model.graph)
+    writers = _mark_sources(model)
+    ir_passes.InlinePass()(model)
+    _name_everything(model)
+    for _ in range(_FOLD_ROUNDS):
+        for name, step in _SIMPLIFY.items():
+            if name in left_out:
+                continue
+            try:
+                step(model)
+            except Exception as e:  # libraries raise every kind of exception
+                # The step may have left the graph half-changed.
+                raise _StepFailedError(name) from e
+    ir_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    _name_everything(model)
+    ir_passes.TopologicalSortPass()(model)
+    sources = _sources(model, writers)
+    return NormalisedGraph(
+        proto=ir.serde.serialize_model(model),
+        sources=sources,
+        opset=_opset(model),
+        nodes_before=nodes_before,
+        nodes_after=len(model.graph),
+    )
+
+
+def _fold_constants(model: ir.Model) -> object:
+    return optimizer.fold_constants_ir(
+        model,
+        onnx_shape_inference=True,
+        input_size_limit=FOLD_LIMIT_ELEMENTS,
+        output_size_limit=FOLD_LIMIT_ELEMENTS,
+        should_fold=_should_fold,
+    )
 
 
 def node_label(name: str | None, outputs: list[str], op_type: str) -> str:
@@ -102,6 +130,15 @@ def node_label(name: str | None, outputs: list[str], op_type: str) -> str:
 def _should_fold(node: ir.Node) -> bool | None:
     """Fold what the optimizer leaves for the sake of file size; None is its own judgement."""
     return True if node.op_type == "ConstantOfShape" and node.domain in _MAIN_DOMAINS else None
+
+
+# What makes a graph simpler, in order; a graph is right without any of them.
+_SIMPLIFY: dict[str, Callable[[ir.Model], object]] = {
+    "infer shapes": ir_passes.ShapeInferencePass(check_type=False, strict_mode=False),
+    "fold constants": _fold_constants,
+    "drop identities": ir_passes.IdentityEliminationPass(),
+    "drop what is not read": ir_passes.RemoveUnusedNodesPass(),
+}
 
 
 def _label(node: ir.Node) -> str:

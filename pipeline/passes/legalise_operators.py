@@ -13,7 +13,8 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
 
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is_constant
 from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
@@ -218,8 +219,12 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN.
 
     Reshapes and concatenations of symbolic shapes are those of `symbolic_moves`.
+
+    Raises
+    ------
+    LoweringError
+        TVM does not know the sizes of a tensor, though its rank.
     """
-    del state
     functions: dict[str, Callable[..., te.Tensor]] = {
         "relax.clip": _clip,
         "relax.maximum": _maximum,
@@ -237,5 +242,32 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     own |= {"relax.equal": _equal, "relax.nn.leakyrelu": _leaky_relu, "relax.subtract": _subtract}
     own |= reduction_legalisers()
     names = (name for name in tvm.ir.Op.list_op_names() if name.startswith("relax."))
-    registered = [name for name in names if tvm.ir.Op.get(name).has_attr("FLegalize")]
-    return relax.transform.LegalizeOps({name: _of_its_type(own.get(name) or _stock(name)) for name in registered})(mod)
+    # `has_attr` says yes for every operator; what TVM does not lower has None.
+    registered = [name for name in names if tvm.ir.Op.get(name).get_attr("FLegalize") is not None]
+    legalised = relax.transform.LegalizeOps({name: _of_its_type(own.get(name) or _stock(name)) for name in registered})(
+        mod
+    )
+    _refuse_what_is_left(legalised, frozenset(registered), state)
+    return legalised
+
+
+def _refuse_what_is_left(mod: tvm.ir.IRModule, registered: frozenset[str], state: LoweringState) -> None:
+    """Check that TVM left no operator as it was: it does so without a word, and the code generator fails on them.
+
+    Reshapes may stay: they move nothing.
+    """
+    for _, function in mod.functions_items():
+        if not isinstance(function, relax.Function):
+            continue
+        for binding in bindings_of(function):
+            value = binding.value if isinstance(binding, relax.VarBinding) else None
+            if not isinstance(value, tvm.ir.Call) or not isinstance(value.op, tvm.ir.Op):
+                continue
+            if value.op.name not in registered or value.op.name == "relax.reshape":
+                continue
+            nodes = ", ".join(state.nodes_of([binding.var.name])) or f"the tensor {binding.var.name}"
+            raise LoweringError(
+                f"model {state.graph.name!r}: the sizes of what {value.op.name.removeprefix('relax.')} reads are not "
+                f"known ({nodes}): expected sizes that follow from the axes of the inputs. Give symbolic axes that the "
+                "graph computes with a number each (--shape, --dim); `relaxtune inspect` lists them"
+            )

@@ -138,7 +138,7 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
     start = time.perf_counter()
     try:
         result = step.run(mod, state)
-    except UsageError:
+    except (UsageError, LoweringError):
         raise
     except Exception as e:  # TVM's error classes share no base of their own
         failure = _reason(e)

@@ -339,6 +339,22 @@ def test_stale_types_of_values_give_way_to_the_operators(tmp_path: Path) -> None
     assert (value.name, value.type.tensor_type.shape.dim[1].dim_value) == ("h", 4)
 
 
+def test_sizes_that_a_file_calls_unknown_are_free_and_apart(tmp_path: Path) -> None:
+    """As Paddle's exporter writes them; ONNX Runtime takes a negative size for an unknown one."""
+    path = save_nodes(tmp_path / "unknown.onnx", [helper.make_node("ReduceSum", ["x"], ["y"], keepdims=1)])
+    proto = onnx.load(path)
+    dims = [onnx.TensorShapeProto.Dimension(dim_value=-1), *2 * [onnx.TensorShapeProto.Dimension(dim_param="?")]]
+    for value, kept in ((proto.graph.input[0], dims), (proto.graph.output[0], dims[:1])):
+        shape = value.type.tensor_type.shape
+        del shape.dim[:]
+        shape.dim.extend(kept)
+    del proto.graph.output[0].type.tensor_type.shape.dim[:]
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(proto, path)
+    assert load_model(path).inputs[0].shape == ("x_0", "x_1", "x_2")
+    assert load_model(path, shapes={"x": (2, 3, 5)}).inputs[0].shape == (2, 3, 5)
+
+
 def test_stale_type_of_a_weight_gives_way_to_the_weight(tmp_path: Path) -> None:
     """As transformers' fusions state a scale of shape (1) as a scalar."""
     nodes = [helper.make_node("Mul", ["x", "w"], ["h"]), helper.make_node("Relu", ["h"], ["y"])]

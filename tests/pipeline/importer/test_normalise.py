@@ -9,9 +9,10 @@ import pytest
 from onnx import helper, numpy_helper
 
 from relaxtune.models import OnnxModel, load_model
+from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.importer.normalise import NormalisedGraph, normalise
 from relaxtune.pipeline.importer.quiet import quiet_libraries
-from tests.pipeline.importer.onnx_cases import ASSETS, float_tensor, make_model, run_reference
+from tests.pipeline.importer.onnx_cases import ASSETS, float_tensor, make_model, run_reference, run_relax
 
 
 def operators(graph: NormalisedGraph) -> Counter[str]:
@@ -134,6 +135,28 @@ def test_normalise_drops_identities_and_nodes_nobody_reads() -> None:
     ]
     graph = normalise(make_model(nodes, {"x": ("float32", (2,))}, {"y": ("float32", (2,))}).proto)
     assert [(node.op_type, list(node.input)) for node in graph.proto.graph.node] == [("Abs", ["x"])]
+
+
+def test_normalise_goes_on_without_a_step_that_fails_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """onnx-ir cannot drop an Identity in a branch that gives out what the whole graph gives out, too."""
+    branches = {
+        name: helper.make_graph(
+            [helper.make_node(op, ["h"], [name])], name, [], [helper.make_tensor_value_info(name, 1, [3])]
+        )
+        for name, op in (("then", "Identity"), ("other", "Neg"))
+    }
+    nodes = [
+        helper.make_node("Relu", ["x"], ["h"]),
+        helper.make_node("If", ["flag"], ["y"], then_branch=branches["then"], else_branch=branches["other"]),
+    ]
+    specs = {"h": ("float32", (3,)), "y": ("float32", (3,))}
+    model = make_model(nodes, {"x": ("float32", (3,)), "flag": ("bool", ())}, specs)
+    graph = normalise(model.proto)
+    assert "without the step 'drop identities', which fails on it" in caplog.text
+    assert operators(graph) == {"Relu": 1, "If": 1}
+    feeds = {"x": np.array([-1.0, 2.0, 3.0], "float32"), "flag": np.array(True)}
+    for got, want in zip(run_relax(import_model(model), feeds), run_reference(model, feeds), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_normalise_keeps_symbolic_sizes_symbolic() -> None:

@@ -7,11 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from onnx import helper
+from tvm import relax
 
+from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from tests.pipeline.importer.onnx_cases import make_model, run_reference
-from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered
+from tests.pipeline.passes.pass_cases import UNOPTIMISED, graph_of, run_lowered, state_of
 
 X = np.array([[np.nan, -2, 3, 0], [1, np.nan, -0.5, 7]], "float32")
 Z = np.array([[1, 2, -3, np.nan], [4, -1, np.nan, 0]], "float32")
@@ -45,6 +49,23 @@ def test_nan_comes_out(operator: str, feeds: dict[str, np.ndarray], attributes: 
     (want,) = run_reference(model, feeds)
     np.testing.assert_allclose(got, want, rtol=1e-5, equal_nan=True)
     assert np.isnan(got).any()
+
+
+def test_operator_over_unknown_sizes_is_refused_with_its_node() -> None:
+    """TVM leaves it as it is, and the code generator would fail on it without a name."""
+    x = relax.Var("x", relax.TensorType(ndim=2, dtype="float32"))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.nn.softmax(x), name_hint="scores")
+        builder.emit_func_output(result)
+    state = state_of(graph_of(lambda _, given: relax.op.nn.softmax(given), {"x": ((2, 3), "float32")}))
+    (known,) = state.sources
+    with_unknown = builder.get()
+    (binding,) = bindings_of(main_of(with_unknown))
+    state.sources[binding.var.name] = state.sources[known]
+    with pytest.raises(LoweringError, match=r"the sizes of what nn.softmax reads are not known \(node_.*\).*--shape"):
+        legalise_operators(with_unknown, state)
 
 
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 1, -2], "float32")

@@ -17,7 +17,9 @@ from relaxtune.pipeline.onnx_runtime import graph as graph_module
 from relaxtune.pipeline.onnx_runtime.graph import SplitGraph
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype, computes_in_half
 from relaxtune.pipeline.validate.reference import Reference, peer_session
+from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.upcast import upcast_to_float32
+from tests.pipeline.importer.onnx_cases import make_model
 
 
 def save(tmp_path: Path, nodes: list[onnx.NodeProto], **signature: object) -> OnnxModel:
@@ -164,3 +166,27 @@ def test_activations_of_4_bit_matmuls_are_not_rounded_to_8_bits(tmp_path: Path) 
     assert np.abs(Reference(model).run({"x": x})["y"] - exact).max() < 1e-4
     # What a user would run instead rounds.
     assert np.abs(peer_session(model, 1).run(["y"], {"x": x})[0] - exact).max() > 1e-2
+
+
+def test_numbers_that_decide_sizes_are_not_rounded_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    """A scale of 2 that is rounded down makes 19 of 10 places, and what follows does not fit."""
+    nodes = [
+        helper.make_node("Resize", ["x", "", "scales"], ["large"], mode="nearest"),
+        helper.make_node("Add", ["large", "z"], ["y"]),
+    ]
+    inputs = {"x": ("float32", (1, 1, 10, 10)), "z": ("float32", (1, 1, 20, 20))}
+    result = {"y": ("float32", (1, 1, 20, 20))}
+    scales = np.array([1, 1, 2, 2], "float32")
+    feeds = {
+        name: np.random.default_rng(0).standard_normal(shape).astype("float32") for name, (_, shape) in inputs.items()
+    }
+    plain = Reference(make_model(nodes, inputs, result, {"scales": scales}))
+    assert 0 < plain.moves(feeds, 2.0**-24, Tolerance(1e-4, 1e-4))["y"].largest < 1e-5
+    assert "without one answer" not in caplog.text
+    # Here the scale is computed, and rounded: that answer is left out.
+    nodes.insert(0, helper.make_node("Mul", ["half", "four"], ["scales"]))
+    constants = {"half": scales / 4, "four": np.array(4, "float32")}
+    with caplog.at_level("INFO"):
+        computed = Reference(make_model(nodes, inputs, result, constants)).moves(feeds, 2.0**-10, Tolerance(1e-4, 1e-4))
+    assert computed["y"].largest < 1e-5
+    assert "without one answer" in caplog.text
