@@ -102,10 +102,6 @@ def zero_dimension(folder: Path) -> Path:
     return write(folder / "model.onnx", small_model(shape=(0, 4)))
 
 
-def negative_dimension(folder: Path) -> Path:
-    return write(folder / "model.onnx", small_model(shape=(-3, 4)))
-
-
 def string_tensor(folder: Path) -> Path:
     nodes = [
         helper.make_node("StringNormalizer", ["x"], ["s"], name="lower"),
@@ -131,7 +127,6 @@ BAD_MODELS = {
     "wrong dtype": (wrong_dtype, ["product", "float"]),
     "opset too new": (opset_too_new, ["999"]),
     "zero dimension": (zero_dimension, ["'x'", "0"]),
-    "negative dimension": (negative_dimension, ["'x'", "-3"]),
     "string tensor": (string_tensor, ["'x'", "STRING"]),
 }
 
