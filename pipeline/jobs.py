@@ -17,6 +17,7 @@ from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import (
     accept,
     check_destination,
+    judging,
     record_validation,
     rejected_place,
     stage_beside,
@@ -307,22 +308,23 @@ def _compile(
             accept(made.directory, place.absolute())
             loaded, manifest = made.module, made.module.manifest
     validation = None
-    if validates:
-        with stage("validate"):
-            loaded = loaded or Module.load(place)
-            validation = validate_written(loaded, place, prepared.model, samples, limits, turn, reference())
-        manifest = record_validation(place, validation.to_json())
-        if not validation.passed:
-            missed = FAILED
-            if database is not None:
-                with stage("refute"):
-                    sizes = sizes_within(prepared.model, manifest.maxima)
-                    drawn = sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes)
-                    wrong = drawn[validation.failed_sample or 0]
-                    refute_kernels(prepared, choices, wrong, database, places)
-    elif samples:
-        logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
-    directory = settle(place, out, missed, sign)
+    with judging(place, out):
+        if validates:
+            with stage("validate"):
+                loaded = loaded or Module.load(place)
+                validation = validate_written(loaded, place, prepared.model, samples, limits, turn, reference())
+            manifest = record_validation(place, validation.to_json())
+            if not validation.passed:
+                missed = FAILED
+                if database is not None:
+                    with stage("refute"):
+                        sizes = sizes_within(prepared.model, manifest.maxima)
+                        drawn = sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes)
+                        wrong = drawn[validation.failed_sample or 0]
+                        refute_kernels(prepared, choices, wrong, database, places)
+        elif samples:
+            logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
+        directory = settle(place, out, missed, sign)
     if database is not None and record:
         artifact = artifact_of(manifest, directory, job_id)
         database.record_artifact(artifact)

@@ -231,6 +231,9 @@ def _serve(control: socket.socket) -> NoReturn:
 def _become(start: _Start, descriptors: list[int]) -> None:
     """Have the parent, descriptors, session and folder that were asked for."""
     while os.getppid() != start.parent:
+        if not os.path.exists(f"/proc/{start.parent}"):
+            # It was killed in the meantime, and nothing else knows of this process.
+            os._exit(1)
         time.sleep(0.001)
     # Before what libraries do at exit: ONNX Runtime would wait for a thread that no fork has.
     _LIBC.on_exit(_LIBC._exit, None)

@@ -109,6 +109,17 @@ def rejected_place(destination: Path) -> Path:
     return destination.with_name(f"{destination.name}.rejected")
 
 
+@contextlib.contextmanager
+def judging(written: Path, destination: Path) -> Iterator[None]:
+    """Remove an artifact that lies aside where an error or Ctrl-C comes before it is judged: nothing rejected it."""
+    try:
+        yield
+    except BaseException:
+        if written != destination:
+            shutil.rmtree(written, ignore_errors=True)
+        raise
+
+
 def accept(artifact: Path, destination: Path) -> None:
     """Move an artifact to its destination, in place of an artifact that is there.
 

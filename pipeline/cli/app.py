@@ -91,7 +91,7 @@ def expected_errors() -> tuple[type[BaseException], ...]:
     from relaxtune.schedules.errors import ScheduleError
     from relaxtune.tuning_db.errors import TuningDatabaseError
 
-    return (PipelineError, ModelError, ScheduleError, TuningDatabaseError, OSError, KeyboardInterrupt)
+    return (PipelineError, ModelError, ScheduleError, TuningDatabaseError, OSError, MemoryError, KeyboardInterrupt)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
         if debug:
             sys.stderr.write(printable(hide_secrets(traceback.format_exc())))
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__
-        print_error(text)
+        print_error(f"out of memory: {text}" if isinstance(error, MemoryError) else text)
         sys.exit(exit_code_of(error))
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -25,9 +25,20 @@ _LOG = logging.getLogger(__name__)
 # Whether an optional pass that fails ends the lowering. The tests set it: a bug in a pass must not hide in them.
 END_AT_FAILED_PASS = False
 
-# A pass written in Python is called by TVM, which hands on its errors by their names. It does not know the name of
-# Ctrl-C and of SIGTERM, and made a RuntimeError of them: a pass that failed, without which the compile went on.
+
+class _Exit(SystemExit):
+    """A `sys.exit` that TVM hands on as its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(int(text) if text.lstrip("-").isdecimal() else text or None)
+
+
+# A pass written in Python is called by TVM, which hands on its errors by their names. It does not know those of Ctrl-C,
+# of SIGTERM and of a handler that calls `sys.exit`, and made a RuntimeError of them: a pass that failed, without which
+# the compile went on.
 tvm_ffi.register_error("KeyboardInterrupt", KeyboardInterrupt)
+tvm_ffi.register_error("SystemExit", SystemExit)
+tvm_ffi.register_error("SystemExit", _Exit)
 
 
 def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions | None = None) -> LoweredModule:

@@ -17,6 +17,7 @@ import numpy as np
 from relaxtune.models import OnnxModel, load_model, save_model
 from relaxtune.pipeline.artifact.directory import (
     check_destination,
+    judging,
     record_validation,
     rejected_place,
     verify_artifact,
@@ -136,10 +137,12 @@ def refit_artifact(
     with stage("export"):
         written = write_directory(place, lambda staging: _write(directory, staging, again, arrays))
     seconds = time.perf_counter() - began
-    validation, written = _validated(place, model, samples) if runs else (None, written)
-    missed = FAILED if validation is not None and not validation.passed else None
+    with judging(place, out):
+        validation, written = _validated(place, model, samples) if runs else (None, written)
+        missed = FAILED if validation is not None and not validation.passed else None
+        settled = settle(place, out, missed, sign)
     same = tuple(name for name in arrays if name not in changed)
-    return Refit(settle(place, out, missed, sign), written, changed, same, seconds, validation)
+    return Refit(settled, written, changed, same, seconds, validation)
 
 
 def _merged(base: OnnxModel, adapter: Path, out: Path) -> Path:

@@ -42,3 +42,16 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     assert jobs.compile_model(REQUEST, out, samples=1).directory == out
     assert not rejected.exists()
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("tuning.db")] == ["artifact"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_an_artifact_that_was_not_judged_is_not_left_as_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def broken(*_: object) -> ValidationReport:
+        raise error
+
+    monkeypatch.setattr(jobs, "validate_written", broken)
+    with pytest.raises(error):
+        jobs.compile_model(REQUEST, tmp_path / "artifact", samples=1)
+    assert list(tmp_path.iterdir()) == []

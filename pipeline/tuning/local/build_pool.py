@@ -163,7 +163,13 @@ class BuildPool(Builder):
     def _start(self) -> ChildProcess:
         # A worker is one thread of the pool; what it calls must not start more. It sees no GPU: TVM sets CUDA up when
         # it drops a compiled module. Thirty-two processes that did so at once stood still for five seconds.
-        environment = {"OMP_NUM_THREADS": "1", "TVM_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # What it needs for a while goes with the pool's directory, also where it is killed.
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "TVM_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TMPDIR": str(self._directory),
+        }
         return ChildProcess(BUILD_MODULE, environment, self._server)
 
     def _work(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -24,7 +25,10 @@ _GRACE_S, _EXIT_INTERRUPTED = 1.5, 130
 _PROBE = signal.SIGURG
 # What the watcher reads when a handler's KeyboardInterrupt was lost, and the seconds until it sends the signal again.
 _LOST, _AGAIN_S = 0, 0.02
-_ENDED = b"interrupted inside native code: the process ends at once; the next run sweeps what it leaves\n"
+# Seconds in which an interrupt ends the command. After them it comes again, at most so often; then the process ends.
+_LEAVES_S, _TIMES_MAX = 5.0, 4
+_NATIVE = b"interrupted inside native code: the process ends at once; the next run sweeps what it leaves\n"
+_KEPT = b"interrupted, and still going on: the process ends at once; the next run sweeps what it leaves\n"
 
 
 class StopSignal:
@@ -87,11 +91,15 @@ _patient: list[StopSignal] = []
 
 @contextlib.contextmanager
 def signals_end_native_code() -> Iterator[None]:
-    """End the process where Ctrl-C or SIGTERM finds the main thread in native code that goes on.
+    """End the process where Ctrl-C or SIGTERM does not end the command.
 
     Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread hears
     of the signal at once. It asks the main thread for a sign of life, and ends the process without one. Nothing is left
     half-written: artifacts are renamed into place, records are committed whole, children end with their parent.
+
+    Code that is interrupted may also take the KeyboardInterrupt for an error of its own: TVM tries rules under a bare
+    `except:`. The command would go on as if nothing had happened, so the thread sends the signal again, and in the end
+    ends the process.
 
     A handler may also run where Python drops what it raises: in a weak reference's callback, a destructor or a callback
     of C. Python tells `sys.unraisablehook` of it, and the thread sends the signal again.
@@ -110,8 +118,23 @@ def signals_end_native_code() -> Iterator[None]:
         else:
             report(dropped)
 
+    def end(why: bytes) -> None:
+        os.write(2, why)
+        os._exit(_EXIT_INTERRUPTED)
+
     def watch() -> None:
-        while number := os.read(reader, 1):
+        # How often a KeyboardInterrupt was raised that has to end the command.
+        raised = 0
+        while True:
+            if not select.select([reader], [], [], _LEAVES_S if raised else None)[0]:
+                raised += 1
+                if raised > _TIMES_MAX:
+                    end(_KEPT)
+                signal.pthread_kill(main, signal.SIGINT)
+                continue
+            number = os.read(reader, 1)
+            if not number:
+                return
             if number[0] == _LOST:
                 time.sleep(_AGAIN_S)
                 signal.pthread_kill(main, signal.SIGINT)
@@ -121,8 +144,8 @@ def signals_end_native_code() -> Iterator[None]:
             alive.clear()
             signal.pthread_kill(main, _PROBE)
             if not alive.wait(_GRACE_S):
-                os.write(2, _ENDED)
-                os._exit(_EXIT_INTERRUPTED)
+                end(_NATIVE)
+            raised = raised or 1
 
     thread = threading.Thread(target=watch, name="signals", daemon=True)
     thread.start()

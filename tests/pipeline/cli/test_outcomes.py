@@ -163,3 +163,12 @@ def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_p
     assert f"of{named}" in column(relaxtune(*command, "--db", empty, *shared), "record").replace(" ", "")
     assert tuned.database.read_bytes() == content
     assert "each once" in relaxtune(*command, "--db", tuned.database, *shared, code=1)
+
+
+def test_a_command_that_runs_out_of_memory_says_so(relaxtune, monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 3.6 TiB for an array")
+
+    monkeypatch.setattr("relaxtune.pipeline.inspect.inspect_model", refuse)
+    told = relaxtune("inspect", "bert-tiny", "--target", "llvm", code=1)
+    assert "error: out of memory: Unable to allocate 3.6 TiB for an array" in told

@@ -3,7 +3,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -291,18 +291,35 @@ def test_lower_goes_on_without_optional_passes_when_one_makes_what_a_needed_pass
         lower(graph_of_zoo("t5-tiny"), LLVM)
 
 
+@pytest.mark.parametrize("code", [0, 3, None, "why"])
+def test_an_exit_inside_a_pass_that_tvm_calls_is_no_failure_of_the_pass(
+    monkeypatch: pytest.MonkeyPatch, code: object
+) -> None:
+    _with_failing(monkeypatch, _called_by_tvm(lambda: sys.exit(code)), strict=False)
+    with pytest.raises(SystemExit) as ended:
+        lower(graph_of_zoo("t5-tiny"), LLVM)
+    assert ended.value.code == code
+
+
 def test_an_interrupt_inside_a_pass_that_tvm_calls_is_no_failure_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = _called_by_tvm(lambda: signal.raise_signal(signal.SIGINT))
+    _with_failing(monkeypatch, step, strict=False)
+    with pytest.raises(KeyboardInterrupt):
+        lower(graph_of_zoo("t5-tiny"), LLVM)
+
+
+def _called_by_tvm(end: Callable[[], object]) -> Step:
+    """Return a step in whose pass something else ends the process."""
+
     def interrupted(mod: tvm.ir.IRModule, _: LoweringState) -> tvm.ir.IRModule:
         @tvm.transform.module_pass(opt_level=0)
         def in_tvm(_mod: tvm.ir.IRModule, _context: tvm.transform.PassContext) -> tvm.ir.IRModule:
-            signal.raise_signal(signal.SIGINT)
-            raise AssertionError("the signal's handler raises")
+            end()
+            raise AssertionError("this is raised before")
 
         return in_tvm(mod)
 
-    _with_failing(monkeypatch, Step(Phase.PATTERNS, "interrupted_pass", interrupted), strict=False)
-    with pytest.raises(KeyboardInterrupt):
-        lower(graph_of_zoo("t5-tiny"), LLVM)
+    return Step(Phase.PATTERNS, "interrupted_pass", interrupted)
 
 
 def test_precision_passes_are_those_that_make_the_precision() -> None:

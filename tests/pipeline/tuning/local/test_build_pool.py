@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,10 +36,10 @@ from tests.pipeline.tuning.tuning_cases import (
 
 @dataclass(frozen=True)
 class TellingRecipe(Recipe):
-    """A recipe that fails with what its process sees of the GPUs."""
+    """A recipe that fails with what its process sees of the GPUs, and where it keeps what it needs for a while."""
 
     def make(self) -> tvm.ir.IRModule:
-        raise TemplateError(f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
+        raise TemplateError(f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')!r}; files: {tempfile.gettempdir()}")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,12 @@ def test_a_build_process_sees_no_gpu(pool: BuildPool, place: Place, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (result,) = build(pool, place, TellingRecipe(b"", place.target, ""))
     assert "GPUs: ''" in str(result.error)
+
+
+def test_what_a_killed_build_process_leaves_goes_with_the_directory_of_its_pool(tmp_path: Path, place: Place) -> None:
+    with closing(BuildPool(1, tmp_path)) as pool:
+        (result,) = build(pool, place, TellingRecipe(b"", place.target, ""))
+    assert f"files: {tmp_path}" in str(result.error)
 
 
 @pytest.mark.parametrize("function", ["exp", "erf", "tanh"])

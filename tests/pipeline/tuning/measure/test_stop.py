@@ -44,6 +44,33 @@ def test_a_signal_ends_native_code() -> None:
         assert (process.returncode, b"interrupted inside native code" in process.stderr.read()) == (130, True)
 
 
+# What takes an interrupt for an error of its own and goes on, as TVM's rules for GPUs do under a bare `except:`.
+_TAKEN = """
+import signal, time
+from relaxtune.pipeline.tuning.measure import stop
+
+stop._LEAVES_S = 0.05
+taken = []
+signal.signal(signal.SIGINT, lambda *_: taken.append(1))
+with stop.signals_end_native_code():
+    print("ready", flush=True)
+    while len(taken) < {times}:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("times", "code"), [(3, 0), (100, 130)])
+def test_an_interrupt_that_is_taken_for_an_error_comes_again_until_the_process_ends(times: int, code: int) -> None:
+    program = _TAKEN.format(times=times)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.read()
+    assert (process.returncode, b"interrupted, and still going on" in told) == (code, code == 130)
+
+
 def test_python_that_runs_is_left_to_its_handlers() -> None:
     stop = StopSignal()
     with signals_end_native_code(), ctrl_c_requests(stop):
