@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.errors import DatabaseLostError, DatabaseOpenError
 from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.sql.column_types import DamagedValueError
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.tuning_db.postgres_server import Server, restartable_server
@@ -53,8 +54,42 @@ def test_a_connection_that_the_server_ends_in_its_first_transaction_is_made_agai
         assert database.read(work) == 7
 
 
+def test_a_server_that_is_away_as_a_run_starts_is_waited_for(server, samples, caplog):
+    server.stop()
+    back = threading.Timer(1.0, server.start)
+    back.start()
+    began = time.monotonic()
+    with SqlDatabase.open(server.url) as database:
+        assert time.monotonic() - began > 0.9
+        database.record_workload(samples.workload())
+        database.record_measurement(samples.record(seed=0))
+        assert database.count_records() == 1
+    back.join()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "does not answer: it is waited for up to 10 s" in told
+
+
+def test_a_server_that_refuses_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.START_WAIT_S", 1e9)
+    with pytest.raises(DatabaseOpenError, match="not exist"):
+        SqlDatabase.open(server.url.replace("/postgres?", "/misspelt?"))
+
+
+def test_a_damaged_row_is_no_server_that_went_away(server, monkeypatch):
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.RECONNECT_WAIT_S", 1e9)
+
+    def damaged(_: Session) -> None:
+        raise DamagedValueError("no such status")
+
+    with SqlDatabase.open(server.url) as database:
+        with pytest.raises(DatabaseOpenError, match="is damaged") as raised:
+            database.read(damaged)
+        assert not isinstance(raised.value, DatabaseLostError)
+
+
 def test_a_server_that_stays_away_is_told_and_its_return_is_enough(server, samples, monkeypatch):
-    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.RECONNECT_WAIT_S", 0.5)
+    for name in ("RECONNECT_WAIT_S", "START_WAIT_S"):
+        monkeypatch.setattr(f"relaxtune.tuning_db.sql.transactions.{name}", 0.5)
     with SqlDatabase.open(server.url) as database:
         database.record_workload(samples.workload())
         server.stop()

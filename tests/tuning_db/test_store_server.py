@@ -115,7 +115,8 @@ def test_empty_database_is_refused_when_its_user_may_not_make_tables(empty_postg
         SqlDatabase.open(url, create=False)
 
 
-def test_server_that_is_not_there_is_named(tmp_path):
+def test_server_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.START_WAIT_S", 0.0)
     with pytest.raises(DatabaseOpenError, match=r"Cannot reach the database .*Check host, port"):
         SqlDatabase.open(f"postgresql://postgres@/nix?host={tmp_path}")
 

@@ -153,6 +153,23 @@ def make_engine(location: Location, *, read_only: bool, create: bool) -> Engine:
     return engine
 
 
+def is_away(engine: Engine) -> bool:
+    """Return whether no PostgreSQL server answers, or one that is starting or stopping: it may soon be there."""
+    from psycopg import ProgrammingError
+    from psycopg.conninfo import make_conninfo
+    from psycopg.pq import PGconn, Ping
+
+    _, named = engine.dialect.create_connect_args(engine.url)
+    # What is no text or number is for the driver, not for the server.
+    options = {name: value for name, value in named.items() if isinstance(value, str | int)}
+    try:
+        place = make_conninfo("", **options)
+    except ProgrammingError:  # an option that the driver does not know
+        return False
+    # What a message of the driver says depends on the language of the system.
+    return PGconn.ping(place.encode()) in (Ping.REJECT, Ping.NO_RESPONSE)
+
+
 def _configure_postgresql(connection: DBAPIConnection, _record: object) -> None:
     # The driver prepares what it sends often. A plan kept from when the tables were small reads all of them later.
     cursor = connection.cursor()

@@ -26,7 +26,7 @@ from relaxtune.tuning_db.errors import (
 )
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.column_types import DamagedValueError
-from relaxtune.tuning_db.sql.engine import Location, transaction_options, translate_error
+from relaxtune.tuning_db.sql.engine import Location, is_away, transaction_options, translate_error
 from relaxtune.tuning_db.sql.kept_file import KeptFile
 
 _LOG = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ T = TypeVar("T")
 LOCK_WAIT_S = 120.0
 #: Longest pause between attempts. It does not grow: all who wait have the same chance whenever the lock is free.
 LOCK_PAUSE_S = 0.05
-#: How long a server that had answered, and went away, is waited for.
-RECONNECT_WAIT_S = 30.0
+#: How long a server that had answered, and went away, is waited for, and how long one that has not answered yet.
+RECONNECT_WAIT_S, START_WAIT_S = 30.0, 10.0
 RECONNECT_PAUSE_S = 0.5
 
 
@@ -53,7 +53,7 @@ class Transactions:
         # A memory database has one connection, so its transactions take turns.
         self._memory_turn = threading.RLock()
         self._writes = 0
-        self._answered = False
+        self._answered = self._waited = False
         self._file = KeptFile(location.path) if location.path is not None and mode is not Mode.READ_ONLY else None
 
     def close(self) -> None:
@@ -130,8 +130,9 @@ class Transactions:
             self._writes += 1
 
     def _retrying(self, work: Callable[[Session], T], *, write: bool, single: bool) -> T:
-        """Run `work` again after a lock, and after a server went away that had answered: what it wrote is keyed."""
+        """Run `work` again after a lock, and after a server went away: what it wrote is keyed."""
         began = monotonic()
+        refusals = 0
         while True:
             try:
                 with self._transaction(write=write, single=single) as session:
@@ -139,18 +140,33 @@ class Transactions:
             except DatabaseBusyError as e:
                 self._pause(e, began, LOCK_WAIT_S, LOCK_PAUSE_S)
             except DatabaseOpenError as e:
+                if self._location.dialect == "sqlite" or isinstance(e.__cause__, DamagedValueError):
+                    raise
                 # A server that says itself that it stops or starts has answered.
                 self._answered |= isinstance(e, DatabaseLostError)
-                if not self._answered or self._location.dialect == "sqlite":
+                if self._answered:
+                    lost = DatabaseLostError(str(e))
+                    lost.__cause__ = e
+                    self._pause(lost, began, RECONNECT_WAIT_S, RECONNECT_PAUSE_S)
+                    continue
+                # One refusal proves nothing: the server may have come between the attempt and the question.
+                refusals = 0 if self._is_away() else refusals + 1
+                if refusals > 1:
                     raise
-                lost = DatabaseLostError(str(e))
-                lost.__cause__ = e
-                self._pause(lost, began, RECONNECT_WAIT_S, RECONNECT_PAUSE_S)
+                self._pause(e, began, START_WAIT_S, RECONNECT_PAUSE_S)
             else:
                 self._answered = True
                 if write and self._file is not None:
                     self._file.hold()
                 return result
+
+    def _is_away(self) -> bool:
+        if not is_away(self._engine):
+            return False
+        if not self._waited:
+            self._waited = True
+            _LOG.warning("the server of %s does not answer: it is waited for up to %g s", self.url, START_WAIT_S)
+        return True
 
     def _pause(self, error: TuningDatabaseError, began: float, wait_s: float, pause_s: float) -> None:
         """Wait a moment before the next attempt, or raise `error` when all waiting was in vain."""

@@ -80,6 +80,7 @@ def test_no_output_holds_a_secret(server, tmp_path, capfd, monkeypatch):
     run("compile", model, "--target", "llvm", "--db", out / "none.db", "--shared-db", url, "--verbose",
         "--out", out / "b")  # fmt: skip
     monkeypatch.chdir(out)
+    monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.START_WAIT_S", 0.0)
     plan.write_text(PLAN.format(url=url, out=out / "cells"))
     for words in (["plan"], ["run"], ["status"], ["resume"]):
         run("batch", *words, plan, "--format", "json")
