@@ -162,6 +162,25 @@ def test_fold_hides_only_the_constants_of_the_large_result(monkeypatch: pytest.M
     assert_agrees(run_module(folded, [x]), [(x + 1) * 3], 1e-6)
 
 
+@pytest.mark.parametrize("source", ["float32", "float64"])
+@pytest.mark.parametrize("target", ["int8", "uint8", "int16", "int32", "int64"])
+def test_fold_casts_numbers_that_no_integer_has_as_onnx_runtime_does(source: str, target: str) -> None:
+    """ONNX leaves infinities, NaN and what is too large open; ONNX Runtime does as the processor, and as NumPy."""
+    numbers = [np.inf, -np.inf, np.nan, 1e20, -1e20, 300.0, -3.5]
+
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        folded = [b.emit(op.astype(b.emit(op.negative(c(one, source))), target)) for one in numbers]
+        return relax.Tuple([x, *folded])
+
+    graph = graph_of(build, X)
+    folded = fold_constants(graph.mod, state_of(graph))
+    assert operators_of(folded) == []
+    _, *found = run_module(folded, [normal(2, 3, 8)])
+    with np.errstate(all="ignore"):
+        expected = [(-np.array(one, source)).astype(target) for one in numbers]
+    assert [value.tolist() for value in found] == [value.tolist() for value in expected]
+
+
 def test_accumulate_widens_sums_and_keeps_dtypes() -> None:
     def build(b: relax.BlockBuilder, x: relax.Var, image: relax.Var) -> relax.Expr:
         y = b.emit(op.nn.softmax(b.emit(op.matmul(x, c(normal(8, 8, dtype="float16"), "float16")))))
