@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -42,12 +44,25 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where the runtime is installed, with a program that was built with its CMake package."""
     folder = tmp_path_factory.mktemp("cpp")
     wheels = [f"-DTVM_WHEEL={Path(tvm.__file__).parent}", f"-DTVM_FFI_WHEEL={Path(tvm_ffi.__file__).parent}"]
-    cmake("-S", SOURCES, "-B", folder / "build", *wheels, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
+    # As on Ubuntu, where the linker drops libraries of which no symbol is used.
+    linker = "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--as-needed"
+    cmake("-S", SOURCES, "-B", folder / "build", *wheels, linker, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
     cmake("--build", folder / "build", "--parallel", "2")
     cmake("--install", folder / "build", "--prefix", folder / "prefix")
     cmake("-S", HERE, "-B", folder / "program", f"-DCMAKE_PREFIX_PATH={folder / 'prefix'}")
     cmake("--build", folder / "program")
     return folder
+
+
+def client(runtime: Path, *words: object) -> list[str]:
+    """Return the command of a program that runs an artifact through the C functions."""
+    parts = (
+        HERE / "client.py",
+        runtime / "program/libcrash.so",
+        runtime / "prefix/lib/librelaxtune_runtime.so",
+        *words,
+    )
+    return [sys.executable, *map(str, parts)]
 
 
 def calls_through_c(
@@ -60,12 +75,13 @@ def calls_through_c(
         place.mkdir()
     for number, inputs in enumerate(calls):
         np.savez(given / f"{number:04}.npz", **inputs)
-    library = runtime / "prefix/lib/librelaxtune_runtime.so"
-    command = [sys.executable, "-X", "faulthandler", HERE / "client.py", library, artifact, given, made, *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    # All symbols at once, as for code that was linked so.
+    environment = {**os.environ, "LD_BIND_NOW": "1"}
+    command = client(runtime, artifact, given, made, *words)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        written = f"{len(list(made.iterdir()))} of {len(calls)} calls written"
-        raise RuntimeError(f"exit code {done.returncode}, {written}: {done.stderr.strip()}")
+        at = made.with_suffix(".at").read_text()
+        raise RuntimeError(f"exit code {done.returncode} at {at}: {done.stderr.strip()}")
     found = []
     for file in sorted(made.iterdir()):
         with np.load(file) as stored:
@@ -266,45 +282,68 @@ def gpu_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ).directory
 
 
-def over_fake_cuda(runtime: Path, log: Path, *words: object) -> tuple[subprocess.CompletedProcess[str], dict[str, int]]:
+def over_fake_cuda(
+    runtime: Path, log: Path, command: Sequence[str], **variables: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, int]]:
     """Return a command's end and what it asked of a CUDA driver without a GPU, which tells of wrong calls."""
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(runtime / "program/fake"), "FAKE_CUDA_LOG": str(log)}
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, env=environment)
+    own = {"LD_LIBRARY_PATH": str(runtime / "program/fake"), "FAKE_CUDA_LOG": str(log)}
+    environment = {**os.environ, **own, **variables}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     return done, json.loads(log.read_text()) if log.exists() else {}
 
 
-@pytest.mark.parametrize("stream", ["default", "own"])
+def calls_of_rows(folder: Path, counts: Sequence[int]) -> tuple[Path, Path]:
+    """Return where calls of so many rows are given, and where their outputs go."""
+    given, made = folder / "given", folder / "made"
+    given.mkdir()
+    made.mkdir()
+    for count in counts:
+        np.savez(given / f"{count:04}.npz", x=rows(count))
+    return given, made
+
+
+@pytest.mark.parametrize(
+    ("words", "captured", "launches"),
+    [
+        # More sets of sizes than graphs are kept (32); four rows are the bucket, whose one graph is TVM's.
+        (("default", "graphs"), 40, 39 + 32 + 2),
+        (("own", "graphs"), 40, 39 + 32 + 2),
+        (("own",), 1, 2),
+    ],
+)
 def test_cuda_calls_are_in_order_over_a_driver_without_a_gpu(
-    runtime: Path, gpu_layers: Path, tmp_path: Path, stream: str
+    runtime: Path, gpu_layers: Path, tmp_path: Path, words: tuple[str, ...], captured: int, launches: int
 ) -> None:
-    (tmp_path / "given").mkdir()
-    (tmp_path / "made").mkdir()
-    # More sets of sizes than graphs are kept (32); four rows are the bucket, whose graph is TVM's.
-    for count in range(1, 41):
-        np.savez(tmp_path / f"given/{count:04}.npz", x=rows(count))
-    library = runtime / "prefix/lib/librelaxtune_runtime.so"
-    command = (
-        sys.executable,
-        HERE / "client.py",
-        library,
-        gpu_layers,
-        tmp_path / "given",
-        tmp_path / "made",
-        3,
-        stream,
-    )
-    done, counts = over_fake_cuda(runtime, tmp_path / "log", *command)
+    given, made = calls_of_rows(tmp_path, range(1, 41))
+    done, counts = over_fake_cuda(runtime, tmp_path / "log", client(runtime, gpu_layers, given, made, 3, *words))
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(list((tmp_path / "made").iterdir())) == 40
-    assert counts["captured"] >= 39
-    assert counts["launches"] >= 39
-    assert (counts["executables"], counts["graphs"], counts["streams"]) == (0, 0, int(stream == "own"))
+    assert len(list(made.iterdir())) == 40
+    assert (counts["captured"], counts["launches"]) == (captured, launches)
+    # Two kernels a call, alone or in a graph; the first call with symbolic sizes is made twice, to find constants.
+    assert (counts["kernels"], counts["copies"]) == (2 * (120 + 1), 2 * 120)
+    assert (counts["executables"], counts["graphs"], counts["streams"]) == (0, 0, int("own" in words))
+
+
+@pytest.mark.parametrize(
+    ("function", "at"),
+    [("cuGraphLaunch", "0005.npz of round 2"), ("end", "the end of the process")],
+)
+def test_a_crash_in_the_driver_says_where_although_tvm_says_nothing(
+    runtime: Path, gpu_layers: Path, tmp_path: Path, function: str, at: str
+) -> None:
+    given, made = calls_of_rows(tmp_path, [5])
+    command = client(runtime, gpu_layers, given, made, 3, "own", "graphs")
+    done, _ = over_fake_cuda(runtime, tmp_path / "log", command, FAKE_CUDA_CRASH=function)
+    assert done.returncode == -signal.SIGSEGV
+    assert "called from:" in done.stderr
+    assert re.search(r"libcudart\.so", done.stderr)
+    assert made.with_suffix(".at").read_text() == at
 
 
 def test_an_artifact_and_outputs_that_live_until_the_process_ends_make_no_cuda_call(
     runtime: Path, gpu_layers: Path, tmp_path: Path
 ) -> None:
-    done, counts = over_fake_cuda(runtime, tmp_path / "log", runtime / "program/kept", gpu_layers)
+    done, counts = over_fake_cuda(runtime, tmp_path / "log", [str(runtime / "program/kept"), str(gpu_layers)])
     assert (done.returncode, done.stderr) == (0, "")
     assert counts["kernels"] > 0
 
@@ -312,9 +351,12 @@ def test_an_artifact_and_outputs_that_live_until_the_process_ends_make_no_cuda_c
 @pytest.mark.gpu
 @pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")
 @pytest.mark.parametrize("stream", ["default", "own"])
-@pytest.mark.parametrize("form", ["static", "symbolic", "unpadded"])
-def test_cuda_graphs_give_the_bits_of_python_on_any_stream(
-    runtime: Path, tmp_path: Path, form: str, stream: str
+@pytest.mark.parametrize(
+    ("form", "graphs"),
+    [("static", ""), ("symbolic", ""), ("symbolic", "graphs"), ("unpadded", ""), ("unpadded", "graphs")],
+)
+def test_a_gpu_gives_the_bits_of_python_on_any_stream(
+    runtime: Path, tmp_path: Path, form: str, graphs: str, stream: str
 ) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     shape: tuple[int | str, ...] = (2, 16) if form == "static" else ("batch", "sequence")
@@ -330,5 +372,5 @@ def test_cuda_graphs_give_the_bits_of_python_on_any_stream(
         mask = rng.random(size) < 0.7 if form == "unpadded" else np.ones(size)
         given = (rng.integers(0, 100, size), mask.astype("int64"), np.zeros(size, "int64"))
         calls.append(dict(zip(names, given, strict=True)))
-    assert_same(runtime, made.directory, calls[:5], tmp_path, 4, stream)
-    assert_same(runtime, made.directory, calls, tmp_path, 3, stream)
+    assert_same(runtime, made.directory, calls[:5], tmp_path, 4, stream, graphs)
+    assert_same(runtime, made.directory, calls, tmp_path, 3, stream, graphs)

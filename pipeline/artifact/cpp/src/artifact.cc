@@ -7,19 +7,18 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
-#include <unistd.h>
 
-#include <filesystem>
+#include <algorithm>
 #include <mutex>
 #include <set>
 
 #include "gpu.h"
+#include "loading.h"
 #include "manifest.h"
 #include "padding.h"
 #include "size_graphs.h"
 #include "tensors.h"
 #include "token_list.h"
-#include "weights.h"
 
 namespace relaxtune {
 namespace {
@@ -65,28 +64,11 @@ void ConfigureThreads(int threads) {
   configured = wanted;
 }
 
-// The loader takes a path that it has opened before for the same file, and two artifacts must not share one state: so
-// the code gets a name that was never used.
-ffi::Module LoadCode(const std::string& path) {
-  std::string name = std::filesystem::temp_directory_path() / "relaxtune-XXXXXX";
-  if (mkdtemp(name.data()) == nullptr) throw Error("no folder can be made", name, "set TMPDIR to one that is writable");
-  std::filesystem::path folder(name), copy = folder / "model.so";
-  try {
-    std::filesystem::copy_file(path, copy);
-    ffi::Module module = ffi::Module::LoadFromFile(copy.string());
-    std::filesystem::remove_all(folder);
-    return module;
-  } catch (const std::exception& e) {
-    std::filesystem::remove_all(folder);
-    throw Error(std::string("it cannot be loaded: ") + e.what(), path, "compile the model again");
-  }
-}
-
 // The code of one set of shapes: the artifact's own, or a bucket's.
 class Code {
  public:
   Code(const std::string& directory, const CodeEntry& entry, const std::map<std::string, Tensor>& weights,
-       const std::optional<Unpadding>& unpadding, DLDevice device)
+       const std::optional<Unpadding>& unpadding, DLDevice device, bool size_graphs)
       : entry_(entry),
         device_(device),
         machine_(LoadCode(directory + "/" + entry.file)->GetFunction("vm_load_executable").value()().cast<ffi::Module>()) {
@@ -101,7 +83,7 @@ class Code {
     }
     if (unpadding) tokens_.emplace(*unpadding, device);
     if (entry.cuda_graph && IsStatic()) SaveWithBuffers();
-    if (entry.cuda_graph && !IsStatic()) graphs_ = std::make_unique<SizeGraphs>(machine_, device);
+    if (size_graphs && entry.cuda_graph && !IsStatic()) graphs_ = std::make_unique<SizeGraphs>(machine_, device);
   }
 
   const CodeEntry& entry() const { return entry_; }
@@ -350,9 +332,11 @@ Artifact Artifact::Load(const std::string& directory, const Options& options) {
   try {
     ConfigureThreads(options.threads);
     auto weights = LoadWeights(directory + "/params.safetensors", state->device);
-    state->codes.emplace_back(directory, manifest.main, weights, manifest.unpadding, state->device);
-    for (const CodeEntry& bucket : manifest.buckets)
-      state->codes.emplace_back(directory, bucket, weights, manifest.unpadding, state->device);
+    auto add = [&](const CodeEntry& entry) {
+      state->codes.emplace_back(directory, entry, weights, manifest.unpadding, state->device, options.size_graphs);
+    };
+    add(manifest.main);
+    std::for_each(manifest.buckets.begin(), manifest.buckets.end(), add);
   } catch (const ffi::Error& e) {
     throw Error(std::string("it cannot be loaded: ") + e.message(), directory, "compile the model again");
   }

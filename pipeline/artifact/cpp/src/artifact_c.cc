@@ -37,7 +37,8 @@ int relaxtune_load(const char* directory, const relaxtune_options* options, rela
   return Guarded([&] {
     relaxtune::Options asked;
     if (options != nullptr)
-      asked = {options->verify != 0, options->device, options->threads, options->host_outputs != 0};
+      asked = {options->verify != 0, options->device, options->threads, options->host_outputs != 0,
+               options->size_graphs != 0};
     *out = new relaxtune_artifact{relaxtune::Artifact::Load(directory, asked)};
   });
 }

@@ -1,9 +1,11 @@
-"""Run an artifact through the C functions, with ctypes and NumPy alone: LIBRARY DIR INPUTS OUTPUTS [ROUNDS [own]]."""
+"""Run an artifact through the C functions, with ctypes and NumPy alone.
+
+CRASH LIBRARY DIR INPUTS OUTPUTS [ROUNDS [default|own [graphs]]]; CRASH is what tells of crashes (`crash.cc`).
+"""
 
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import sys
 from pathlib import Path
 
@@ -60,12 +62,23 @@ def own_stream() -> ctypes.c_void_p:
     return stream
 
 
-def main(library: str, directory: str, inputs: str, outputs: str, rounds: str = "2", stream: str = "default") -> None:
-    """Load, run the call of each file of a folder in each round, write the outputs of the last one."""
-    lib = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    # Again: TVM's library has put a handler of its own in its place, which prints nothing after a call to no code.
-    faulthandler.disable()
-    faulthandler.enable()
+def main(
+    crash: str,
+    library: str,
+    directory: str,
+    inputs: str,
+    outputs: str,
+    rounds: str = "2",
+    stream: str = "default",
+    graphs: str = "",
+) -> None:
+    """Load, run the call of each file of a folder in each round, write the outputs of the last one.
+
+    What it is at is written beside the outputs, since some crashes print nothing.
+    """
+    at = Path(outputs).with_suffix(".at")
+    lib = ctypes.CDLL(library)
+    ctypes.CDLL(crash).print_crashes()
     lib.relaxtune_last_error.restype = lib.relaxtune_input_name.restype = ctypes.c_char_p
     lib.relaxtune_output_name.restype = ctypes.c_char_p
     lib.relaxtune_input_count.restype = lib.relaxtune_output_count.restype = ctypes.c_size_t
@@ -83,14 +96,20 @@ def main(library: str, directory: str, inputs: str, outputs: str, rounds: str = 
         check(lib.relaxtune_run(artifact, tensors, ctypes.c_size_t(len(arrays)), on, made))
         return {lib.relaxtune_output_name(artifact, ctypes.c_size_t(n)).decode(): taken(made[n]) for n in range(count)}
 
-    options = (ctypes.c_int32 * 4)(1, 0, 0, 1)
+    options = (ctypes.c_int32 * 5)(1, 0, 0, 1, graphs == "graphs")
+    at.write_text("loading")
     check(lib.relaxtune_load(directory.encode(), options, ctypes.byref(artifact)))
     names = [lib.relaxtune_input_name(artifact, ctypes.c_size_t(n)) for n in range(lib.relaxtune_input_count(artifact))]
     count = lib.relaxtune_output_count(artifact)
     on = own_stream() if stream == "own" else None
-    for _ in range(int(rounds)):
-        results = {file.name: call(file) for file in sorted(Path(inputs).iterdir())}
+    results = {}
+    for number in range(int(rounds)):
+        for file in sorted(Path(inputs).iterdir()):
+            at.write_text(f"{file.name} of round {number + 1}")
+            results[file.name] = call(file)
+    at.write_text("freeing the artifact")
     lib.relaxtune_free(artifact)
+    at.write_text("the end of the process")
     for name, found in results.items():
         np.savez(Path(outputs) / name, **found)
 

@@ -3,7 +3,7 @@
 
 #include <cstdio>
 
-#include "crash.h"
+extern "C" void print_crashes();
 
 namespace {
 std::unique_ptr<relaxtune::Artifact> artifact;
@@ -11,7 +11,7 @@ std::vector<relaxtune::Output> outputs;
 }  // namespace
 
 int main(int, char** words) {
-  PrintCrashes();
+  print_crashes();
   try {
     artifact = std::make_unique<relaxtune::Artifact>(relaxtune::Artifact::Load(words[1]));
     std::vector<float> x(4 * 32);

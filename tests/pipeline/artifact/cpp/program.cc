@@ -6,10 +6,10 @@
 #include <fstream>
 #include <iterator>
 
-#include "crash.h"
+extern "C" void print_crashes();
 
 int main(int, char** words) {
-  PrintCrashes();
+  print_crashes();
   try {
     auto artifact = relaxtune::Artifact::Load(words[1]);
     std::ifstream file(words[2], std::ios::binary);

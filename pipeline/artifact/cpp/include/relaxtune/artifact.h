@@ -53,6 +53,9 @@ struct Options {
   int threads = 0;
   // Whether outputs come to the host; a run then waits for them. No difference on a CPU.
   bool host_outputs = false;
+  // Whether calls with symbolic sizes run as a CUDA graph from the second call of the same sizes on: less time of the host
+  // for each call. Off, because such graphs have not run on a GPU from C++. No difference where all sizes are known.
+  bool size_graphs = false;
 };
 
 struct OutputDeleter {
@@ -79,7 +82,7 @@ class RELAXTUNE_API Artifact {
   // it lies; any other is copied. On CUDA everything is put on `stream`; artifacts on streams of their own run at once, and
   // one that goes to another stream than in its last call waits for the GPU first. A call goes to the smallest shape bucket
   // that it fits: at exactly its sizes, or padded and cut back where the manifest allows that, the inputs are on the host,
-  // and the outputs come there. Any other call runs with symbolic sizes, as a CUDA graph from the second call of them on.
+  // and the outputs come there. Any other call runs with symbolic sizes.
   std::vector<Output> Run(const std::vector<DLTensor>& inputs, void* stream = nullptr);
 
  private:

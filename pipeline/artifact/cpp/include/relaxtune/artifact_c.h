@@ -19,9 +19,11 @@ typedef struct {
   int32_t device;       /* which device of the artifact's kind */
   int32_t threads;      /* 0: one for each core that the process may use */
   int32_t host_outputs; /* not 0: outputs come to the host, and a run waits for them */
+  int32_t size_graphs;  /* not 0: symbolic sizes run as CUDA graphs; these have not run on a GPU from C++ */
 } relaxtune_options;
 
-/* `options` may be NULL: verified, the first device, all cores, outputs on the device. */
+/* `options` may be NULL: verified, the first device, all cores, outputs on the device,
+   no graphs of symbolic sizes. */
 RELAXTUNE_C_API int relaxtune_load(const char* directory, const relaxtune_options* options, relaxtune_artifact** out);
 RELAXTUNE_C_API void relaxtune_free(relaxtune_artifact* artifact);
 RELAXTUNE_C_API const char* relaxtune_last_error(void);

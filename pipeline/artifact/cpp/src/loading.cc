@@ -1,5 +1,6 @@
-#include "weights.h"
+#include "loading.h"
 
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -41,6 +42,26 @@ class MappedFile {
 };
 
 }  // namespace
+
+// The loader takes a path that it has opened before for the same file, and two artifacts must not share one state: so
+// the code gets a name that was never used.
+ffi::Module LoadCode(const std::string& path) {
+  std::string name = std::filesystem::temp_directory_path() / "relaxtune-XXXXXX";
+  if (mkdtemp(name.data()) == nullptr) throw Error("no folder can be made", name, "set TMPDIR to one that is writable");
+  std::filesystem::path folder(name), copy = folder / "model.so";
+  try {
+    std::filesystem::copy_file(path, copy);
+    // The code calls TVM's library and does not name it: a program that loaded this library for itself alone (dlopen, ctypes,
+    // a plug-in) has not made it known.
+    if (dlopen("libtvm_ffi.so", RTLD_NOW | RTLD_NOLOAD | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
+    ffi::Module module = ffi::Module::LoadFromFile(copy.string());
+    std::filesystem::remove_all(folder);
+    return module;
+  } catch (const std::exception& e) {
+    std::filesystem::remove_all(folder);
+    throw Error(std::string("it cannot be loaded: ") + e.what(), path, "compile the model again");
+  }
+}
 
 std::map<std::string, Tensor> LoadWeights(const std::string& path, DLDevice device) {
   std::map<std::string, Tensor> found;
