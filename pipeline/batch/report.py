@@ -18,10 +18,11 @@ from relaxtune.tuning_db.contract import TuningDatabase
 # Models whose kernels are shown; each takes some 50 KB.
 _SECTIONS_MAX = 40
 _CELL_COLUMNS = (
-    "cell", "status", "validated", "ms untuned", "ms tuned", "", "times", "ms peer", "MB", "s", "artifact", "why",
+    "cell", "status", "validated", "ms untuned", "ms tuned", "", "times as fast", "ms peer", "MB", "s", "artifact",
+    "why",
 )  # fmt: skip
 _ATTEMPT_COLUMNS = ("cell", "attempt", "host", "process", "started (UTC)", "s", "state", "error")
-_LEFT = frozenset({"cell", "status", "", "artifact", "why", "host", "state", "error"})
+_LEFT = frozenset({"cell", "status", "validated", "", "artifact", "host", "state"})
 _STYLE = (
     "<style>.bar { display: block; height: .55em; margin: .15em 0; border-radius: .2em; min-width: 1px }"
     " .before { background: #a0aec0 } .after { background: #2b6cb0 } td:has(> .bar) { min-width: 9rem }"
@@ -97,11 +98,11 @@ def _cell(cell: BatchCell, slowest_ms: float) -> tuple[str, ...]:
         _ms(facts.shipped_ms),
         bars,
         number(times),
-        f"{_ms(facts.peer_ms)} {_escape(facts.peer or '')}",
+        f"{_ms(facts.peer_ms)} {_escape(facts.peer or '')}".strip(),
         number(facts.size_bytes, 1e6),
         number(facts.seconds),
-        f"<code>{_escape(facts.artifact or '')}</code>",
-        f'<span class="note">{_escape(facts.error or "")}</span>',
+        f"<code>{_escape(facts.artifact)}</code>" if facts.artifact else "",
+        _note(facts.error),
     )
 
 
@@ -115,7 +116,7 @@ def _attempt(attempt: Attempt) -> tuple[str, ...]:
         f"{attempt.started_at:%Y-%m-%d %H:%M:%S}",
         number(took),
         attempt.state.value,
-        f'<span class="note">{_escape(attempt.error or "")}</span>',
+        _note(attempt.error),
     )
 
 
@@ -133,6 +134,10 @@ def _sections(cells: Sequence[BatchCell]) -> list[str]:
     if len(made) > _SECTIONS_MAX:
         parts.append(f"<p>And {len(made) - _SECTIONS_MAX} more: <code>relaxtune report DIR</code> shows each.</p>")
     return parts
+
+
+def _note(told: str | None) -> str:
+    return f'<span class="note">{_escape(told)}</span>' if told else ""
 
 
 def _ms(value: float | None) -> str:

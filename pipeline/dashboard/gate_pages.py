@@ -14,7 +14,7 @@ from relaxtune.tuning_db.gates import GateRun, list_gates
 
 _LISTED = 100
 # The verdict stands in front: on a narrow window the last columns are out of sight.
-_COLUMNS = ("gate", "verdict", "artifact", "latency", "baseline", "by")
+_COLUMNS = ("run (UTC)", "verdict", "artifact", "latency", "baseline", "by")
 _CHECK = ("name", "verdict", "baseline", "new", "change", "limit", "reason")
 # Of a key: as many tell artifacts apart.
 _KEY_DIGITS = 12

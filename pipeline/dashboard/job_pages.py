@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from relaxtune.pipeline.dashboard.markup import Html, Page, link, minute, plot, row, rows_table, text
+from relaxtune.pipeline.dashboard.markup import Html, Markup, Page, link, minute, plot, row, rows_table, text
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.curve import step_curve
 from relaxtune.pipeline.report.html import number, percent, tiles
@@ -63,7 +63,7 @@ def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings])
         *([("seconds from start to end", number(took))] if took is not None else []),
         ("seconds of building and measuring", number(progress.candidate_s)),
     ]
-    points = [(seconds, us / 1e3) for seconds, us in progress.curve]
+    curve = plot(step_curve([(seconds, us / 1e3) for seconds, us in progress.curve], "seconds", "ms"))
     causes = [
         row(cause.status.value, cause.cause, cause.count, cause.workloads, cause.example_id)
         for cause in failures(database, RecordFilter(job_id=job_id), limit=_LISTED)
@@ -74,8 +74,9 @@ def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings])
         f" {minute(found.started_at)} UTC: {text(found.outcome or 'not over, or killed')}.</p>",
         tiles(facts),
         "<h2>Best so far</h2>",
-        plot(step_curve(points, "seconds", "ms")) or "<p>Fewer than two improvements were measured.</p>",
-        "<p>All calls of all kernels, in ms, each timed alone.</p>",
+        f"{curve}<p>All calls of all kernels, each timed alone.</p>"
+        if curve
+        else "<p>Fewer than two improvements were measured.</p>",
         *_tasks(progress, ceilings),
         "<h2>Why candidates failed</h2>",
         rows_table(("status", "cause", "candidates", "tasks", "record"), causes, {"status", "cause"}),
@@ -123,7 +124,7 @@ def _tasks(progress: JobProgress, ceilings: Mapping[str, Ceilings]) -> list[Html
         told = f"<p>The best kernel of each task. Ceilings: {text(known.source)}.</p>"
         return [*parts, "<h2>Rates under the device's ceilings</h2>", plot(roofs), told]
     if device is None:
-        why = "times of this job are of several devices" if progress.devices else "nothing was measured yet"
+        why = "times of this job are of several devices" if progress.devices else "this job measured nothing"
     else:
         why = f"none are known of {device}; `relaxtune dashboard --ceilings FILE` takes measured ones"
     return [*parts, f'<p class="note">No ceilings: {text(why)}.</p>']
@@ -148,7 +149,7 @@ def _kernel(task: TaskProgress) -> KernelRow:
 
 def _task(task: TaskProgress, kernel: KernelRow) -> tuple[Html, ...]:
     return row(
-        link(f"/tasks/{quote(task.workload_hash)}", task.name),
+        Markup(f"<code>{link(f'/tasks/{quote(task.workload_hash)}', task.name).html}</code>"),
         task.family,
         task.weight,
         number(task.best_us),

@@ -44,14 +44,14 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
         for day in days
     ]
     columns = (
-        "day", "device", "driver", "tvm", "relaxtune", "candidates", "valid", "best us", "route", "code of the kernel",
-        "so far us",
+        "day (UTC)", "device", "driver", "tvm", "relaxtune", "candidates", "valid", "best us", "route",
+        "code of the kernel", "best so far us",
     )  # fmt: skip
     parts = [
         f"<h1>{text(days[-1].name)}</h1><p><code>{text(workload_hash)}</code></p>",
         *(f"<h2>{text(device)}</h2>{plot(curve)}" for device, curve in curves if curve),
         "<h2>Days</h2>",
-        rows_table(columns, rows, {"day", "device", "driver", "tvm", "relaxtune", "route", "code of the kernel"}),
+        rows_table(columns, rows, {"device", "driver", "tvm", "relaxtune", "route", "code of the kernel"}),
         "<p>The code of the kernel is the hash of the best one of the day: another commit of relaxtune that makes the "
         "same kernel has the same hash.</p>",
     ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 260, 90, 20, 16, 40
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 900, 260, 90, 20, 26, 40
 _TICKS = 4
 
 
@@ -37,16 +38,18 @@ def step_curve(points: Sequence[tuple[float, float]], across: str, up: str) -> s
         part = number / _TICKS
         # The last one ends with the plot: it may be wide.
         anchor = "end" if number == _TICKS else "middle"
-        parts.append(_text(x(left + part * wide), _HEIGHT - _BOTTOM + 16, _number(left + part * wide), anchor))
-        parts.append(_text(_LEFT - 8, y(low + part * tall) + 4, _number(low + part * tall), "end"))
+        parts.append(_text(x(left + part * wide), _HEIGHT - _BOTTOM + 16, _number(left + part * wide, wide), anchor))
+        parts.append(_text(_LEFT - 8, y(low + part * tall) + 4, _number(low + part * tall, tall), "end"))
     parts.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, across, "middle"))
+    parts.append(_text(8, 12, up, "start"))
     label = html.escape(f"{up} over {across}")
     body = "".join(parts)
     return f'<svg class="curve" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{body}</svg>'
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+def _number(value: float, span: float) -> str:
+    """Return a number of an axis, with as many digits as tell it from the next one."""
+    return f"{value:,.{max(0, 1 - math.floor(math.log10(span / _TICKS)))}f}"
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.curve import step_curve
@@ -16,11 +17,13 @@ from relaxtune.pipeline.report.report import Report
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1600px; padding: 0 1rem; color: #1a202c }
-h1 { font-size: 1.5rem } * + h1 { margin-top: 3rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+h1, p { overflow-wrap: anywhere } h1 { font-size: 1.5rem } * + h1 { margin-top: 3rem }
+h2 { font-size: 1.15rem; margin-top: 2rem }
 .wide { overflow-x: auto } svg { width: 100%; min-width: 40rem; height: auto; font: 12px system-ui, sans-serif }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .5rem; border-bottom: 1px solid #e2e8f0; text-align: right; vertical-align: top }
-th { background: #f7fafc } .left { text-align: left } td:has(code) { min-width: 16rem }
+th { background: #f7fafc; white-space: nowrap } .left, .when { text-align: left } .when { white-space: nowrap }
+.text { text-align: left; min-width: 14rem } td:has(code) { min-width: 16rem }
 .facts { display: flex; flex-wrap: wrap; gap: .5rem 2rem } .facts b { display: block; font-size: 1.2rem }
 .note { color: #744210 } .key span { padding: 0 .6em; margin-right: .6em; color: white; border-radius: .3em }
 code { overflow-wrap: anywhere } .curve { max-width: 60rem }
@@ -34,7 +37,8 @@ code { overflow-wrap: anywhere } .curve { max-width: 60rem }
   @page { size: A4 landscape; margin: 12mm }
   body { margin: 0; max-width: none; padding: 0; font-size: 9pt; print-color-adjust: exact }
   .wide { overflow: visible } svg { min-width: 0; max-width: 100% } table { font-size: 6.5pt }
-  th, td { padding: .1rem .2rem } td:has(code) { min-width: 9rem } a { color: inherit }
+  th, td { padding: .1rem .2rem } td:has(code), .text { min-width: 9rem } th { white-space: normal }
+  a { color: inherit }
   tr, svg, .facts { break-inside: avoid } h1, h2, .key { break-after: avoid }
 }
 """
@@ -49,7 +53,9 @@ _COLUMNS = (
     "kernel", "family", "route", "record", "calls", "us a call", "us", "share", "MFLOP", "MB", "TFLOP/s", "of ceiling",
     "GB/s", "of ceiling", "registers", "shared", "spills", "bottleneck", "ONNX nodes",
 )  # fmt: skip
-_DIFF_COLUMNS = ("kernel", "now", "what changed", "us before", "us after", "difference", "times", "ONNX nodes")
+_DIFF_COLUMNS = ("kernel", "now", "what changed", "us before", "us after", "difference", "times as fast", "ONNX nodes")
+# Words of any length: where the page is narrow, they keep a width that can be read.
+_TEXT_COLUMNS = frozenset({"why", "error", "reason", "cause"})
 _LEFT_COLUMNS = frozenset({"kernel", "family", "route", "bottleneck", "ONNX nodes", "now", "what changed"})
 
 
@@ -72,15 +78,21 @@ def page(title: str, body: str, head: str = "") -> str:
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> str:
     """Return a table without the columns that are empty in all rows.
 
-    Its cells are HTML already. Those of the columns named in `left` begin at the left.
+    Its cells are HTML already. Those of the columns named in `left` begin at the left. So do words of any length and
+    moments (`began (UTC)`), which stay on one line.
     """
     shown = [place for place in range(len(columns)) if not rows or any(row[place] for row in rows)]
-    sides = [' class="left"' if name in left else "" for name in columns]
+    sides = [_class(name, left) for name in columns]
     head = "".join(f"<th{sides[place]}>{_escape(columns[place])}</th>" for place in shown)
     body = "".join(
         "<tr>" + "".join(f"<td{sides[place]}>{row[place]}</td>" for place in shown) + "</tr>" for row in rows
     )
     return _wide(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _class(column: str, left: Collection[str]) -> str:
+    kind = "when" if column.endswith("(UTC)") else "text" if column in _TEXT_COLUMNS else "left"
+    return f' class="{kind}"' if kind != "left" or column in left else ""
 
 
 def _wide(content: str) -> str:
@@ -95,9 +107,12 @@ def tiles(facts: Sequence[tuple[str, str]]) -> str:
 
 def section(report: Report) -> str:
     """Return the part of a page that is one report."""
+    of_device = [f"times of {report.device}"] if report.device else []
+    same = _note_of_all(report.kernels)
+    rows = [replace(row, note="") for row in report.kernels] if same else report.kernels
     parts = [
         f"<h1>{_escape(report.model)}</h1>",
-        f"<p>{_escape(report.source)}; {_escape(report.target)}; times of {_escape(report.device or 'no device')}</p>",
+        f"<p>{_escape('; '.join([report.source, report.target, *of_device]))}</p>",
         _facts(report),
         notes(report.notes),
         *_progress(report.progress),
@@ -115,7 +130,8 @@ def section(report: Report) -> str:
         parts += ["<h2>Errors of the last validation over tolerance</h2>", _wide(errors)]
     parts += [
         "<h2>Kernels</h2>",
-        table(_COLUMNS, [*map(_cells, report.kernels)], _LEFT_COLUMNS),
+        notes([f"For all {len(rows)} kernels: {same}"] if same else []),
+        table(_COLUMNS, [*map(_cells, rows)], _LEFT_COLUMNS),
         _cached(report.kernels),
         _versions(report.versions or {}),
         *map(section, report.buckets),
@@ -135,7 +151,7 @@ def diff_section(diff: ReportDiff) -> str:
         notes(diff.notes),
         "<h2>What changed, kernel by kernel</h2>",
         table(_DIFF_COLUMNS, [*map(_change, diff.changes)], _LEFT_COLUMNS),
-        "<p>Times are of all calls. The column <i>times</i> has how many times as fast it is now.</p>",
+        "<p>Times are of all calls.</p>" if any(one.before_us or one.after_us for one in diff.changes) else "",
         *map(diff_section, diff.buckets),
     ]
     return printable("".join(parts))
@@ -172,6 +188,12 @@ def _progress(progress: Progress) -> list[str]:
         told = "<p>All calls of all kernels, each timed alone, by the best candidates so far.</p>"
         parts += ["<h2>Best so far</h2>", _wide(curve), told]
     return parts
+
+
+def _note_of_all(rows: Sequence[KernelRow]) -> str:
+    """Return the note that all of several kernels have, to be told once; empty where there is none."""
+    told = {row.note for row in rows}
+    return told.pop() if len(told) == 1 and len(rows) > 1 else ""
 
 
 def _cached(rows: Sequence[KernelRow]) -> str:

@@ -301,6 +301,10 @@ def test_the_last_label_of_a_long_curve_ends_with_the_plot_and_all_differ() -> N
     labels = re.findall(r'<text x="([\d.]+)" y="236.0" text-anchor="(\w+)">([^<]+)</text>', curve)
     assert [text for _, _, text in labels] == ["0", "21,600", "43,200", "64,800", "86,400"]
     assert labels[-1][:2] == ("880.0", "end")
+    short = step_curve([(15.4, 3.26), (15.6, 2.03)], "seconds", "ms")
+    labels = re.findall(r'<text x="[\d.]+" y="236.0" text-anchor="\w+">([^<]+)</text>', short)
+    assert labels == ["15.400", "15.450", "15.500", "15.550", "15.600"]
+    assert ">ms</text>" in short
 
 
 @pytest.mark.parametrize("address", ["/jobs/none", "/tasks/none", "/models/none", "/artifacts/none", "/none"])

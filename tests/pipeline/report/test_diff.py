@@ -106,6 +106,16 @@ def test_the_page_has_names_once_where_they_are_the_same_and_escapes_them() -> N
     assert "out/<old>" not in page
     assert page.count("&lt;b&gt;same</code>") == 2  # in the diff, and in the table of kernels
     assert "<td>-3</td><td>4.00</td>" in page
+    assert "Times are of all calls." in page
+    assert "times of" not in render_page([dataclasses.replace(diff.after, device=None)])
+
+
+def test_the_page_tells_nothing_of_times_where_there_are_none() -> None:
+    untimed = report(row("k", ("/a",), None))
+    diff = diff_reports(untimed, untimed)
+    page = render_page([diff.after], diff)
+    assert "Times are of" not in page
+    assert "times as fast" not in page
 
 
 def test_times_of_the_same_kernels_that_differ_are_the_machines() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sqlite3
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +24,8 @@ from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.passes.module import LoweredModule
-from relaxtune.pipeline.report.ceilings import (
-    Ceilings,
-)
-from relaxtune.pipeline.report.html import number, page, percent, render_page, table
+from relaxtune.pipeline.report.ceilings import Ceilings
+from relaxtune.pipeline.report.html import notes, number, page, percent, render_page, table
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow, TimeSource, find_bottleneck, judged
 from relaxtune.pipeline.report.plot import roofline, shares
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
@@ -40,6 +40,7 @@ from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")
 
 
@@ -336,6 +337,37 @@ def test_a_page_does_not_run_over_and_leaves_empty_columns_out() -> None:
     assert "@media print" in styles
     assert "td:has(code) { min-width: 16rem }" in styles
     assert "width=device-width" in styles
+    # A moment stays on one line, and words of any length keep a width.
+    kinds = table(["s", "began (UTC)", "why", "job"], [["1", "2026-11-24 09:20", "because", "a"]], {"job"})
+    assert re.findall(r'<td(?: class="(\w+)")?>', kinds) == ["", "when", "text", "left"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on this machine")
+def test_a_long_name_does_not_widen_the_page(tmp_path: Path) -> None:
+    name, file = "fused_" * 40, tmp_path / "page.html"
+    measure = "const all = document.documentElement; document.title = all.scrollWidth - all.clientWidth"
+    body = f"<h1>{name}</h1>{notes([f'no time: {name}'])}{table(['task'], [[name]])}<script>{measure}</script>"
+    file.write_text(page("t", body), encoding="utf-8")
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=500,800",
+        f"--user-data-dir={tmp_path / 'user'}",
+    ]
+    command = [str(BROWSER), *options, "--dump-dom", file.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "<title>0</title>" in shown
+
+
+def test_a_note_that_all_kernels_have_is_told_once(tuned: Path) -> None:
+    found = report_artifact(tuned)
+    kernels = tuple(dataclasses.replace(one, note="untuned: so") for one in found.kernels)
+    page_of_all = render_page([dataclasses.replace(found, kernels=kernels)])
+    assert f"For all {len(kernels)} kernels: untuned: so." in page_of_all
+    assert page_of_all.count("untuned: so") == 1
+    apart = (dataclasses.replace(kernels[0], note="another"), *kernels[1:])
+    assert render_page([dataclasses.replace(found, kernels=apart)]).count("untuned: so") == len(kernels) - 1
 
 
 def test_peers_and_the_course_of_the_tuning_are_on_the_page_of_a_noted_artifact(
