@@ -44,9 +44,10 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where the runtime is installed, with a program that was built with its CMake package."""
     folder = tmp_path_factory.mktemp("cpp")
     wheels = [f"-DTVM_WHEEL={Path(tvm.__file__).parent}", f"-DTVM_FFI_WHEEL={Path(tvm_ffi.__file__).parent}"]
-    # As on Ubuntu, where the linker drops libraries of which no symbol is used.
-    linker = "-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--as-needed"
-    cmake("-S", SOURCES, "-B", folder / "build", *wheels, linker, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
+    # As on Ubuntu, where the linker drops libraries of which no symbol is used. With checks of the standard library, no
+    # symbol of TVM's runtime is used by accident.
+    flags = ["-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--as-needed", "-DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS"]
+    cmake("-S", SOURCES, "-B", folder / "build", *wheels, *flags, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
     cmake("--build", folder / "build", "--parallel", "2")
     cmake("--install", folder / "build", "--prefix", folder / "prefix")
     cmake("-S", HERE, "-B", folder / "program", f"-DCMAKE_PREFIX_PATH={folder / 'prefix'}")
