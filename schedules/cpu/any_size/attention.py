@@ -37,7 +37,8 @@ from relaxtune.schedules.cpu.any_size.emit import (
     unfolded,
     wide,
 )
-from relaxtune.schedules.cpu.any_size.matmul import Product, ProductKernel, Values
+from relaxtune.schedules.cpu.any_size.matmul import ProductKernel, Values
+from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.any_size.rows import Rows, RowsKernel
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of

@@ -11,7 +11,7 @@ A tile of rows x vectors of C is kept in vector registers over the whole reducti
           row tile in M // rows:     rows          no row is checked: one beyond the last is the last one again
           the rest of M:             one tile of fewer rows, or two where one would have few (16 rows: 8 and 8)
             acc[rows, vectors] = 0 or sums[row tile]
-            k: acc += L[row] (broadcast) * R[vector];  fetch a line of the next block of packed weights
+            k: acc += L[row] (broadcast) * R[vector];  the first tiles fetch the next block of weights
             sums[row tile] = acc                   constant indices, so that the accumulators are registers
         C = epilogue(sums)
 
@@ -43,6 +43,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
     unfolded,
     wide,
 )
+from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul
@@ -59,13 +60,15 @@ _VECTORS_MAX = 4
 _ELEMENT_BYTES = 4
 # Rows that begin multiples of this apart share a set of the first cache, which holds as many lines as fit into it.
 _SET_STRIDE_BYTES = 4096
-# A block of a panel takes this part of the second cache at most, and so many tiles of rows read it, one after another,
+# A block of a panel takes this part of the second cache at most, and tiles of so many rows read it, one after another,
 # while the next one is fetched. Measured with panels of 3,072 and 4,096 rows.
 _L2_SHARE = 4
-_GROUP = 16
+_GROUP_ROWS = 224
 
 # Of LLVM's instruction: to read, into the second cache, data.
 _PREFETCH = (0, 2, 1)
+# So many tiles fetch the next block together, each a share; more of them would take loads from the multiply-adds.
+_FETCHING = 4
 
 
 class AnySizeMatmul(CpuRule):
@@ -89,42 +92,6 @@ class AnySizeMatmul(CpuRule):
             return None
         found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
         return None if found is None else Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
-
-
-@dataclass(frozen=True)
-class Product:
-    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
-
-    func: PrimFunc
-    con: TiledContraction
-    epilogue: ScheduledBlock | None
-    vectors: int
-    lanes: int
-    rows: int
-    blocks: int
-
-    @property
-    def block_length(self) -> int:
-        """Length of a block of k; 0 where there is one."""
-        length = self.block.extents[self.con.reduce[0]]
-        return 0 if length is None or self.blocks == 1 else -(-length // self.blocks)
-
-    @property
-    def block(self) -> ScheduledBlock:
-        """The reduction block."""
-        return self.con.block
-
-    @property
-    def width(self) -> int:
-        """Columns of a tile."""
-        return self.vectors * self.lanes
-
-    @property
-    def columns(self) -> Size:
-        """Columns of C, which may be fewer than those of whole panels."""
-        last = self.epilogue or self.block
-        place = self.block.spatial.index(self.block.axes[self.con.column])
-        return last.sizes[place]
 
 
 def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None, limits: CpuLimits) -> Product | None:
@@ -166,12 +133,14 @@ Values = Mapping[tirx.Var, tirx.Expr]
 class _Step:
     """One block of k for one tile: the block's number, and whether the tile's group is the last of its columns.
 
-    The tile's sums are kept from block to block in `sums`, from `at` on; `vector` is the one that it fetches.
+    The tile's sums are kept from block to block in `sums`, from `at` on. `place` counts the tiles that read the block;
+    the first ones, `fetching` of them, fetch the next one.
     """
 
     block: tirx.Expr
     last: tirx.Expr
-    vector: tirx.Expr
+    place: tirx.Expr
+    fetching: tirx.Expr
     sums: tirx.Var
     at: tirx.Expr
 
@@ -240,7 +209,7 @@ class ProductKernel:
         tiles = T.Bind((left + (most - 1)) // most)
         each = unfolded((left + (tiles - 1)) // tirx.max(tiles, wide(1)))
         count = unfolded(whole + tiles)
-        size = 1 if product.blocks == 1 else _GROUP
+        size = 1 if product.blocks == 1 else _GROUP_ROWS // most
         with T.serial(0, (count + (size - 1)) // size) as group:
             sums = row_buffer(size * most * product.width)
             here = unfolded(tirx.min(wide(size), count - group * size))
@@ -252,10 +221,12 @@ class ProductKernel:
 
             with T.serial(0, product.blocks) as block, T.serial(0, here) as place:
                 number, first = tile(place)
-                step = _Step(block, ends, number % product.vectors, sums, place * (most * product.width))
+                turn, readers = (number, count) if product.blocks == 1 else (place, here)
+                fetching = unfolded(tirx.min(readers, wide(_FETCHING)))
+                step = _Step(block, ends, turn, fetching, sums, place * (most * product.width))
                 with T.If(number < whole):
                     with T.Then():
-                        self._multiply(values, start, [tirx.min(first + row, rows - 1) for row in range(most)], step)
+                        self._whole_tile(values, start, [tirx.min(first + row, rows - 1) for row in range(most)], step)
                     with T.Else():
                         for rest, least in zip(fewer, [*fewer[1:], 0], strict=True):
                             with T.If(tirx.all(each > least, each <= rest)), T.Then():
@@ -267,7 +238,20 @@ class ProductKernel:
                     known = {**values, **self._row(T.Bind(tirx.min(first + row, rows - 1)))}
                     self._finish(known, start, sums, (place * most + row) * product.width)
 
-    def _multiply(self, values: Values, start: tirx.Expr, rows: list[tirx.Expr], step: _Step) -> None:
+    def _whole_tile(self, values: Values, start: tirx.Expr, rows: list[tirx.Expr], step: _Step) -> None:
+        """Multiply a tile of the most rows, with code of its own for the tiles that fetch nothing."""
+        if self._product.con.panel is None:
+            self._multiply(values, start, rows, step)
+            return
+        with T.If(step.place < step.fetching):
+            with T.Then():
+                self._multiply(values, start, rows, step)
+            with T.Else():
+                self._multiply(values, start, rows, step, fetch=False)
+
+    def _multiply(
+        self, values: Values, start: tirx.Expr, rows: list[tirx.Expr], step: _Step, *, fetch: bool = True
+    ) -> None:
         """Add the products of one block of k to the sums of some rows."""
         product, con = self._product, self._product.con
         lanes, vectors = product.lanes, product.vectors
@@ -296,11 +280,7 @@ class ProductKernel:
                     clear()
                 with T.Else():
                     each(lambda row, at: T.buffer_store(sums[row], step.sums[step.at + row * product.width + at], [at]))
-        # Each tile fetches one vector of each row of the next block: two tiles fetch one of two vectors.
-        ends = step.block == product.blocks - 1
-        leaves = ends if product.blocks == 1 else tirx.all(ends, step.last)
-        next_column = unfolded(start + tirx.Select(leaves, wide(product.width), wide(0)) + step.vector * lanes)
-        next_begin = unfolded(tirx.Select(ends, wide(0), begin + product.block_length))
+        line = self._next_block(start, begin, size, step) if fetch and con.panel is not None else None
         with T.serial(0, size) as k:
             known = {**values, reduced: begin + k}
 
@@ -310,11 +290,23 @@ class ProductKernel:
                 T.buffer_store(sums[row], sums[row][at] + term, [at])
 
             each(multiply)
-            if con.panel is not None:
-                line = self.load(con.right, {**values, reduced: next_begin + k, column: next_column})
-                fetch = T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(line), *map(T.int32, _PREFETCH))
-                T.evaluate(fetch)
+            if line is not None:
+                place = T.address_of(line(k))
+                T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", place, *map(T.int32, _PREFETCH)))
         each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
+
+    def _next_block(
+        self, start: tirx.Expr, begin: tirx.Expr, size: tirx.Expr, step: _Step
+    ) -> Callable[[tirx.Expr], tirx.Expr]:
+        """Return the element of the next block to fetch at a step of k: each tile's share is contiguous."""
+        product = self._product
+        ends = step.block == product.blocks - 1
+        leaves = ends if product.blocks == 1 else tirx.all(ends, step.last)
+        panel = unfolded(start // product.width + tirx.Select(leaves, wide(1), wide(0)))
+        first = unfolded(tirx.Select(ends, wide(0), begin + product.block_length))
+        stride = unfolded((product.width + (step.fetching - 1)) // step.fetching)
+        share = unfolded(step.place % step.fetching * size * stride)
+        return lambda k: self.buffers[product.con.right.source][panel, first, share + k * stride]
 
     def _finish(self, values: Values, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
         """Store the epilogue of one row, whose sums begin at a place of their buffer."""

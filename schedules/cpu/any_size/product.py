@@ -1,0 +1,47 @@
+"""What a kernel of a matrix product of symbolic size is made of: its roles, its largest tile, its blocks of k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.tirx import PrimFunc
+
+from relaxtune.schedules.cpu.contraction import TiledContraction
+from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
+
+    func: PrimFunc
+    con: TiledContraction
+    epilogue: ScheduledBlock | None
+    vectors: int
+    lanes: int
+    rows: int
+    blocks: int
+
+    @property
+    def block_length(self) -> int:
+        """Length of a block of k; 0 where there is one."""
+        length = self.block.extents[self.con.reduce[0]]
+        return 0 if length is None or self.blocks == 1 else -(-length // self.blocks)
+
+    @property
+    def block(self) -> ScheduledBlock:
+        """The reduction block."""
+        return self.con.block
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile."""
+        return self.vectors * self.lanes
+
+    @property
+    def columns(self) -> Size:
+        """Columns of C, which may be fewer than those of whole panels."""
+        last = self.epilogue or self.block
+        place = self.block.spatial.index(self.block.axes[self.con.column])
+        return last.sizes[place]
