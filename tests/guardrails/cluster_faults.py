@@ -43,7 +43,7 @@ from relaxtune.tuning_db.batches import get_batch, list_cells
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.pipeline.batch.test_driver import dense
+from tests.pipeline.batch.plan_cases import dense
 from tests.pipeline.tuning.ray.clusters import add_measuring_node, find_workers, kill_workers, measures, small_cluster
 from tests.tuning_db.postgres_server import Server, restartable_server
 

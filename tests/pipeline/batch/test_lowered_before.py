@@ -19,7 +19,7 @@ from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, LoweredCell, pr
 from relaxtune.pipeline.batch.unchanged import LoweredBefore
 from relaxtune.pipeline.prepare import Imported, ModelRequest, import_request
 from relaxtune.pipeline.tasks.task import TaskFacts
-from tests.pipeline.batch.test_driver import dense
+from tests.pipeline.batch.plan_cases import dense
 
 PLAN = """
 [defaults]

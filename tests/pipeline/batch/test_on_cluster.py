@@ -27,7 +27,7 @@ from relaxtune.tuning_db.batches import get_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.pipeline.batch.test_driver import dense
+from tests.pipeline.batch.plan_cases import dense
 from tests.pipeline.tuning.ray.clusters import small_cluster
 from tests.tuning_db.postgres_server import running_server
 
