@@ -213,8 +213,8 @@ def list_batches(database: TuningDatabase, *, limit: int | None = None) -> list[
     return database.read(lambda session: [_to_batch(row) for row in session.scalars(statement)])
 
 
-def get_batch(database: TuningDatabase, start: str | None = None, *, key: str | None = None) -> Batch:
-    """Return the newest batch whose id begins with `start`, whose name is `start`, or that has a key.
+def get_batch(database: TuningDatabase, start: str | None = None) -> Batch:
+    """Return the newest batch whose id begins with `start`, or whose name is `start`; the newest of all without one.
 
     Raises
     ------
@@ -222,12 +222,12 @@ def get_batch(database: TuningDatabase, start: str | None = None, *, key: str | 
         There is none, or several ids begin so.
     """
     batches = list_batches(database)
-    named = [one for one in batches if start in (None, one.name) and key in (None, one.key)]
+    named = [one for one in batches if start in (None, one.name)]
     begun = [one for one in batches if start and one.id.startswith(start)]
     if named or len(begun) == 1:
         return named[0] if named else begun[0]
     known = ", ".join(dict.fromkeys(one.name for one in batches[:10])) or "none"
-    told = f"{len(begun)} batches begin with {start}" if begun else f"No batch {start or 'of this plan'}"
+    told = f"{len(begun)} batches begin with {start}" if begun else f"No batch {start or 'at all'}"
     raise NotFoundError(f"{told} in {database.url}; it knows {known}. `relaxtune db batches` lists them.")
 
 

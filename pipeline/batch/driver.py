@@ -98,7 +98,6 @@ def resume_batch(
     fail_fast: bool = False,
     on_event: OnEvent | None = None,
     cluster: str | None = None,
-    stop: StopSignal | None = None,
 ) -> BatchResult:
     """Go on with a batch that another driver left.
 
@@ -123,7 +122,7 @@ def resume_batch(
             for row in batches.list_cells(opened, batch.id):
                 if row.state.over and row.state is not CellState.DONE:
                     batches.move_cell(opened, batch.id, row.spec.name, CellState.QUEUED)
-        return _drive(plan, batch, cells, executors, opened, stop or StopSignal(), on_event, fail_fast=fail_fast)
+        return _drive(plan, batch, cells, executors, opened, StopSignal(), on_event, fail_fast=fail_fast)
 
 
 def _spec(plan: Plan, cell: Cell) -> CellSpec:

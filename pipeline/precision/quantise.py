@@ -78,7 +78,7 @@ def quantise(weight: np.ndarray, bits: int, group_size: int, scale_dtype: str = 
     return QuantisedMatrix(levels, scales, bits, group)
 
 
-def holds_scales(weight: np.ndarray, bits: int, group_size: int, scale_dtype: str = "float16") -> bool:
+def holds_scales(weight: np.ndarray, bits: int, group_size: int) -> bool:
     """Return whether every group's scale is stored to 1/256 of itself; those of weights around 1e-6 are 0 in float16.
 
     Parameters are those of `quantise`.
@@ -89,7 +89,7 @@ def holds_scales(weight: np.ndarray, bits: int, group_size: int, scale_dtype: st
         rows = weight[:, start : start + _ROWS].T.astype(np.float32)
         padded = np.pad(rows, ((0, 0), (0, -k % group)))
         exact = _scales(padded.reshape(len(rows), -1, group), bits)
-        if (np.abs(exact.astype(scale_dtype).astype(np.float32) - exact) > np.abs(exact) / 256).any():
+        if (np.abs(exact.astype(np.float16).astype(np.float32) - exact) > np.abs(exact) / 256).any():
             return False
     return True
 

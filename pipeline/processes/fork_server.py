@@ -179,14 +179,14 @@ class Forking:
             self._listener.close()
 
 
-def has_gpu_open(folder: Path = Path("/proc/self/fd"), devices: str = "/dev/nvidia") -> bool:
+def has_gpu_open(folder: Path = Path("/proc/self/fd")) -> bool:
     """Whether this process has opened a GPU, as CUDA does when it is initialised."""
     links = []
     for one in folder.iterdir():
         # The listing's own descriptor is gone by now.
         with contextlib.suppress(OSError):
             links.append(os.readlink(one))
-    return any(link.startswith(devices) for link in links)
+    return any(link.startswith("/dev/nvidia") for link in links)
 
 
 def _told_exit() -> int:

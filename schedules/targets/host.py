@@ -21,7 +21,6 @@ class CacheSizes:
 
     l1_bytes: int | None = None
     l2_bytes: int | None = None
-    l3_bytes: int | None = None
 
 
 def usable_cpus() -> list[int]:
@@ -53,7 +52,7 @@ def cache_sizes(sys_cpu: Path = SYS_CPU) -> CacheSizes:
         level, kind, size = _read(index / "level"), _read(index / "type"), _read(index / "size")
         if level is not None and size is not None and kind != "Instruction":
             sizes[int(level)] = _parse_size(size)
-    return CacheSizes(sizes.get(1), sizes.get(2), sizes.get(3))
+    return CacheSizes(sizes.get(1), sizes.get(2))
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:

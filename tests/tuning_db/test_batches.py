@@ -67,7 +67,7 @@ def test_a_batch_is_kept_with_its_cells(database):
     assert [cell.spec for cell in cells] == list(TWO)
     assert {cell.state for cell in cells} == {CellState.QUEUED}
     assert not any(cell.dead or cell.attempts for cell in cells)
-    for found in (get_batch(database, "night"), get_batch(database, batch.id[:6]), get_batch(database, key="plan")):
+    for found in (get_batch(database, "night"), get_batch(database, batch.id[:6]), get_batch(database)):
         assert found == batch
     with pytest.raises(NotFoundError, match=r"No batch day in .*; it knows night\. `relaxtune db batches`"):
         get_batch(database, "day")
@@ -158,7 +158,7 @@ def test_a_new_batch_of_the_plan_ends_the_one_of_a_dead_driver(database, monkeyp
     later(monkeypatch, 31)
     new = begin(database)
     assert [(one.id, one.outcome) for one in list_batches(database)] == [(new.id, None), (old.id, DIED)]
-    assert get_batch(database, key="plan") == new
+    assert get_batch(database, "night") == new
 
 
 def test_a_process_that_is_gone_is_dead_at_once():

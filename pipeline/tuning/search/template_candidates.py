@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -37,10 +37,9 @@ class TemplateCandidate:
 def template_candidates(
     task: TuningTask,
     target: ResolvedTarget,
-    decided: Container[str] = (),
     routes: Collection[Route] = (Route.TEMPLATE,),
 ) -> list[TemplateCandidate]:
-    """Return what templates and libraries offer for a task, the most promising first, less what was decided before.
+    """Return what templates and libraries offer for a task, the most promising first.
 
     They take turns, so that a short run measures the first of each.
 
@@ -56,6 +55,5 @@ def template_candidates(
         found, refused = list_candidates(task.mod["main"], target, makers)
         for reason in refused:
             logger.debug("task %s: %s", task.name, reason)
-        decisions = [parameters.to_json() for parameters in found]
-        offers.append([TemplateCandidate(task, decision, route) for decision in decisions if decision not in decided])
+        offers.append([TemplateCandidate(task, parameters.to_json(), route) for parameters in found])
     return [one for turn in zip_longest(*offers) for one in turn if one is not None]

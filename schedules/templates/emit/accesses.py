@@ -53,8 +53,6 @@ class Access:
         A variable in `indices` or `conditions` -> the load, and its lane, that it stands for.
     per_row
         Whether it is the same for all vectors of a row.
-    per_column
-        Whether it is the same for all rows.
     """
 
     buffer: tirx.Var
@@ -64,7 +62,6 @@ class Access:
     conditions: tuple[tirx.Expr, ...]
     inner: Mapping[tirx.Var, tuple[Access, int]]
     per_row: bool
-    per_column: bool
 
     @property
     def scattered(self) -> bool:
@@ -179,7 +176,6 @@ class Accesses:
             conditions=merged if each_lane else merged[:1],
             inner={var: value for var, value in inner.items() if var in kept},
             per_row=not any(depends_on(one, [flow.columns.var]) for one in reads),
-            per_column=not any(depends_on(one, [axis.var for axis in flow.axes[:-1]]) for one in reads),
         )
 
     def _width(self, indices: Sequence[tirx.Expr], dtype: str) -> int:

@@ -78,13 +78,6 @@ def test_templates_offer_candidates_for_every_matmul_that_tensor_cores_can_do(ta
     assert len(offered) >= 4
 
 
-def test_candidates_decided_before_are_not_offered_again(tasks, target) -> None:
-    task = next(task for task in tasks if template_candidates(task, target))
-    first, *others = template_candidates(task, target)
-    again = template_candidates(task, target, {first.decision})
-    assert [candidate.decision for candidate in again] == [candidate.decision for candidate in others]
-
-
 def test_records_of_templates_become_kernels_of_one_graph(lowered, tasks, target, database, tmp_path) -> None:
     environment = detect_environment(target)
     choices = select_kernels(lowered, tasks, database=database, target=target, environment=environment)

@@ -133,7 +133,7 @@ def test_cache_sizes_skip_instructions_when_read(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         for name, value in (("level", level), ("type", kind), ("size", size)):
             (folder / name).write_text(value)
-    assert host.cache_sizes(tmp_path) == host.CacheSizes(32 * 1024, 1024 * 1024, None)
+    assert host.cache_sizes(tmp_path) == host.CacheSizes(32 * 1024, 1024 * 1024)
 
 
 def test_hidden_feature_is_taken_away_when_the_kernel_does_not_report_it(monkeypatch):

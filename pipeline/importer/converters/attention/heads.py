@@ -138,19 +138,16 @@ def hide_where_zero(node: ConverterInput, mask: tvm.ir.Expr, hidden: float) -> t
 
 
 def hide_later_keys(
-    node: ConverterInput, queries: tvm.tirx.Expr, keys: tvm.tirx.Expr, window: int = 0, hidden: float = LOWEST
+    node: ConverterInput, queries: tvm.tirx.Expr, keys: tvm.tirx.Expr, hidden: float = LOWEST
 ) -> tvm.ir.Expr:
     """Return (S, T): 0 where query i sees key j, else `hidden`.
 
-    The queries are the last S of T positions; with a window, a query sees itself and the `window` - 1 keys before it.
+    The queries are the last S of T positions.
     """
     emit = node.builder.emit
     at = emit(relax.op.expand_dims(emit(relax.op.arange(keys - queries, keys, 1, "int64")), 1))
     key = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int64")), 0))
     seen = emit(relax.op.less_equal(key, at))
-    if window > 0:
-        first = emit(relax.op.subtract(at, relax.const(window, "int64")))
-        seen = emit(relax.op.logical_and(seen, relax.op.greater(key, first)))
     return emit(relax.op.where(seen, relax.const(0.0, "float32"), relax.const(hidden, "float32")))
 
 
