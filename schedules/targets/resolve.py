@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,8 @@ _X86_FLAGS = {
 PORTABLE = "feature.portable"
 # The GPU that untuned kernels are planned for, by its name in `schedules.targets.gpus`. Records say what they ran on.
 PLANNED_FOR = "feature.gpu"
+# Of a multiprocessor: threads. Of each block: shared memory that the driver takes. Registers are given out by so many.
+_THREADS_MAX, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,12 @@ class CudaLimits:
     def likely_sm_count(self) -> int:
         """Multiprocessors: those of a usual GPU of the architecture where they are not known."""
         return self.sm_count or self.usual_sm_count
+
+    def resident_blocks(self, threads: int, registers: int, shared_bytes: int) -> int:
+        """Return how many blocks a multiprocessor holds at a time; `registers` are those of a thread."""
+        given = math.ceil(registers / _REGISTER_UNIT) * _REGISTER_UNIT
+        by_memory = (self.shared_bytes_optin + _RESERVED_BYTES) // (shared_bytes + _RESERVED_BYTES)
+        return max(1, min(by_memory, self.registers_per_block // (given * threads), _THREADS_MAX // threads))
 
 
 TargetLimits = CpuLimits | CudaLimits

@@ -54,7 +54,6 @@ _SPLITS = (4, 2, 8)
 _MULTIPLY_ADDS, _SHARED_BYTES, _POWERS = 1200, 128, 16
 # What a warp waits for on its own in a step, and a block before and after its steps.
 _STEP_CYCLES, _TILE_CYCLES = 500, 3000
-_THREADS, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 
 
 class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
@@ -130,7 +129,8 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     """Return a time to order candidates by, in cycles of a multiprocessor."""
     p = plan.parameters
     tiles, sm_count = int(plan.items), limits.likely_sm_count
-    together = min(_resident(plan, limits), math.ceil(tiles / sm_count))
+    resident = limits.resident_blocks(plan.threads, plan.registers, plan.shared_bytes)
+    together = min(resident, math.ceil(tiles / sm_count))
     rounds = math.ceil(tiles / (sm_count * together))
     depth = plan.depth_steps * 16 + plan.value_pairs * 16
     arithmetic = plan.rows * p.block_k * depth / _MULTIPLY_ADDS / min(1.0, together * p.warps / 4)
@@ -140,19 +140,6 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     busy = together * (max(arithmetic, shared) + 0.5 * powers)
     alone = _STEP_CYCLES + max(arithmetic, shared) + powers
     return rounds * (_TILE_CYCLES + _mean_steps(plan) * max(busy, alone)) * (1 + 0.05 * (p.stages - 2))
-
-
-def _resident(plan: AttentionPlan, limits: CudaLimits) -> int:
-    """Return how many blocks a multiprocessor holds at a time."""
-    registers = math.ceil(plan.registers / _REGISTER_UNIT) * _REGISTER_UNIT
-    return max(
-        1,
-        min(
-            (limits.shared_bytes_optin + _RESERVED_BYTES) // (plan.shared_bytes + _RESERVED_BYTES),
-            limits.registers_per_block // (registers * plan.threads),
-            _THREADS // plan.threads,
-        ),
-    )
 
 
 def _mean_steps(plan: AttentionPlan) -> float:

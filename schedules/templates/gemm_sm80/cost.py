@@ -39,14 +39,13 @@ _UNPACK_CYCLES = 24.0
 _MEMORY_BYTES = 3.7e6
 _LATENCY_US = 1.2
 _START_US, _BLOCK_US = 1.9, 0.6
-_THREADS, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> float:
     """Return a kernel's time in microseconds as the model has it."""
     p, sm_count = plan.parameters, limits.likely_sm_count
     blocks = plan.tiles_m * plan.tiles_n * p.split_k
-    resident = _resident(plan, limits)
+    resident = limits.resident_blocks(plan.threads, plan.registers, plan.shared_bytes)
     on_one = math.ceil(blocks / sm_count)
     together = min(on_one, resident)
     in_turn = math.ceil(blocks / (sm_count * resident))
@@ -76,16 +75,3 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     parts = (arithmetic / clock, shared / clock, unpacked / clock, moved / bandwidth, chain)
     longest: float = sum(part**_NORM for part in parts) ** (1 / _NORM)
     return longest + _START_US + in_turn * _BLOCK_US
-
-
-def _resident(plan: GemmPlan, limits: CudaLimits) -> int:
-    """Return how many blocks a multiprocessor holds at a time."""
-    registers = math.ceil(plan.registers / _REGISTER_UNIT) * _REGISTER_UNIT
-    return max(
-        1,
-        min(
-            (limits.shared_bytes_optin + _RESERVED_BYTES) // (plan.shared_bytes + _RESERVED_BYTES),
-            limits.registers_per_block // (registers * plan.threads),
-            _THREADS // plan.threads,
-        ),
-    )
