@@ -18,15 +18,16 @@ LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-vers
 
 .PHONY: demo demo-batch test coverage test-all nightly lock latest check bench tune-gpu bench-gpu clean
 
-# What the main job needs; the tests need more. Both are locked sets: `make lock` renews them.
+# What the main job needs; the tests need more. Both are locked sets, renewed by `make lock`, and whole: nothing is solved
+# here, for pip 23 takes the newest of a package that another wants with an extra, locked or not.
 $(VENV)/.installed: pyproject.toml requirements/runtime.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/runtime.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/runtime.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --require-hashes -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps -r requirements/dev.txt
 	touch $@
 
 demo: $(VENV)/.installed  ## the main job on the embedded default: this CPU, SQLite, a zoo model

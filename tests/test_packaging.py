@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,30 @@ def test_lock_holds_a_version_of_every_requirement(name: str, python: str) -> No
     for requirement in map(Requirement, wanted):
         version = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement} is locked at {version}; run `make lock`"
+
+
+@pytest.mark.parametrize("name", ["runtime", "dev"])
+def test_lock_is_whole_since_nothing_is_solved_when_it_is_installed(name: str) -> None:
+    locked = read_lock(name, "3.11" if sys.version_info < (3, 12) else "3.12")
+    extras = PROJECT["project"]["optional-dependencies"]
+    waiting = [*PROJECT["project"]["dependencies"], *(extras["dev"] + extras["cuda"] if name == "dev" else [])]
+    seen = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        for extra in requirement.extras or {""}:
+            if (requirement.name, extra) in seen:
+                continue
+            seen.add((requirement.name, extra))
+            assert canonicalize_name(requirement.name) in locked, f"{requirement} is not locked; run `make lock`"
+            wanted = [Requirement(text) for text in metadata.requires(requirement.name) or []]
+            waiting += [str(w) for w in wanted if w.marker is None or w.marker.evaluate({"extra": extra})]
+    assert len(seen) > len(PROJECT["project"]["dependencies"])
+
+
+def test_locked_sets_are_installed_without_solving() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    commands = re.findall(r"pip install (.*) -r requirements/\w+\.txt", makefile)
+    assert commands == ["--quiet --require-hashes --no-deps"] * 2
 
 
 @pytest.mark.parametrize("name", ["runtime", "dev"])
