@@ -45,8 +45,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cpp")
     wheels = [f"-DTVM_WHEEL={Path(tvm.__file__).parent}", f"-DTVM_FFI_WHEEL={Path(tvm_ffi.__file__).parent}"]
     # As on Ubuntu, where the linker drops libraries of which no symbol is used. With checks of the standard library, no
-    # symbol of TVM's runtime is used by accident.
-    flags = ["-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--as-needed", "-DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS"]
+    # symbol of TVM's runtime is used by accident. And with a C++ library of its own.
+    flags = ["-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--as-needed -static-libstdc++", "-DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS"]
     cmake("-S", SOURCES, "-B", folder / "build", *wheels, *flags, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
     cmake("--build", folder / "build", "--parallel", "2")
     cmake("--install", folder / "build", "--prefix", folder / "prefix")
@@ -136,6 +136,15 @@ def test_c_gives_the_bits_of_python(
     assert_same(runtime, artifact, bert_inputs, tmp_path)
     # The one of four rows is the bucket; the pool is given back after 64 sets of sizes.
     assert_same(runtime, layers, [{"x": rows(count)} for count in range(1, 71)], tmp_path)
+
+
+def test_the_library_shows_no_names_but_its_own(runtime: Path) -> None:
+    """TVM's runtime would take those of a C++ library in here, with objects of another: it crashed while it loaded."""
+    library = runtime / "prefix/lib/librelaxtune_runtime.so"
+    done = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    names = [line.split()[-1] for line in done.stdout.splitlines()]
+    assert "relaxtune_run" in names
+    assert [name for name in names if "relaxtune" not in name] == []
 
 
 def test_calls_leave_padding_out_as_in_python(runtime: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ typedef struct {
   int32_t device;       /* which device of the artifact's kind */
   int32_t threads;      /* 0: one for each core that the process may use */
   int32_t host_outputs; /* not 0: outputs come to the host, and a run waits for them */
-  int32_t size_graphs;  /* not 0: symbolic sizes run as CUDA graphs; these have not run on a GPU from C++ */
+  int32_t size_graphs;  /* not 0: symbolic sizes run as CUDA graphs, with memory for the inputs of each */
 } relaxtune_options;
 
 /* `options` may be NULL: verified, the first device, all cores, outputs on the device,
