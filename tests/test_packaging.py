@@ -165,7 +165,8 @@ def test_installed_package_is_one_name_and_not_broken_by_a_users_folders(how: st
     version, place = run(python, "script.py", cwd=folder).split()
     assert version == relaxtune.__version__
     assert Path(place).is_relative_to(source if how == "editable" else site)
-    assert run(environment / "bin" / "relaxtune", "--version", cwd=folder).split() == ["relaxtune", version]
+    for command in ([environment / "bin" / "relaxtune"], [python, "-m", "relaxtune"]):
+        assert run(*command, "--version", cwd=folder).split() == ["relaxtune", version]
     if how != "editable":
         installed = {path.relative_to(site / "relaxtune") for path in (site / "relaxtune").rglob("*.*")}
         ours = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.*")}

@@ -83,6 +83,7 @@ CASES = {
     "llama-1x2048": Case(1, 32, 8, 2048, 2048, 64, True),
     "decode-1x1024": Case(1, 32, 8, 1, 1024, 64, packed=False),
     "decode-16x1024": Case(16, 32, 8, 1, 1024, 64, packed=False),
+    "decode-1x4096": Case(1, 32, 8, 1, 4096, 64, packed=False),
     "bert-32x128-mask": Case(32, 12, 12, 128, 128, 64, masked=True),
     "bert-8x512-mask": Case(8, 12, 12, 512, 512, 64, masked=True),
     "2048-d80": Case(8, 26, 26, 2048, 2048, 80),

@@ -168,6 +168,16 @@ def longest_row_axis(expr: tvm.ir.Expr) -> int | None:
     return max(known) if known and len(known) == len(rows) else None
 
 
+def row_count(expr: tvm.ir.Expr) -> int | None:
+    """Return the product of the axes before the last, None when one is symbolic."""
+    rows = 1
+    for axis in (shape_of(expr) or [])[:-1]:
+        if not isinstance(axis, tirx.IntImm):
+            return None
+        rows *= int(axis)
+    return rows
+
+
 def dtype_of(expr: tvm.ir.Expr) -> str:
     """Return a tensor's dtype name, or "" when it is not a tensor of known dtype."""
     ty = expr.ty

@@ -25,6 +25,8 @@ from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.targets import target_features
+from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
 from relaxtune.schedules.tir.blocks import is_buffer
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, substitute
@@ -137,6 +139,7 @@ class _Fuser:
     def __init__(self, graph: Graph, state: LoweringState) -> None:
         self._graph = graph
         self._state = state
+        self._features = target_features(state.target)
         self._uses: dict[tvm.ir.Expr, int] = {}
         # By function and change, so that equal layers share functions.
         self._made: dict[tuple[tirx.PrimFunc, object], _Function | None] = {}
@@ -205,6 +208,9 @@ class _Fuser:
         """Return a call that writes partial sums too."""
         matmul = call.function.matmul
         group = _group(matmul, self._state.options.norm_rows_max)
+        # The template for few rows makes no sums of them.
+        if matmul.b_transposed and makes_few_rows(matmul.m, self._features):
+            group = None
         if matmul.norm is not None or matmul.partials is not None or group is None:
             return None
         function = self._make(call, group, lambda func: keep_partial_sums(func, matmul, group))

@@ -15,7 +15,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     longest_row_axis,
     main_of,
     multiplies_by_matrix,
-    shape_of,
+    row_count,
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, rewrite
@@ -28,11 +28,10 @@ from relaxtune.schedules.cpu.packing import panel_width
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
 from relaxtune.schedules.templates.gemm_sm80.stored_weights import FEATURES, refuse_stored
+from relaxtune.schedules.templates.gemv.few_rows import ROWS_MAX
 
 logger = logging.getLogger(__name__)
 
-# Rows that a kernel for few of them takes: it reads the packed weight once and multiplies all rows by it.
-FEW_ROWS = 16
 # Rows up to which a kernel on mma.sync dequantises what it multiplies. For more, each weight is dequantised in many
 # blocks, and a kernel of its own that does it once is a small part of the time. By 4096 x 4096 weights of 4 bits on an
 # H200, 32 rows take 18.8 us beside 25.3 for both kernels, 2,048 take 279 beside 167 (h200-stored-gemm.json): lines
@@ -118,7 +117,7 @@ class _Quantise:
             return None
         left, weight = binding.value.args
         matrix = self._quantised(weight)
-        x, rows = new.of(left), _rows(left)
+        x, rows = new.of(left), row_count(left)
         k, columns = array_of(weight).shape
         shape, dtype = (k, matrix.bits, matrix.group), dtype_of(binding.var)
         if self._cpu is not None:
@@ -126,7 +125,7 @@ class _Quantise:
             packed, scales = (relax.const(array) for array in packed_panels(matrix, width))
             compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
             return new.kernel(compute, x, packed, scales, name="quantised_matmul")
-        if rows is not None and (rows <= FEW_ROWS or self._reads_stored(rows, columns, k, matrix)):
+        if rows is not None and (rows <= ROWS_MAX or self._reads_stored(rows, columns, k, matrix)):
             return new.kernel(matmul_of_rows(*shape, dtype), x, *_stored_rows(matrix), name="quantised_matmul")
         # A kernel of its own writes the matrix in float16, once; constants are not folded through it.
         name = f"{binding.var.name}__weight"
@@ -154,13 +153,3 @@ class _Quantise:
 
 def _stored_rows(matrix: QuantisedMatrix) -> tuple[tvm.ir.Expr, tvm.ir.Expr]:
     return relax.const(packed_rows(matrix)), relax.const(np.ascontiguousarray(matrix.scales.T))
-
-
-def _rows(left: tvm.ir.Expr) -> int | None:
-    """Return the product of the axes before the last, None when one is symbolic."""
-    rows = 1
-    for axis in (shape_of(left) or [])[:-1]:
-        if not isinstance(axis, tvm.tirx.IntImm):
-            return None
-        rows *= int(axis)
-    return rows

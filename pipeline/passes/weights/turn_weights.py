@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import tvm
@@ -15,12 +16,14 @@ from relaxtune.pipeline.passes.kit.ir import (
     is_constant,
     is_op,
     main_of,
+    row_count,
     shape_of,
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import Feature, target_features
+from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
 
 # TMA loads rows that start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
 _ALIGNMENT = 16
@@ -32,8 +35,9 @@ _INTEGERS = ("int8", "uint8")
 def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with `matmul(x, W)` of a constant W [K, N] as a kernel that reads W as [N, K].
 
-    Of half precision only where rows of N elements start at unaligned addresses and rows of K do not: the output layer
-    of a language model whose vocabulary has an odd size (GPT-2's 50257). Of 8-bit integers (precision int8) for tensor
+    Of half precision where rows of N elements start at unaligned addresses and rows of K do not: the output layer of a
+    language model whose vocabulary has an odd size (GPT-2's 50257). And where the template for few rows takes the place
+    of one for many that multiplies by mma.sync: a token in decoding. Of 8-bit integers (precision int8) for tensor
     cores, where rows of K start at aligned addresses: they take no other 8-bit operands. The turned matrix is a
     constant like any weight.
 
@@ -44,8 +48,8 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """
     if state.target.kind.name != "cuda":
         return mod
-    cores = Feature.MMA in target_features(state.target)
-    found = {binding.var: binding.value for binding in bindings_of(main_of(mod)) if _turns(binding.value, cores)}
+    features = target_features(state.target)
+    found = {binding.var: binding.value for binding in bindings_of(main_of(mod)) if _turns(binding.value, features)}
     if not found:
         return mod
     state.note(f"{len(found)} weights turned")
@@ -58,7 +62,7 @@ def _turned(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm
     return new.kernel(turned_matmul(dtype_of(binding.var)), new.of(data), turned, name="matmul")
 
 
-def _turns(value: tvm.ir.Expr, cores: bool) -> bool:
+def _turns(value: tvm.ir.Expr, features: AbstractSet[Feature]) -> bool:
     if not is_op(value, "matmul") or not is_constant(value.args[1]):
         return False
     left, right, dtype = shape_of(value.args[0]), static_shape(value.args[1]), dtype_of(value.args[1])
@@ -66,9 +70,13 @@ def _turns(value: tvm.ir.Expr, cores: bool) -> bool:
         return False
     rows, columns = right
     if dtype in _INTEGERS:
-        return cores and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
+        return Feature.MMA in features and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
     size = _BYTES.get(dtype)
-    return size is not None and columns * size % _ALIGNMENT != 0 and rows * size % _ALIGNMENT == 0
+    if size is None or rows * size % _ALIGNMENT:
+        return False
+    return columns * size % _ALIGNMENT != 0 or (
+        dtype_of(value.args[0]) == dtype and makes_few_rows(row_count(value.args[0]), features)
+    )
 
 
 def turned_matmul(dtype: str) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:

@@ -11,7 +11,6 @@ from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, refuse_registers
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
-ROWS_MAX = 16
 # Of W in a tile: the m of mma.m16n8k16. Of x in one: its n.
 TILE, COLUMNS = 16, 8
 # Bytes of a load; 4 lanes read neighbouring parts of a row.

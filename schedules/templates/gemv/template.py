@@ -34,8 +34,9 @@ from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.gpus import H200
 from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
+from relaxtune.schedules.templates.gemv.few_rows import ROWS_MAX
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
-from relaxtune.schedules.templates.gemv.plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
+from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, load_length, make_plan
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 

@@ -140,11 +140,19 @@ def normed_input(f: Form, x: str) -> str:
 
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80", "cuda:sm_120"])
 def test_fuse_norms_leaves_five_launches_a_layer_of_bert(target: str) -> None:
-    graph = import_model(small_model("bert-tiny"))
+    shapes = {spec.name: (1, 24) for spec in get_preset("bert-tiny").inputs}
+    graph = import_model(load_model("bert-tiny", shapes=shapes))
     on, off = (lower(graph, resolve_target(target).target, options) for options in (FP16, OFF))
     assert kernels(off) - kernels(on) == 3
     nodes = {node for name in on.kernels for call in on.kernels[name] for node in call.onnx_nodes}
     assert nodes == {node for name in off.kernels for call in off.kernels[name] for node in call.onnx_nodes}
+
+
+@pytest.mark.parametrize(("target", "fused"), [("cuda:sm_90a", 4), ("cuda:sm_80", 0)])
+def test_fuse_norms_leaves_norms_of_few_rows_to_kernels_of_their_own_on_mma_sync(target: str, fused: int) -> None:
+    lowered = lower(import_model(small_model("llama-tiny-decode")), resolve_target(target).target, FP16)
+    assert notes_of(lowered) == ((f"{fused} norms in the matmuls around them",) if fused else ())
+    assert any(name.endswith("_norms") for name in lowered.kernels) == (fused > 0)
 
 
 def test_fuse_norms_is_off_where_templates_are() -> None:

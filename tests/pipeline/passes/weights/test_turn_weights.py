@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, constants_in, main_of, static_shape
 from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
@@ -46,6 +46,30 @@ def test_a_weight_of_an_odd_width_is_kept_turned_for_the_template() -> None:
 def test_aligned_weights_and_cpus_are_left_alone(columns: int, target: object) -> None:
     graph = graph_with(columns)
     assert operators_of(turn_weights(graph.mod, replace(state_of(graph), target=target))) == ["matmul"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "arch", "turned"),
+    [(16, "sm_80", True), (16, "sm_120", True), (17, "sm_80", False), (None, "sm_80", False), (16, "sm_90a", False)],
+)
+def test_weights_of_few_rows_are_kept_turned_where_their_template_reads_them(
+    rows: int | None, arch: str, turned: bool
+) -> None:
+    weight = RNG.standard_normal((32, 24)).astype("float16")
+
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        return b.emit(op.matmul(x, relax.const(weight), out_dtype="float32"), name_hint="y")
+
+    graph = graph_of(build, {"x": ((1, tirx.Var("rows", "int64") if rows is None else rows, 32), "float16")})
+    target = resolve_target(f"cuda:{arch}")
+    made = turn_weights(graph.mod, replace(state_of(graph), target=target.target))
+    if rows is None or not turned:
+        assert operators_of(made) == ["matmul"]
+        return
+    (name,) = [var for var in made.get_global_vars() if var.name_hint == "matmul"]
+    assert list_candidates(made[name], target)[0][0].template == "gemv"
+    x = RNG.standard_normal((1, rows, 32)).astype("float16")
+    assert_agrees(run_module(made, [x]), run_module(graph.mod, [x]), 1e-2)
 
 
 def integer_graph(rows: int, x: str = "int8"):

@@ -118,14 +118,20 @@ def test_keys_that_cannot_be_shared_are_refused(
     assert reason in found.reason
 
 
-def test_shares_are_proposed_where_tiles_are_few_and_never_first() -> None:
+def proposed_splits(case: AttentionCase) -> list[int]:
+    """Return how many blocks share the keys, by candidate."""
+    return [one.split for one in AttentionSm80().candidates(attention_function(*case.made()), TARGET)]
+
+
+def test_shares_are_proposed_where_tiles_are_few_and_first_where_one_tile_alone_reads_long_keys() -> None:
     long = replace(DECODE, heads=32, kv_heads=8, keys=1024)
-    found = list(AttentionSm80().candidates(attention_function(*long.made()), TARGET))
-    splits = [one.split for one in found]
-    assert splits[0] == 1
-    assert {2, 4} <= set(splits)
-    many = replace(long, batch=64)
-    assert {one.split for one in AttentionSm80().candidates(attention_function(*many.made()), TARGET)} == {1}
+    found = proposed_splits(long)
+    assert found[0] > 1
+    assert 1 in found
+    for case in (replace(long, keys=128), replace(long, kv_heads=32, queries=192, keys=192)):
+        assert proposed_splits(case)[0] == 1
+        assert max(proposed_splits(case)) > 1
+    assert set(proposed_splits(replace(long, batch=64))) == {1}
 
 
 def test_decisions_of_before_blocks_shared_keys_are_read() -> None:
