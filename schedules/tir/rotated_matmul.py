@@ -62,20 +62,29 @@ def interleaved_heads(weight: np.ndarray, head: int) -> np.ndarray:
     return np.ascontiguousarray(halves.transpose(0, 1, 3, 2, 4).reshape(rows, columns))
 
 
-def rotated_matmul(columns: int, head: int, dtype: str) -> Callable[..., te.Tensor]:
+def float32_product(x: te.Tensor, weight: te.Tensor, *, turned: bool) -> te.Tensor:
+    """Return x [rows..., K] times a weight [K, N], or [N, K] where it is `turned`, with sums in float32."""
+    columns, length = weight.shape if turned else reversed(weight.shape)
+    over = te.reduce_axis((0, length), name="k")
+
+    def multiply(*index: tirx.Var) -> tirx.Expr:
+        *rows, column = index
+        place = (column, over) if turned else (over, column)
+        return te.sum(x(*rows, over).astype("float32") * weight[place].astype("float32"), axis=over)
+
+    return te.compute((*x.shape[:-1], columns), multiply, name="product")
+
+
+def rotated_matmul(columns: int, head: int, dtype: str, *, turned: bool = False) -> Callable[..., te.Tensor]:
     """Return the tensor expression of such a matmul.
 
-    It takes x [batch, positions, K], the interleaved weight [K, N], cos and sin [1 or batch, positions, head]; of the N
-    columns, the first `columns` are rotated. Sums and rotations are in float32, the result is rounded once.
+    It takes x [batch, positions, K], the interleaved weight [K, N], or [N, K] where it is `turned`, cos and sin
+    [1 or batch, positions, head]; of the N columns, the first `columns` are rotated. Sums and rotations are in float32,
+    the result is rounded once.
     """
 
     def compute(x: te.Tensor, weight: te.Tensor, cos: te.Tensor, sin: te.Tensor) -> te.Tensor:
-        over = te.reduce_axis((0, weight.shape[0]), name="k")
-
-        def multiply(b: tirx.Var, s: tirx.Var, column: tirx.Var) -> tirx.Expr:
-            return te.sum(x(b, s, over).astype("float32") * weight[over, column].astype("float32"), axis=over)
-
-        product = te.compute((*x.shape[:-1], weight.shape[1]), multiply, name="product")
+        product = float32_product(x, weight, turned=turned)
         is_one = isinstance(cos.shape[0], tirx.IntImm) and int(cos.shape[0]) == 1
 
         def rotate(b: tirx.Var, s: tirx.Var, c: tirx.Var) -> tirx.Expr:
@@ -83,11 +92,10 @@ def rotated_matmul(columns: int, head: int, dtype: str) -> Callable[..., te.Tens
             own, partner = product(b, s, product_column(c, head)), product(b, s, partner_column(c, head))
             # Not in the branches of the sign, under whose condition its columns would be simplified beyond recognition.
             sign = tirx.Select(place < head // 2, tirx.FloatImm("float32", -1.0), tirx.FloatImm("float32", 1.0))
-            turned = partner * sign * sin[row, s, place].astype("float32")
-            rotated = own * cos[row, s, place].astype("float32") + turned
-            return (rotated if columns == int(weight.shape[1]) else tirx.Select(c < columns, rotated, own)).astype(
-                dtype
-            )
+            other = partner * sign * sin[row, s, place].astype("float32")
+            rotated = own * cos[row, s, place].astype("float32") + other
+            all_rotated = columns == int(product.shape[-1])
+            return (rotated if all_rotated else tirx.Select(c < columns, rotated, own)).astype(dtype)
 
         return te.compute(product.shape, rotate, name="rotated")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import tvm
@@ -23,6 +23,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.turned import is_turned, stored_shape, stored_weight
 from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, interleaved_heads, rotated_matmul
 
@@ -73,12 +74,12 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         if attrs and ROTARY_ATTR in attrs:
             start, columns, head = (int(number) for number in attrs[ROTARY_ATTR])
             one = _projection(binding, graph, columns, head, state.options.maxima) if start == 0 else None
-            if one is not None and template_refusal(_function(one), state.target) is None:
+            if one is not None and template_refusal(_function(one, state), state.target) is None:
                 found[one.product] = one
     if not found:
         return mod
     state.note(f"{len(found)} rotations in the epilogues of the matmuls before them")
-    return rewrite(mod, state, _Emit(found))
+    return rewrite(mod, state, _Emit(found, state))
 
 
 def _projection(
@@ -134,18 +135,23 @@ def _known_before(table: tvm.ir.Expr, graph: Graph, product: relax.Var) -> tvm.i
     return None if late else table
 
 
-def _function(one: _Projection) -> tirx.PrimFunc:
+def _function(one: _Projection, state: LoweringState) -> tirx.PrimFunc:
     """Return the PrimFunc of a projection, for templates to look at."""
     dtype = dtype_of(one.rounded)
     x = te.placeholder(shape_of(one.data) or (), dtype, name="x")
-    w = te.placeholder(static_shape(one.weight) or (), dtype, name="w")
+    w = te.placeholder(stored_shape(one.data, one.weight, state), dtype, name="w")
     cos, sin = (te.placeholder(one.table, dtype_of(table), name="table") for table in (one.cos, one.sin))
-    return te.create_prim_func([x, w, cos, sin, rotated_matmul(one.columns, one.head, dtype)(x, w, cos, sin)])
+    return te.create_prim_func([x, w, cos, sin, _compute(one, state)(x, w, cos, sin)])
+
+
+def _compute(one: _Projection, state: LoweringState) -> Callable[..., te.Tensor]:
+    turned = is_turned(one.data, state)
+    return rotated_matmul(one.columns, one.head, dtype_of(one.rounded), turned=turned)
 
 
 class _Emit:
-    def __init__(self, found: Mapping[relax.Var, _Projection]) -> None:
-        self._found = found
+    def __init__(self, found: Mapping[relax.Var, _Projection], state: LoweringState) -> None:
+        self._found, self._state = found, state
         self._gone = {var: one for one in found.values() for var in (one.rounded, one.rotated)}
         self._made: dict[relax.Var, relax.Var] = {}
         self._tables: dict[tuple[tvm.ir.Expr, tuple[tirx.Expr, ...]], tvm.ir.Expr] = {}
@@ -162,9 +168,9 @@ class _Emit:
     def _emit(self, new: Rewriter, one: _Projection) -> tvm.ir.Expr:
         dtype = dtype_of(one.rounded)
         call = new.kernel(
-            rotated_matmul(one.columns, one.head, dtype),
+            _compute(one, self._state),
             new.of(one.data),
-            relax.const(interleaved_heads(array_of(one.weight), one.head), dtype),
+            stored_weight(interleaved_heads(array_of(one.weight), one.head), dtype, one.data, self._state),
             self._table(new, one.cos, one.table),
             self._table(new, one.sin, one.table),
             name="matmul_rotated",

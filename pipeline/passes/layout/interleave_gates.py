@@ -24,7 +24,9 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.turned import is_turned, stored_shape, stored_weight
 from relaxtune.schedules.tir.epilogue import gate_column, value_column
+from relaxtune.schedules.tir.rotated_matmul import float32_product
 
 _GROUP = 8
 
@@ -71,13 +73,13 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     found: dict[relax.Var, _Gate] = {}
     for binding in graph.bindings:
         gate = _gate(binding.var, graph, state)
-        if gate is not None and template_refusal(_function(gate), state.target) is None:
+        if gate is not None and template_refusal(_function(gate, state), state.target) is None:
             found[gate.result] = gate
             state.sources[gate.result.name] = state.nodes_of(var.name for var in (*gate.path, gate.result))
     if not found:
         return mod
     state.note(f"{len(found)} gates in the epilogues of their matmuls")
-    return replace_found(mod, state, found, _as_kernel)
+    return replace_found(mod, state, found, lambda new, _binding, gate: _as_kernel(new, gate, state))
 
 
 def _gate(var: relax.Var, graph: Graph, state: LoweringState) -> _Gate | None:
@@ -124,39 +126,33 @@ def _pair(gate: relax.Call, value: relax.Call) -> bool:
     return fits and len(dtypes) == 1 and dtypes <= set(HALVES)
 
 
-def _function(gate: _Gate) -> tirx.PrimFunc:
+def _function(gate: _Gate, state: LoweringState) -> tirx.PrimFunc:
     """Return the PrimFunc of a gate, for templates to look at."""
-    weight = static_shape(gate.gate) or ()
     x = te.placeholder(param_shape(gate.data), gate.dtype, name="x")
-    w = te.placeholder((weight[0], 2 * weight[1]), gate.dtype, name="w")
-    return te.create_prim_func([x, w, _gated_matmul(gate)(x, w)])
+    w = te.placeholder(stored_shape(gate.data, gate.gate, state, 2), gate.dtype, name="w")
+    return te.create_prim_func([x, w, _gated_matmul(gate, state)(x, w)])
 
 
-def _gated_matmul(gate: _Gate) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
-    activation = _ACTIVATIONS[gate.activation]
+def _gated_matmul(gate: _Gate, state: LoweringState) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    activation, turned = _ACTIVATIONS[gate.activation], is_turned(gate.data, state)
 
     def compute(x: te.Tensor, w: te.Tensor) -> te.Tensor:
-        over = te.reduce_axis((0, w.shape[0]), name="k")
-
-        def multiply(*index: tirx.Var) -> tirx.Expr:
-            *rows, column = index
-            return te.sum(x(*rows, over).astype("float32") * w[over, column].astype("float32"), axis=over)
-
-        product = te.compute((*x.shape[:-1], w.shape[1]), multiply, name="product")
+        product = float32_product(x, w, turned=turned)
 
         def gated(*index: tirx.Var) -> tirx.Expr:
             *rows, column = index
             left = activation(product(*rows, gate_column(column)))
             return (left * product(*rows, value_column(column))).astype(gate.dtype)
 
-        return te.compute((*x.shape[:-1], w.shape[1] // 2), gated, name="gated")
+        return te.compute((*x.shape[:-1], product.shape[-1] // 2), gated, name="gated")
 
     return compute
 
 
-def _as_kernel(new: Rewriter, _binding: relax.VarBinding, gate: _Gate) -> tvm.ir.Expr:
-    weight = relax.const(_interleaved(array_of(gate.gate), array_of(gate.value)), dtype_of(gate.gate))
-    return new.kernel(_gated_matmul(gate), new.of(gate.data), weight, name="matmul_gated", op_pattern=OPAQUE)
+def _as_kernel(new: Rewriter, gate: _Gate, state: LoweringState) -> tvm.ir.Expr:
+    interleaved = _interleaved(array_of(gate.gate), array_of(gate.value))
+    weight = stored_weight(interleaved, dtype_of(gate.gate), gate.data, state)
+    return new.kernel(_gated_matmul(gate, state), new.of(gate.data), weight, name="matmul_gated", op_pattern=OPAQUE)
 
 
 def _interleaved(gates: np.ndarray, values: np.ndarray) -> np.ndarray:

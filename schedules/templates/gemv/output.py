@@ -21,6 +21,7 @@ from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, 
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
 from relaxtune.schedules.tir.expressions import dtype_of, substitute
+from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, output_column
 
 
 @dataclass(frozen=True)
@@ -90,14 +91,23 @@ class GemvOutput:
             place = turn * threads + thread
             part = place // (matmul.m * rows) if parts > 1 else tirx.IntImm("int32", 0)
             m, row = place // rows % matmul.m if parts > 1 else place // rows, place % rows
-            column = first_row(part) // each + row
+            stored = first_row(part) // each + row
             guards = [] if count % threads == 0 else [place < count]
             if matmul.n % self._rows or parts > 1:
-                guards.append(column < matmul.columns)
+                guards.append(stored < matmul.columns)
             with when(guards):
-                sources = [row] if each == 1 else [gate_column(row), value_column(row)]
-                sums = [self._total(shared, first(part), m, one) for one in sources]
+                sums = [self._total(shared, first(part), m, one) for one in self._sources(row)]
+                head = matmul.epilogue.head
+                column = output_column(stored, head) if head else stored
                 T.buffer_store(self.output, self._value(sums, m, column), [m * matmul.columns + column])
+
+    def _sources(self, row: tirx.Expr) -> list[tirx.Expr]:
+        """Return the rows of W in a tile that a column of the output is made of."""
+        epilogue = self.matmul.epilogue
+        if epilogue.head:
+            # The other half of a head is 8 rows away.
+            return [row, row // HEAD_UNIT * HEAD_UNIT + (row + HEAD_UNIT // 2) % HEAD_UNIT]
+        return [row] if epilogue.accumulators == 1 else [gate_column(row), value_column(row)]
 
     def _total(self, shared: tirx.Var, first: tirx.Expr, m: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
         total: tirx.Expr = shared[first, m, row]

@@ -93,8 +93,6 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     matmul = recognise_matmul_by_rows(func)
     if isinstance(matmul, Refusal):
         return matmul
-    if matmul.epilogue.head:
-        return Refusal("the epilogue rotates heads")
     if matmul.norm is not None or matmul.partials is not None:
         return Refusal("it has statistics of rows, which templates for few rows do not make")
     if matmul.m > ROWS_MAX:

@@ -241,6 +241,7 @@ inline void relaxtune_copy_async(void* to, const void* from, long long offset, i
   copy_async(to, from, offset, size);
 }
 inline void relaxtune_load_2(void* to, const void* from) { memcpy(to, from, 2); }
+inline void relaxtune_load_16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void relaxtune_load_4(void* to, const void* from) { memcpy(to, from, 4); }
 
 static void begin();

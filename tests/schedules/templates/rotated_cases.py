@@ -23,7 +23,7 @@ class RotatedCase:
     """x [batch, positions, k] by a weight [k, n], of which `columns` are rotated in heads of `head`.
 
     `tables` is how many rows of the batch cos and sin have; with `normed`, x's rows are divided by their root mean
-    square.
+    square; `turned` is a weight [n, k].
     """
 
     batch: int
@@ -35,13 +35,14 @@ class RotatedCase:
     tables: int = 1
     dtype: str = "float16"
     normed: bool = False
+    turned: bool = False
 
     def func(self) -> tirx.PrimFunc:
         """Return the function: x, weight, cos, sin, sums of x's rows where normed, the output."""
-        shapes = {"x": (self.batch, self.positions, self.k), "w": (self.k, self.n)}
+        shapes = {"x": (self.batch, self.positions, self.k), "w": (self.n, self.k) if self.turned else (self.k, self.n)}
         shapes |= dict.fromkeys(("cos", "sin"), (self.tables, self.positions, self.head))
         inputs = [te.placeholder(shape, self.dtype, name=name) for name, shape in shapes.items()]
-        result = rotated_matmul(self.columns, self.head, self.dtype)(*inputs)
+        result = rotated_matmul(self.columns, self.head, self.dtype, turned=self.turned)(*inputs)
         func = te.create_prim_func([*inputs, result], index_dtype_override="int64")
         norm = OperandNorm(False, EPSILON, self.k // _GROUP, False, False)
         return normalise_operand(func, known(func), norm) if self.normed else func
@@ -61,7 +62,8 @@ class RotatedCase:
 
     def arguments(self, inputs: list[np.ndarray]) -> list[np.ndarray]:
         """Return what the function is called with."""
-        return [inputs[0], interleaved_heads(inputs[1], self.head), *inputs[2:]]
+        weight = interleaved_heads(inputs[1], self.head)
+        return [inputs[0], np.ascontiguousarray(weight.T) if self.turned else weight, *inputs[2:]]
 
     def expected(self, inputs: list[np.ndarray]) -> np.ndarray:
         """Return the output in float32."""

@@ -67,6 +67,22 @@ def test_torch_tensors_go_in_and_out_without_a_copy_on_a_stream_of_torch(model: 
             np.testing.assert_array_equal(one.cpu().numpy(), array)
 
 
+def test_cupy_arrays_go_in_and_out_without_a_copy_on_a_stream_of_cupy(model: OnnxModel, artifact: Path) -> None:
+    cupy = pytest.importorskip("cupy")
+    seeds = range(4)
+    right, module, stream = expected(model, artifact, seeds), Module.load(artifact), cupy.cuda.Stream(non_blocking=True)
+    for seed in seeds:
+        with stream:
+            given = [cupy.asarray(array) for array in feeds(model, seed).values()]
+            made = module.run_device(given, stream=stream.ptr)
+            taken = [cupy.from_dlpack(one) for one in made]
+            assert [one.data.ptr for one in taken] == [one.data_ptr() for one in made]
+            found = [one.copy() for one in taken]
+        stream.synchronize()
+        for one, array in zip(found, right[seed], strict=True):
+            np.testing.assert_array_equal(one.get(), array)
+
+
 def test_run_waits_for_calls_on_the_current_stream(model: OnnxModel, artifact: Path) -> None:
     torch = pytest.importorskip("torch")
     right, module, stream = expected(model, artifact, range(3)), Module.load(artifact), torch.cuda.Stream()
