@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from relaxtune.models.axes.relations import axis_sizes
+from relaxtune.models.axes.windows import check_sizes
 from relaxtune.models.buckets import list_symbols
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.spec import OnnxModel, TensorSpec
@@ -73,7 +74,15 @@ def check_profile(profile: Mapping[str, AxisProfile], specs: Sequence[TensorSpec
 
 
 def sizes_within(model: OnnxModel, maxima: Mapping[str, int], given: Mapping[str, int] | None = None) -> dict[str, int]:
-    """Return what `axis_sizes` chooses, no axis larger than its largest size."""
+    """Return what `axis_sizes` chooses, no axis larger than its largest size.
+
+    Raises
+    ------
+    ModelShapeError
+        A pooling or a convolution has no room at the sizes that are given, or are the largest.
+    """
     chosen = axis_sizes(model, given)
     capped = {axis: maxima[axis] for axis, size in chosen.items() if size > maxima.get(axis, size)}
-    return axis_sizes(model, {**capped, **(given or {})})
+    sizes = axis_sizes(model, {**capped, **(given or {})})
+    check_sizes(model.proto, sizes)
+    return sizes

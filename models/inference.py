@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx
 from onnx import checker, helper, shape_inference
 
+from relaxtune.models.axes.windows import check_windows
 from relaxtune.models.checks import RUNTIME_OPERATORS, check_ranks
 from relaxtune.models.errors import InvalidModelError, ModelShapeError
 from relaxtune.models.hashing import without_weights
@@ -25,13 +26,13 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     InvalidModelError
         onnx's checker refuses the graph, or types and shapes do not agree.
     ModelShapeError
-        A tensor inside the graph is larger than any machine's memory.
+        A tensor inside the graph is larger than any machine's memory, or a pooling larger than its input.
     """
     light = _light_copy(model)
     if any(not value.type.tensor_type.HasField("shape") for value in light.graph.output):
         # The checker wants every output's shape; files that leave it to the reader are common, and it can be inferred.
         guessed = _infer(light, strict=False, data_prop=False)
-        check_ranks(guessed.graph.output)
+        _check_outputs(guessed.graph)
         del light.graph.output[:]
         light.graph.output.extend(guessed.graph.output)
     try:
@@ -52,7 +53,13 @@ def check_and_infer(model: onnx.ModelProto) -> None:
         values = getattr(model.graph, field)
         del values[:]
         values.extend(getattr(inferred.graph, field))
-    check_ranks(model.graph.output)
+    _check_outputs(model.graph)
+
+
+def _check_outputs(graph: onnx.GraphProto) -> None:
+    # An output without places is told by the window that leaves none, if there is one.
+    check_windows(graph)
+    check_ranks(graph.output)
 
 
 def _drop_stale_types(light: onnx.ModelProto) -> bool:

@@ -1,4 +1,7 @@
-"""What a measurement is true for (`Environment`), what a kernel is compiled for (`TargetKey`), and by which code."""
+"""What a measurement is true for (`Environment`), what a kernel is compiled for (`TargetKey`), and by which code.
+
+Commands that compile and run nothing ask for names alone: TVM is imported by the functions that ask it.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,13 @@ import socket
 import subprocess
 from functools import cache
 from pathlib import Path
-
-import tvm
-import tvm_ffi
-from tvm.target import codegen
+from typing import TYPE_CHECKING
 
 import relaxtune
-from relaxtune.schedules.targets import PLANNED_FOR, PORTABLE, ResolvedTarget
-from relaxtune.schedules.targets.capabilities import device_runs
 from relaxtune.tuning_db.records import Environment, TargetKey, canonical_json
+
+if TYPE_CHECKING:
+    from relaxtune.schedules.targets import ResolvedTarget
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +33,6 @@ _GIT_S = 20.0
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 
-# Parts of a target that say nothing about the code of a decision: names, TVM's own search keys, the host's half,
-# whether PTX is kept beside the code, and for which GPU decisions are proposed.
-_NOT_ATTRIBUTES = frozenset({"kind", "tag", "keys", "host", "device", PORTABLE, PLANNED_FOR})
-
 
 def detect_environment(target: ResolvedTarget) -> Environment:
     """Return the environment of the device that would run code for `target` on this machine.
@@ -46,6 +43,10 @@ def detect_environment(target: ResolvedTarget) -> Environment:
     """
     if target.kind == "cuda":
         return _cuda_environment(target)
+    import tvm
+    import tvm_ffi
+    from tvm.target import codegen
+
     local = target.arch == str(codegen.llvm_get_system_cpu())
     return Environment(
         device_kind="cpu",
@@ -61,7 +62,12 @@ def detect_environment(target: ResolvedTarget) -> Environment:
 
 def target_key(target: ResolvedTarget) -> TargetKey:
     """Return the database key of a target: kind, architecture and every attribute that shapes its code."""
-    attributes = {name: _plain(value) for name, value in target.target.attrs.items() if name not in _NOT_ATTRIBUTES}
+    from relaxtune.schedules.targets import PLANNED_FOR, PORTABLE
+
+    # They say nothing about the code of a decision: names, TVM's own search keys, the host's half, whether PTX is kept
+    # beside the code, and for which GPU decisions are proposed.
+    left_out = {"kind", "tag", "keys", "host", "device", PORTABLE, PLANNED_FOR}
+    attributes = {name: _plain(value) for name, value in target.target.attrs.items() if name not in left_out}
     return TargetKey(kind=target.kind, arch=target.arch, attributes=canonical_json(attributes))
 
 
@@ -128,6 +134,11 @@ def nvidia_driver_version(path: Path = NVIDIA_DRIVER_VERSION) -> str | None:
 
 
 def _cuda_environment(target: ResolvedTarget) -> Environment:
+    import tvm
+    import tvm_ffi
+
+    from relaxtune.schedules.targets.capabilities import device_runs
+
     device = tvm.cuda(0)
     local = bool(device.exist) and device_runs(target.arch, str(device.compute_version), portable=target.portable)
     return Environment(

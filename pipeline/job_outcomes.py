@@ -8,26 +8,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.environment import detect_environment, target_key
-from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, canonical_json, utc_now
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.bench.measure import BenchmarkReport
+    from relaxtune.pipeline.validate.report import ValidationReport
 
 _US_PER_MS = 1e3
 
 
 def environment_of(manifest: Manifest) -> Environment:
     """Return what a validation or benchmark of an artifact on this machine is true for."""
+    from relaxtune.schedules.targets import resolve_target
+
     return detect_environment(resolve_target(manifest.target.config))
 
 
 def artifact_of(manifest: Manifest, directory: Path, job_id: str | None = None) -> Artifact:
     """Return the database's form of an artifact, whether it was validated since or not."""
+    from relaxtune.schedules.targets import resolve_target  # TVM, of which a store without new artifacts has no need
+
     return Artifact(
         model=manifest.model,
         model_sha256=manifest.model_sha256,

@@ -32,6 +32,7 @@ def configure_threads(count: int | None = None) -> int:
     """Set the calling thread's TVM pool to `count` threads (default: `default_threads`); return what it really has.
 
     Fewer than asked for are given when code of this thread used TVM's pool before, since a pool never grows.
+    A `Module` sets the pool of the thread that calls it with each call, to the threads that it was loaded with.
     """
     wanted = count if count is not None else default_threads()
     known = getattr(_configured, "threads", None)

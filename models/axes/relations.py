@@ -14,6 +14,7 @@ import onnx
 
 from relaxtune.models.axes.facts import ONE, ZERO
 from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols
+from relaxtune.models.axes.windows import has_windows, with_room
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.polynomials import Polynomial
@@ -58,7 +59,8 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
     Parameters
     ----------
     model
-        Its axes without a given size get 2 where they are a batch and 16 elsewhere, then what the relations ask for.
+        Its axes without a given size get 2 where they are a batch and 16 elsewhere, doubled until poolings and
+        convolutions have room, then what the relations ask for.
     given
         Sizes that stay as they are.
     """
@@ -69,6 +71,9 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
     }
     later = {axis for spec in model.inputs for axis in spec.shape[1:]}
     sizes = {n: _BATCH if "batch" in n.lower() or n in batches - later else _LENGTH for n in sorted(names)} | fixed
+    lengths = [name for name in names if sizes[name] == _LENGTH]
+    if lengths and has_windows(model.proto):
+        sizes = with_room(model.proto, sizes, lengths)
     for relation in model.relations:
         if relation.sign == "<=":
             _shrink(sizes, relation, [name for name in names if name in relation.axis.split(" + ")])

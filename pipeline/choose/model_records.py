@@ -12,11 +12,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-
-import tvm
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.environment import code_version, target_key
-from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
@@ -31,6 +29,9 @@ from relaxtune.tuning_db.records import (
     content_key,
     utc_now,
 )
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.prepare import PreparedModel
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +135,20 @@ def read_decision(record: TuningRecord) -> ModelDecision:
     return ModelDecision(plain["norm_rows_max"], kernels, plain.get("untuned", False), record.created_at)
 
 
+def inside_the_model(
+    workload_hash: str, records: Sequence[TuningRecord], decision: ModelDecision | None
+) -> list[TuningRecord]:
+    """Return the record that a decision about the model names, unless the fastest was measured since."""
+    if decision is None or not records or decision.made_at is None or records[0].created_at > decision.made_at:
+        return []
+    wanted = decision.kernels.get(workload_hash)
+    return [record for record in records if (record.route, record.decision) == wanted]
+
+
 def measured_model(prepared: PreparedModel) -> MeasuredModel:
     """Return the database's form of a model that was lowered as its request says: it is known by its kernels."""
+    import tvm  # a report reads decisions without it
+
     key = kernels_key(prepared)
     workload = Workload(
         workload_hash=key,

@@ -16,7 +16,7 @@ from tvm import tirx
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
-from relaxtune.pipeline.choose.model_records import ModelDecision
+from relaxtune.pipeline.choose.model_records import ModelDecision, inside_the_model
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
 from relaxtune.pipeline.choose.tables import choose_table
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
@@ -222,16 +222,6 @@ def template_default(
     if first is None:
         logger.debug("task %s: %s", task.name, "; ".join(refused) or "every candidate of a template has failed")
     return first
-
-
-def inside_the_model(
-    workload_hash: str, records: Sequence[TuningRecord], decision: ModelDecision | None
-) -> list[TuningRecord]:
-    """Return the record that a decision about the model names, unless the fastest was measured since."""
-    if decision is None or not records or decision.made_at is None or records[0].created_at > decision.made_at:
-        return []
-    wanted = decision.kernels.get(workload_hash)
-    return [record for record in records if (record.route, record.decision) == wanted]
 
 
 def _made(

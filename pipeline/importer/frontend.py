@@ -98,6 +98,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for node in graph.node:
             try:
                 self._construct_node(node)
+            except MemoryError:
+                raise
             except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
                 raise conversion_failed(self._model, self._graph, node, e) from e
         for name in self._results:

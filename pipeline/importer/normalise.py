@@ -96,6 +96,8 @@ def _normalised(proto: onnx.ModelProto, data_dir: Path | None, left_out: Collect
                 continue
             try:
                 step(model)
+            except MemoryError:
+                raise
             except Exception as e:  # libraries raise every kind of exception
                 # The step may have left the graph half-changed.
                 raise _StepFailedError(name) from e

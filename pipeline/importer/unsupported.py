@@ -65,6 +65,8 @@ def find_unsupported(model: OnnxModel) -> ImportSurvey:
         survey = _SurveyingImporter(model, graph)
         try:
             survey.from_onnx(graph.proto.graph, graph.opset)
+        except MemoryError:
+            raise
         except Exception:
             # An output of the graph that was not looked at has no value; what led to it is in the list.
             if not survey.found:
@@ -98,7 +100,7 @@ class _SurveyingImporter(NodeByNodeImporter):
             return "no converter"
         try:
             self._construct_node(node)
-        except ImportFailedError:
+        except (ImportFailedError, MemoryError):
             raise
         except Exception as e:  # TVM's converters raise every kind of exception
             return reason_of(e)

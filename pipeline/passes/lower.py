@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import tvm
-import tvm_ffi
 
+import relaxtune.pipeline.passes.kit.tvm_errors  # noqa: F401  TVM hands on interrupts
 from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, constant_dtypes, main_of
@@ -26,21 +26,6 @@ _LOG = logging.getLogger(__name__)
 END_AT_FAILED_PASS = False
 
 
-class _Exit(SystemExit):
-    """A `sys.exit` that TVM hands on as its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(int(text) if text.lstrip("-").isdecimal() else text or None)
-
-
-# A pass written in Python is called by TVM, which hands on its errors by their names. It does not know those of Ctrl-C,
-# of SIGTERM and of a handler that calls `sys.exit`, and made a RuntimeError of them: a pass that failed, without which
-# the compile went on.
-tvm_ffi.register_error("KeyboardInterrupt", KeyboardInterrupt)
-tvm_ffi.register_error("SystemExit", SystemExit)
-tvm_ffi.register_error("SystemExit", _Exit)
-
-
 def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions | None = None) -> LoweredModule:
     """Return the graph as calls of fused, unscheduled PrimFuncs.
 
@@ -51,6 +36,8 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
     LoweringError
         A pass failed that the graph, or the precision asked for, cannot do without; the message names it. Any other
         pass that fails is logged and left out; where a needed pass fails, all optional ones are, before this is raised.
+    MemoryError
+        The memory is full: without a pass, the compile would need no less.
     """
     options = options or LoweringOptions()
     steps = lowering_steps()
@@ -149,7 +136,7 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
     start = time.perf_counter()
     try:
         result = step.run(mod, state)
-    except (UsageError, LoweringError):
+    except (UsageError, LoweringError, MemoryError):
         raise
     except Exception as e:  # TVM's error classes share no base of their own
         failure = _reason(e)

@@ -12,18 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.artifact_jobs import Arrays
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
-from relaxtune.pipeline.gate.checks import Verdict, check_validation
-from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.registry.remote import open_store
 from relaxtune.pipeline.registry.store import find_artifact, find_key
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import utc_now
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.artifact_jobs import Arrays
+    from relaxtune.pipeline.gate.gate import GateLimits, GateReport
 
 _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 # Steps that a tag can be rolled back after a collection, and seconds that an artifact is kept that no tag needs.
@@ -141,6 +143,10 @@ class Registry:
         ArtifactError, UsageError, TuningDatabaseError
             As `tag`. Another process that moved the tag while the gate ran is one of the last.
         """
+        # A gate runs artifacts; no other word of a registry needs TVM.
+        from relaxtune.pipeline.gate.checks import Verdict, check_validation
+        from relaxtune.pipeline.gate.gate import run_gate
+
         _require_tag(tag)
         key = self._put(artifact)
         moves = list_moves(self._database, tag)

@@ -19,7 +19,6 @@ import numpy as np
 
 from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.schedules.targets.host import physical_cores
 
 _MATMUL_SIZE = 1536
 _COPY_BYTES = 1 << 28
@@ -96,6 +95,8 @@ def known_ceilings(device: str | None) -> Ceilings | None:
 
 def measure_cpu_ceilings() -> Ceilings:
     """Return this CPU's ceilings, in about a second: NumPy's float32 matmul, and a copy by one thread a core."""
+    from relaxtune.schedules.targets.host import physical_cores
+
     generator = np.random.default_rng(0)
     a, b = (generator.standard_normal((_MATMUL_SIZE, _MATMUL_SIZE), dtype=np.float32) for _ in range(2))
     out = np.empty_like(a)

@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.choose.model_records import ModelDecision, read_decision
-from relaxtune.pipeline.choose.selection import inside_the_model
+from relaxtune.pipeline.choose.model_records import ModelDecision, inside_the_model, read_decision
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
-from relaxtune.pipeline.report.profile import Profile
 from relaxtune.pipeline.report.progress import Progress, progress_of_artifact, progress_of_job
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
@@ -32,6 +31,9 @@ from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.queries import TaskBest, query, top
 from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Status, TuningRecord, Workload, signature_key
 from relaxtune.tuning_db.standing import standing_records, without_ties
+
+if TYPE_CHECKING:
+    from relaxtune.pipeline.report.profile import Profile
 
 _NAMES_LISTED = 4
 # Records of a kernel that are looked at, the best first.

@@ -58,7 +58,7 @@ def test_environment_of_a_gpu_asks_the_device(monkeypatch: pytest.MonkeyPatch) -
         api_version = 13000
 
     target = resolve_target("cuda:sm_90a")
-    monkeypatch.setattr(environment_module.tvm, "cuda", lambda _: Device)
+    monkeypatch.setattr(tvm, "cuda", lambda _: Device)
     monkeypatch.setattr(environment_module, "nvidia_driver_version", lambda: "580.65.06")
     found = detect_environment(target)
     assert (found.device_name, found.driver, found.cuda) == ("NVIDIA H200", "580.65.06", "13.0")

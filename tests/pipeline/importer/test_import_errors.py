@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from onnx import helper
@@ -7,6 +10,8 @@ from onnx import helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.importer.frontend import NodeByNodeImporter
+from relaxtune.pipeline.importer.unsupported import find_unsupported
 from tests.pipeline.importer.onnx_cases import make_model
 
 VECTOR = ("float32", (4,))
@@ -115,3 +120,20 @@ def test_import_names_the_node_and_keeps_the_cause_when_a_conversion_fails(capfd
     del caught
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+@pytest.mark.parametrize("read", [import_model, find_unsupported])
+@pytest.mark.parametrize("where", ["step", "node"])
+def test_memory_that_is_full_is_no_fault_of_a_node_or_a_step(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[OnnxModel], object], where: str
+) -> None:
+    def allocate(*_: object) -> None:
+        raise MemoryError("no room")
+
+    if where == "step":
+        monkeypatch.setitem(sys.modules["relaxtune.pipeline.importer.normalise"]._SIMPLIFY, "infer shapes", allocate)
+    else:
+        monkeypatch.setattr(NodeByNodeImporter, "_construct_node", allocate)
+    model = make_model([helper.make_node("Neg", ["x"], ["y"])], {"x": VECTOR}, {"y": VECTOR})
+    with pytest.raises(MemoryError):
+        read(model)

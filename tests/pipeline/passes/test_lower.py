@@ -308,6 +308,25 @@ def test_an_interrupt_inside_a_pass_that_tvm_calls_is_no_failure_of_the_pass(mon
         lower(graph_of_zoo("t5-tiny"), LLVM)
 
 
+def _memory_is_full() -> None:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [_memory_is_full, lambda: np.empty(1 << 48), lambda: tvm.runtime.empty((1 << 48,), "float32")],
+    ids=["python", "numpy", "tvm"],
+)
+@pytest.mark.parametrize("by_tvm", [True, False], ids=["called by tvm", "called"])
+def test_a_pass_without_memory_ends_the_lowering(
+    monkeypatch: pytest.MonkeyPatch, allocate: Callable[[], object], by_tvm: bool
+) -> None:
+    plain = Step(Phase.PATTERNS, "large_pass", lambda _mod, _state: allocate())  # type: ignore[arg-type, return-value]
+    _with_failing(monkeypatch, _called_by_tvm(allocate) if by_tvm else plain, strict=False)
+    with pytest.raises(MemoryError):
+        lower(graph_of_zoo("t5-tiny"), LLVM)
+
+
 def _called_by_tvm(end: Callable[[], object]) -> Step:
     """Return a step in whose pass something else ends the process."""
 

@@ -10,9 +10,9 @@ import pytest
 
 from relaxtune.pipeline.artifact.directory import load_manifest, record_validation
 from relaxtune.pipeline.errors import ArtifactError, GateRefusedError, UsageError
+from relaxtune.pipeline.gate import gate as gate_module
 from relaxtune.pipeline.gate.gate import GateLimits
 from relaxtune.pipeline.gate.latency import LatencyLimit
-from relaxtune.pipeline.registry import registry as registry_module
 from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
 from relaxtune.tuning_db.store import SqlDatabase
@@ -152,7 +152,7 @@ def test_a_tag_that_moved_while_the_gate_ran_is_not_moved_again(registry, build,
         return gate_report
 
     gate_report = type("Report", (), {"raise_if_refused": lambda _: None, "summary": lambda _: {}})()
-    monkeypatch.setattr(registry_module, "run_gate", gate)
+    monkeypatch.setattr(gate_module, "run_gate", gate)
     with pytest.raises(TagMovedError, match="Tag prod was moved by another process meanwhile"):
         registry.promote(new, "prod")
     assert standing(registry) == "b"

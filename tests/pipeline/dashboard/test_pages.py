@@ -1,28 +1,22 @@
-"""The dashboard over a real database and a real server; where there is a browser, in it too."""
+"""What the pages of the dashboard show, over a real database and a real server; where there is a browser, in it too."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
-from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 
 import pytest
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.dashboard import counts, pages, slow_pages
 from relaxtune.pipeline.dashboard.artifact_pages import artifact as artifact_page
 from relaxtune.pipeline.dashboard.artifact_pages import compare
@@ -35,84 +29,15 @@ from relaxtune.pipeline.dashboard.task_pages import task
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.pipeline.report.curve import step_curve
-from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.gates import record_gate
-from relaxtune.tuning_db.jobs import JobTask
-from relaxtune.tuning_db.records import Mode, Status
+from relaxtune.tuning_db.records import Status
 from relaxtune.tuning_db.store import SqlDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
-from tests import warm_python
+from tests.pipeline.dashboard.conftest import Site, served
 from tests.tuning_db.conftest import Samples
 
-HOSTILE = "<script>alert('x')</script>\x1b[31m\"&"
-# On a machine busy with other work, a test waits for the page itself.
-PATIENT = 120.0
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-
-@dataclass(frozen=True)
-class Site:
-    """A dashboard that answers at a port, and the database behind it, open for writing."""
-
-    port: int
-    database: SqlDatabase
-    job_id: str
-
-    def get(self, address: str, **headers: str) -> tuple[HTTPResponse, str]:
-        return self.ask("GET", address, **headers)
-
-    def ask(self, method: str, address: str, **headers: str) -> tuple[HTTPResponse, str]:
-        with closing(HTTPConnection("127.0.0.1", self.port, timeout=20)) as connection:
-            connection.request(method, address, headers=headers)
-            reply = connection.getresponse()
-            return reply, reply.read().decode()
-
-
-@contextmanager
-def served(app: ASGIApp) -> Iterator[int]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    socket = server.config.bind_socket()
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
-    thread.start()
-    try:
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        yield socket.getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SqlDatabase, str]]:
-    """Return a database with a job that runs, whose names try to be HTML, and two artifacts of its model."""
-    samples = Samples()
-    with SqlDatabase.open(tmp_path_factory.mktemp("dashboard") / "tuning.db") as database:
-        works = [samples.workload(number, name=HOSTILE) for number in (1, 2)]
-        for work in works:
-            database.record_workload(work)
-        target = samples.target()
-        job = database.start_job(model=HOSTILE, model_sha256="0" * 64, target=target)
-        tasks = [JobTask(work.workload_hash, work.tvm_version, 2, (HOSTILE,), 1.0) for work in works]
-        database.record_job_tasks(job.id, tasks)
-        database.record_measurements([samples.record(work, job_id=job.id) for work in works])
-        database.record_measurement(samples.failure(works[0], job_id=job.id, error=HOSTILE))
-        for number in (1, 2):
-            artifact = Artifact(HOSTILE, "0" * 64, target, f'{{"number":{number}}}', f"/nowhere/{number}", job.id)
-            database.record_artifact(artifact)
-        record_move(database, TagMove("prod", 1, MoveKind.TAG, artifact.key, "ann@host", HOSTILE))
-        yield database, job.id
-
-
-@pytest.fixture(scope="module")
-def site(kept: tuple[SqlDatabase, str]) -> Iterator[Site]:
-    database, job_id = kept
-    with (
-        SqlDatabase.open(database.url, mode=Mode.READ_ONLY) as reading,
-        served(create_app(reading, patience_s=PATIENT)) as port,
-    ):
-        yield Site(port, database, job_id)
 
 
 def test_every_page_that_a_page_leads_to_answers_and_holds_no_markup_of_names(site: Site) -> None:
@@ -305,75 +230,6 @@ def test_the_last_label_of_a_long_curve_ends_with_the_plot_and_all_differ() -> N
     labels = re.findall(r'<text x="[\d.]+" y="236.0" text-anchor="\w+">([^<]+)</text>', short)
     assert labels == ["15.400", "15.450", "15.500", "15.550", "15.600"]
     assert ">ms</text>" in short
-
-
-@pytest.mark.parametrize("address", ["/jobs/none", "/tasks/none", "/models/none", "/artifacts/none", "/none"])
-def test_what_is_not_there_is_404_with_its_name(site: Site, address: str) -> None:
-    reply, text = site.get(address)
-    assert reply.status == 404
-    assert "none" in text
-
-
-@pytest.mark.parametrize("address", ["/", "/none", "/live.js"])
-def test_answers_forbid_foreign_scripts_and_frames(site: Site, address: str) -> None:
-    reply, _ = site.get(address)
-    policy = reply.headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy
-    assert "script-src 'self'" in policy
-    assert "frame-ancestors 'none'" in policy
-    assert reply.headers["X-Content-Type-Options"] == "nosniff"
-
-
-@pytest.mark.parametrize(
-    ("host", "status"), [("evil.example", 400), ("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:8760", 200)]
-)
-def test_only_names_of_this_machine_are_answered(site: Site, host: str, status: int) -> None:
-    reply, _ = site.get("/", Host=host)
-    assert reply.status == status
-
-
-def test_nothing_writes(site: Site) -> None:
-    assert site.ask("POST", f"/jobs/{site.job_id}")[0].status == 405
-
-
-def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str]) -> None:
-    database, job_id = kept
-    with served(create_app(database, token="secret", patience_s=PATIENT)) as port:
-        site = Site(port, database, job_id)
-        assert site.get("/")[0].status == 401
-        assert site.get("/?token=wrong")[0].status == 401
-        reply, _ = site.get("/?token=secret")
-        assert (reply.status, reply.headers["Location"]) == (303, "/")
-        cookie = reply.headers["Set-Cookie"]
-        assert "HttpOnly" in cookie
-        assert "SameSite=strict" in cookie
-        assert site.get("/", Cookie=cookie.partition(";")[0])[0].status == 200
-        assert site.get("/", Cookie="relaxtune_token=wrong")[0].status == 401
-
-
-def test_command_tells_its_address_and_ends_with_ctrl_c(site: Site) -> None:
-    code = "from relaxtune.pipeline.cli import main; main()"
-    command = [sys.executable, "-c", code, "dashboard", "--db", site.database.url, "--port", "0"]
-    with warm_python.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        line = process.stderr.readline() if process.stderr else ""
-        found = re.search(r"http://127\.0\.0\.1:(\d+)/ shows", line)
-        assert found, line
-        for _ in range(200):
-            try:
-                reply, _ = replace(site, port=int(found[1])).get("/")
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        assert reply.status == 200
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
-
-
-def test_command_refuses_a_port_that_is_taken(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["dashboard", "--db", site.database.url, "--port", str(site.port)])
-    assert ended.value.code == 2
-    assert f"cannot listen at 127.0.0.1:{site.port}" in capsys.readouterr().err
 
 
 def counted(app: ASGIApp, asked: list[str]) -> ASGIApp:
