@@ -17,6 +17,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.pipeline.cli.app import main
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 ROOT = Path(__file__).parent.parent
 
@@ -281,7 +282,7 @@ def run_script(arguments: list[str], folder: Path) -> str:
 
 def test_disk_full_exits_1_and_leaves_nothing(tmp_path) -> None:
     out = tmp_path / "artifact"
-    arguments = ["compile", "bert-tiny", "--target", "llvm", "--out", str(out)]
+    arguments = ["compile", "bert-tiny", "--target", UNOPTIMISED_TEXT, "--out", str(out)]
     outcome = mounted("size=512k", tmp_path, run_script(arguments, tmp_path))
     assert outcome.returncode == 1, outcome.stderr
     assert "cannot be written" in outcome.stderr
@@ -310,7 +311,9 @@ def test_database_on_full_disk_exits_1(tmp_path) -> None:
 def artifact(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("artifact") / "bert-tiny"
     with pytest.raises(SystemExit) as ended:
-        main(["compile", "bert-tiny", "--target", "llvm", "--shape", "input_ids=1x16", "--out", str(directory)])
+        main(
+            ["compile", "bert-tiny", "--target", UNOPTIMISED_TEXT, "--shape", "input_ids=1x16", "--out", str(directory)]
+        )
     assert not ended.value.code
     return directory
 

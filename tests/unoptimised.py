@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import tvm
+from tvm import relax
 from tvm.target import Target
 
+from relaxtune.pipeline.bisect.plain_kernels import load_code
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 HOST = resolve_target("llvm")
@@ -28,3 +31,8 @@ UNOPTIMISED = unoptimised(LLVM)
 UNOPTIMISED_HOST: ResolvedTarget = replace(HOST, target=UNOPTIMISED)
 # As `--target` takes it.
 UNOPTIMISED_TEXT = json.dumps(_settings(LLVM))
+
+
+def runnable(executable: tvm.runtime.Executable) -> relax.VirtualMachine:
+    """Return what runs an executable of this CPU; compiling a whole model in memory takes three times as long."""
+    return relax.VirtualMachine(load_code(executable), tvm.cpu())

@@ -76,6 +76,9 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
     executable : tvm.runtime.Executable
         For the host.
     """
+    if all(module.kind != "llvm" for module in executable.mod.imports):
+        # Nothing but shapes and constants: there is no code to compile.
+        return executable.jit()
 
     def pack_imports(module: tvm.runtime.Module, _system_lib: bool, prefix: str, folder: str) -> str:
         # TVM takes unoptimised code for a system library's, which would be registered for good.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import relax, tirx
+from tvm import tirx
 
 from relaxtune.models import load_model, random_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
@@ -25,7 +25,7 @@ from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.pipeline.importer.test_quantised_models import quantise
-from tests.unoptimised import UNOPTIMISED_TEXT
+from tests.unoptimised import UNOPTIMISED_TEXT, runnable
 
 # Six matrices a layer of two, and the pooler's; the scores and the sums of values are products of activations.
 MATRICES, PRODUCTS_OF_ACTIVATIONS = 13, 4
@@ -98,7 +98,7 @@ def test_what_the_quantiser_writes_is_right_in_integers(name: str, how: str, tmp
     graph, target = import_model(model), resolve_target("llvm")
     module = lower(graph, target.target, LoweringOptions("int8", embed_weights=True))
     assert module.quantised_nodes
-    machine = relax.VirtualMachine(compile_module(module, (), target).executable, tvm.cpu())
+    machine = runnable(compile_module(module, (), target).executable)
     reference = Reference(model)
     for seed in (5, 6):
         feeds = random_inputs(model, seed=seed)

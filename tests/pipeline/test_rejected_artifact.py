@@ -14,9 +14,10 @@ from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import SqlDatabase
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 SHAPES = {"pixel_values": (1, 3, 32, 32)}
-REQUEST = ModelRequest("vit-tiny", SHAPES, "llvm")
+REQUEST = ModelRequest("vit-tiny", SHAPES, UNOPTIMISED_TEXT)
 
 
 def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     bindings_of,
     constants_in,
     dtype_of,
+    is_constant,
     is_op,
     main_of,
     static_shape,
@@ -35,6 +36,8 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     of its own, so the constants of such a binding are hidden from it as parameters of `main` while it runs. So are the
     numbers that TVM computes with as if they were real.
     """
+    if not _may_fold(mod):
+        return mod
     mod = _with_casts_as_kernels(mod, state)
     large = _large_results(mod, state)
     main = main_of(mod)
@@ -60,6 +63,23 @@ def fold_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     params = main_of(folded).params[len(main.params) :]
     shown = main_of(folded).bind_params(dict(zip(params, hidden.values(), strict=True)))
     return with_main(folded, shown)
+
+
+def _may_fold(mod: tvm.ir.IRModule) -> bool:
+    """Return whether a binding may depend on constants alone. TVM's pass legalises every operator to find out."""
+    if sum(isinstance(function, relax.Function) for _, function in mod.functions_items()) > 1:
+        return True
+    constants: set[relax.Var] = set()
+    for binding in bindings_of(main_of(mod)):
+        value = binding.value
+        # What a branch or a function of its own has inside is not looked at.
+        if isinstance(value, relax.If | relax.Function):
+            return True
+        if all(var in constants for var in relax.analysis.free_vars(value)):
+            if not is_constant(value):
+                return True
+            constants.add(binding.var)
+    return False
 
 
 def _with_casts_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

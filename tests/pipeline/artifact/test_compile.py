@@ -87,10 +87,10 @@ def matmul(tasks: list[TuningTask]) -> TuningTask:
 
 
 def test_select_takes_the_fallback_and_says_why_when_there_is_no_database(
-    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget
+    lowered: LoweredModule, tasks: list[TuningTask], quick_target: ResolvedTarget
 ) -> None:
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, tasks, database=None, target=llvm_target, environment=environment)
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, tasks, database=None, target=quick_target, environment=environment)
     assert [choice.function for choice in choices] == list(lowered.kernels)
     assert {choice.route for choice in choices} == {Route.FALLBACK}
     tuned = {choice.task: choice.note for choice in choices if choice.task}
@@ -99,9 +99,9 @@ def test_select_takes_the_fallback_and_says_why_when_there_is_no_database(
     assert set(tasks_without_record(choices)) == {task.name for task in tasks}
 
 
-def test_select_names_kernels_that_have_no_task(lowered: LoweredModule, llvm_target: ResolvedTarget) -> None:
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, [], database=None, target=llvm_target, environment=environment)
+def test_select_names_kernels_that_have_no_task(lowered: LoweredModule, quick_target: ResolvedTarget) -> None:
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, [], database=None, target=quick_target, environment=environment)
     assert all(choice.task is None and "no tuning task" in choice.note for choice in choices)
     assert tasks_without_record(choices) == ()
 
@@ -109,22 +109,22 @@ def test_select_names_kernels_that_have_no_task(lowered: LoweredModule, llvm_tar
 def test_compiled_module_agrees_with_the_reference_when_a_kernel_comes_from_a_record(
     lowered: LoweredModule,
     tasks: list[TuningTask],
-    llvm_target: ResolvedTarget,
+    quick_target: ResolvedTarget,
     database: TuningDatabase,
     bert_tiny: OnnxModel,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     task = matmul(tasks)
-    number = keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task)))
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    number = keep(database, task, record_of(task, quick_target, decision=parallel_trace(task)))
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, tasks, database=database, target=quick_target, environment=environment)
     chosen = [choice for choice in choices if choice.has_record]
     assert [choice.function for choice in chosen] == list(task.functions[lowered.graph.name])
     assert {(c.route, c.record_id, c.latency_us) for c in chosen} == {(Route.METASCHEDULE, number, 2.0)}
     assert task.name not in tasks_without_record(choices)
 
     directory = tmp_path_factory.mktemp("recorded") / "artifact"
-    manifest = write_artifact(compile_module(lowered, choices, llvm_target), directory)
+    manifest = write_artifact(compile_module(lowered, choices, quick_target), directory)
     entry = next(kernel for kernel in manifest.kernels if kernel.record_id == number)
     assert entry.route == "metaschedule"
     assert entry.decision_sha256 is not None
@@ -132,41 +132,41 @@ def test_compiled_module_agrees_with_the_reference_when_a_kernel_comes_from_a_re
     assert validate(Module.load(directory), bert_tiny, samples=1).passed
 
 
-def test_replay_runs_the_postprocessing_of_a_trace(tasks: list[TuningTask], llvm_target: ResolvedTarget) -> None:
+def test_replay_runs_the_postprocessing_of_a_trace(tasks: list[TuningTask], quick_target: ResolvedTarget) -> None:
     task = elementwise(tasks)
-    scheduled = replay_record(task, record_of(task, llvm_target, decision=parallel_trace(task)), llvm_target)
+    scheduled = replay_record(task, record_of(task, quick_target, decision=parallel_trace(task)), quick_target)
     assert "T.parallel" in scheduled.script()
     assert scheduled.attrs["tirx.is_scheduled"]
     assert "global_symbol" not in scheduled.attrs
 
 
 def test_select_passes_over_a_record_that_cannot_be_replayed(
-    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
+    lowered: LoweredModule, tasks: list[TuningTask], quick_target: ResolvedTarget, database: TuningDatabase
 ) -> None:
     task = matmul(tasks)
     foreign = json.dumps([[["GetSBlock", [], ["no_such_block", "main"], ["b0"]]], []])
-    bad = keep(database, task, record_of(task, llvm_target, decision=foreign, latencies_us=(1.0,)))
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    bad = keep(database, task, record_of(task, quick_target, decision=foreign, latencies_us=(1.0,)))
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, tasks, database=database, target=quick_target, environment=environment)
     choice = next(choice for choice in choices if choice.task == task.name)
     assert choice.route is Route.FALLBACK
     assert choice.unusable == (bad,)
     assert f"record {bad} of task {task.name} cannot be replayed" in choice.note
     assert task.name in tasks_without_record(choices)
 
-    good = keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(9.0,)))
-    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    good = keep(database, task, record_of(task, quick_target, decision=parallel_trace(task), latencies_us=(9.0,)))
+    choices = select_kernels(lowered, tasks, database=database, target=quick_target, environment=environment)
     choice = next(choice for choice in choices if choice.task == task.name)
     assert (choice.record_id, choice.unusable) == (good, (bad,))
 
 
 def test_select_takes_a_measured_fallback_when_it_is_the_best_record(
-    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
+    lowered: LoweredModule, tasks: list[TuningTask], quick_target: ResolvedTarget, database: TuningDatabase
 ) -> None:
     task = matmul(tasks)
-    number = keep(database, task, fallback_record(task, llvm_target))
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    number = keep(database, task, fallback_record(task, quick_target))
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, tasks, database=database, target=quick_target, environment=environment)
     choice = next(choice for choice in choices if choice.task == task.name)
     assert (choice.route, choice.record_id, choice.scheduled) == (Route.FALLBACK, number, None)
 
@@ -175,51 +175,51 @@ def test_select_takes_a_measured_fallback_when_it_is_the_best_record(
 def test_select_gives_ties_to_the_fallback(
     lowered: LoweredModule,
     tasks: list[TuningTask],
-    llvm_target: ResolvedTarget,
+    quick_target: ResolvedTarget,
     database: TuningDatabase,
     latency_us: float,
     route: Route,
 ) -> None:
     task = elementwise(tasks)
-    keep(database, task, fallback_record(task, llvm_target, latencies_us=(95.0, 100.0, 105.0)))
-    keep(database, task, record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(latency_us,)))
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    keep(database, task, fallback_record(task, quick_target, latencies_us=(95.0, 100.0, 105.0)))
+    keep(database, task, record_of(task, quick_target, decision=parallel_trace(task), latencies_us=(latency_us,)))
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, tasks, database=database, target=quick_target, environment=environment)
     (choice,) = [choice for choice in choices if choice.task == task.name]
     assert choice.route is route
 
 
 def test_select_ignores_records_of_another_architecture(
-    lowered: LoweredModule, tasks: list[TuningTask], llvm_target: ResolvedTarget, database: TuningDatabase
+    lowered: LoweredModule, tasks: list[TuningTask], quick_target: ResolvedTarget, database: TuningDatabase
 ) -> None:
     other = resolve_target('{"kind": "llvm", "mcpu": "skylake-avx512", "num-cores": 2}')
     task = matmul(tasks)
     keep(database, task, record_of(task, other, decision=parallel_trace(task)))
-    environment = detect_environment(llvm_target)
-    choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
+    environment = detect_environment(quick_target)
+    choices = select_kernels(lowered, tasks, database=database, target=quick_target, environment=environment)
     assert not any(choice.has_record for choice in choices)
 
 
-def test_compile_reports_the_seconds_of_each_phase(lowered: LoweredModule, llvm_target: ResolvedTarget) -> None:
-    compiled = compile_module(lowered, (), llvm_target)
+def test_compile_reports_the_seconds_of_each_phase(lowered: LoweredModule, quick_target: ResolvedTarget) -> None:
+    compiled = compile_module(lowered, (), quick_target)
     assert set(compiled.seconds) == {"schedule", "plan_memory", "codegen"}
     assert not compiled.cuda_graph
 
 
 def test_compile_names_the_model_when_code_generation_fails(
-    lowered: LoweredModule, llvm_target: ResolvedTarget, monkeypatch: pytest.MonkeyPatch
+    lowered: LoweredModule, quick_target: ResolvedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise tvm.error.InternalError("no such intrinsic")
 
     monkeypatch.setattr("relaxtune.pipeline.artifact.compile.relax.build", refuse)
     with pytest.raises(LoweringError, match=r"code generation of bert-tiny for llvm .* failed: no such intrinsic"):
-        compile_module(lowered, (), llvm_target)
+        compile_module(lowered, (), quick_target)
 
 
 def test_embedded_weights_make_no_parameter_file(
     bert_tiny: OnnxModel,
-    llvm_target: ResolvedTarget,
+    quick_target: ResolvedTarget,
     tmp_path_factory: pytest.TempPathFactory,
     bert_inputs: dict[str, np.ndarray],
     artifact: object,
@@ -227,9 +227,9 @@ def test_embedded_weights_make_no_parameter_file(
     from relaxtune.pipeline.importer import import_model
     from relaxtune.pipeline.passes import LoweringOptions, lower
 
-    lowered = lower(import_model(bert_tiny), llvm_target.target, LoweringOptions(embed_weights=True))
+    lowered = lower(import_model(bert_tiny), quick_target.target, LoweringOptions(embed_weights=True))
     directory = tmp_path_factory.mktemp("embedded") / "artifact"
-    manifest = write_artifact(compile_module(lowered, (), llvm_target), directory)
+    manifest = write_artifact(compile_module(lowered, (), quick_target), directory)
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "model.so"]
     assert manifest.weights == ()
     expected = Module.load(str(artifact)).run(bert_inputs)

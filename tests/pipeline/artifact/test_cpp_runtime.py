@@ -26,6 +26,7 @@ from relaxtune.pipeline.artifact.entries import PaddingEntry
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
 from relaxtune.pipeline.artifact.runtime import Module
 from tests.pipeline.importer.onnx_cases import make_model
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 SOURCES = Path(relaxtune.__file__).parent / "pipeline/artifact/cpp"
 HERE = Path(__file__).parent / "cpp"
@@ -150,7 +151,7 @@ def test_the_library_shows_no_names_but_its_own(runtime: Path) -> None:
 def test_calls_leave_padding_out_as_in_python(runtime: Path, tmp_path: Path) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     made = relaxtune.compile(
-        "bert-tiny", tmp_path / "unpadded", target="llvm", samples=0, unpad=True,
+        "bert-tiny", tmp_path / "unpadded", target=UNOPTIMISED_TEXT, samples=0, unpad=True,
         shapes=dict.fromkeys(names, ("batch", "sequence")),
     )  # fmt: skip
     rng = np.random.default_rng(0)

@@ -54,9 +54,9 @@ def test_work_and_memory_survive_the_manifests_json(compiled: CompiledModule) ->
     assert 4 * (32 * 128 + 128) <= (manifest.memory.planned_bytes or 0) < 4 * 32 * 128 * 100
 
 
-def test_symbolic_shapes_have_no_work_and_no_plan(llvm_target: ResolvedTarget) -> None:
+def test_symbolic_shapes_have_no_work_and_no_plan(quick_target: ResolvedTarget) -> None:
     model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
-    compiled = compile_module(lower(import_model(model), llvm_target.target), (), llvm_target)
+    compiled = compile_module(lower(import_model(model), quick_target.target), (), quick_target)
     assert compiled.planned_bytes is None
     manifest = build_manifest(compiled, 0.0)
     assert manifest.memory is not None
@@ -68,13 +68,13 @@ def test_a_module_without_storage_plans_nothing(compiled: CompiledModule) -> Non
     assert planned_bytes(compiled.lowered.mod) == 0
 
 
-def test_memory_of_symbolic_sizes_is_planned_for_the_largest(llvm_target: ResolvedTarget, tmp_path: Path) -> None:
+def test_memory_of_symbolic_sizes_is_planned_for_the_largest(quick_target: ResolvedTarget, tmp_path: Path) -> None:
     model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
     options = LoweringOptions(maxima={"sequence": 64})
-    compiled = compile_module(lower(import_model(model), llvm_target.target, options), (), llvm_target)
+    compiled = compile_module(lower(import_model(model), quick_target.target, options), (), quick_target)
     assert compiled.planned_bytes is not None
     largest = load_model("bert-tiny", shapes={"input_ids": (1, 64)})
-    known = compile_module(lower(import_model(largest), llvm_target.target), (), llvm_target)
+    known = compile_module(lower(import_model(largest), quick_target.target), (), quick_target)
     assert (known.planned_bytes or 0) <= compiled.planned_bytes < 3 * (known.planned_bytes or 0)
     write_artifact(compiled, tmp_path / "artifact")
     module = Module.load(tmp_path / "artifact")

@@ -12,6 +12,7 @@ from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 SHAPES = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
 
@@ -24,7 +25,7 @@ def model() -> OnnxModel:
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Module:
     directory = tmp_path_factory.mktemp("unpadded") / "artifact"
-    request = ModelRequest("bert-tiny", shapes=SHAPES, target="llvm", lowering=LoweringOptions(unpad=True))
+    request = ModelRequest("bert-tiny", shapes=SHAPES, target=UNOPTIMISED_TEXT, lowering=LoweringOptions(unpad=True))
     assert compile_model(request, directory, samples=2).validation.passed
     return Module.load(directory)
 

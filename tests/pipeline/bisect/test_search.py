@@ -9,21 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+from onnx import helper
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bisect import Culprit, bisect, render
 from relaxtune.pipeline.bisect.plain_kernels import ReferenceKernels, ready_for_host
 from relaxtune.pipeline.bisect.search import _first_true
+from relaxtune.pipeline.bisect.stages import Stages
 from relaxtune.pipeline.bisect.subject import _without_graph, lowering_options, make_subject
 from relaxtune.pipeline.bisect.tensors import onnx_tensors
 from relaxtune.pipeline.bisect.trace import CallSite
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import build
 from tests.pipeline.faults.small_models import make_model
+from tests.pipeline.importer import onnx_cases
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,17 @@ def test_wrong_weights_are_no_fault_of_passes_or_kernels(
     assert found.node is None
     assert "the weights or the runtime" in found.summary
     assert "runtime" in str(render(found).title)
+
+
+def test_a_graph_without_kernels_is_run_after_any_pass(quick_target: ResolvedTarget) -> None:
+    spec = ("float32", (2, 3))
+    same = onnx_cases.make_model([helper.make_node("Identity", ["x"], ["y"])], {"x": spec}, {"y": spec})
+    x = np.arange(6, dtype="float32").reshape(2, 3)
+    stages = Stages(import_model(same), quick_target.target, LoweringOptions(), {"x": x})
+    for steps in ((), stages.steps):
+        run = stages.run(steps)
+        assert run.outputs["y"].tolist() == x.tolist()
+        assert run.trace == ()
 
 
 def test_an_artifact_of_other_kernels_is_refused(module: Module, model: OnnxModel) -> None:

@@ -13,6 +13,7 @@ from relaxtune.pipeline.bench.measure import Arm, module_arm
 from relaxtune.pipeline.choose import model_arm
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 
 def test_a_model_is_timed_on_masks_that_hide_nothing_as_its_kernels_are(
@@ -25,7 +26,7 @@ def test_a_model_is_timed_on_masks_that_hide_nothing_as_its_kernels_are(
         return module_arm(module, inputs)
 
     monkeypatch.setattr(model_arm, "module_arm", noted)
-    prepared = prepare_model(ModelRequest("bert-tiny", {"input_ids": (2, 8)}, "llvm"))
+    prepared = prepare_model(ModelRequest("bert-tiny", {"input_ids": (2, 8)}, UNOPTIMISED_TEXT))
     choices = select_kernels(
         prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
     )

@@ -30,11 +30,12 @@ from relaxtune.schedules.search.space import make_space
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 
 @pytest.fixture(scope="module")
 def prepared() -> PreparedModel:
-    return prepare_model(ModelRequest("bert-tiny", target="llvm", shapes={"input_ids": (1, 16)}))
+    return prepare_model(ModelRequest("bert-tiny", target=UNOPTIMISED_TEXT, shapes={"input_ids": (1, 16)}))
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from relaxtune.tuning_db.records import Environment, Route, Status, utc_now
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.artifact.test_compile import fallback_record, parallel_trace
 from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 ANOTHER = "0" * 16
 
@@ -96,7 +97,7 @@ def test_a_fallback_has_one_hash_on_the_gpu(lowered, tasks, target, tmp_path: Pa
 
 
 def test_fallbacks_and_traces_have_one_hash_on_the_cpu(tmp_path: Path) -> None:
-    prepared = prepare_model(ModelRequest("bert-tiny", {"input_ids": (1, 16)}, "llvm"))
+    prepared = prepare_model(ModelRequest("bert-tiny", {"input_ids": (1, 16)}, UNOPTIMISED_TEXT))
     lowered, target = prepared.lowered, prepared.target
     environment = detect_environment(target)
     told = {}

@@ -10,12 +10,11 @@ import onnx
 import onnxruntime as ort
 import tvm
 from onnx import TensorProto, helper, numpy_helper
-from tvm import relax
 
 from relaxtune.models import OnnxModel, TensorSpec
 from relaxtune.pipeline.importer import ImportedGraph, import_model
 from relaxtune.pipeline.validate.exact_integers import with_unsigned_weights
-from tests.unoptimised import UNOPTIMISED
+from tests.unoptimised import UNOPTIMISED, runnable
 
 ASSETS = Path(__file__).parent / "assets"
 Spec = tuple[str, Sequence[int | str]]
@@ -44,7 +43,7 @@ def make_model(
 
 
 def run_relax(graph: ImportedGraph, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    machine = relax.VirtualMachine(tvm.compile(graph.mod, target=UNOPTIMISED), tvm.cpu())
+    machine = runnable(tvm.compile(graph.mod, target=UNOPTIMISED))
     result = machine["main"](*[tvm.runtime.tensor(feeds[spec.name]) for spec in graph.inputs])
     return [item.numpy() for item in ([result] if len(graph.outputs) == 1 else result)]
 

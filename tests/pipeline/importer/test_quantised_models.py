@@ -10,14 +10,13 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from tvm import relax
 
 from relaxtune.models import OnnxModel, load_model, random_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.validate.reference import Reference
-from tests.unoptimised import UNOPTIMISED_HOST
+from tests.unoptimised import UNOPTIMISED_HOST, runnable
 
 
 class _Samples:
@@ -66,7 +65,7 @@ def run_compiled(model: OnnxModel, feeds: dict[str, np.ndarray]) -> list[np.ndar
     target = UNOPTIMISED_HOST
     graph = import_model(model)
     lowered = lower(graph, target.target, LoweringOptions(embed_weights=True))
-    machine = relax.VirtualMachine(compile_module(lowered, (), target).executable, tvm.cpu())
+    machine = runnable(compile_module(lowered, (), target).executable)
     result = machine["main"](*[tvm.runtime.tensor(feeds[spec.name]) for spec in graph.inputs])
     return [item.numpy() for item in ([result] if len(graph.outputs) == 1 else result)]
 

@@ -19,7 +19,7 @@ from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, plan_memor
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.cpu.vector_math import register_vector_math
-from tests.unoptimised import LLVM, UNOPTIMISED
+from tests.unoptimised import LLVM, UNOPTIMISED, runnable
 
 
 def small_model(name: str, precision: str | None = None) -> OnnxModel:
@@ -71,7 +71,7 @@ def operators_of(mod: tvm.ir.IRModule) -> list[str]:
 def run_module(mod: tvm.ir.IRModule, arguments: Sequence[np.ndarray], target: Target = UNOPTIMISED) -> list[np.ndarray]:
     """Return the outputs of `main`, compiled with the stock pipeline."""
     with target:
-        machine = relax.VirtualMachine(tvm.compile(mod, target=target), tvm.cpu())
+        machine = runnable(tvm.compile(mod, target=target))
     return _arrays(machine["main"](*map(tvm.runtime.tensor, arguments)))
 
 
@@ -88,7 +88,7 @@ def compiled(lowered: LoweredModule, target: Target = UNOPTIMISED) -> relax.Virt
     register_vector_math()
     with target, tvm.transform.PassContext(opt_level=3):
         mod = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(lowered.mod)
-        return relax.VirtualMachine(tvm.compile(mod, target, relax_pipeline=None), tvm.cpu())
+        return runnable(tvm.compile(mod, target, relax_pipeline=None))
 
 
 def run_compiled(

@@ -3,7 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tvm import relax, tirx
+from tvm_ffi import structural_equal
 
+from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, main_of
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
 from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matmuls_transposed
@@ -13,7 +15,7 @@ from relaxtune.pipeline.passes.precision.accumulate_in_float32 import accumulate
 from relaxtune.pipeline.passes.precision.compute_in_half_precision import compute_in_half_precision
 from relaxtune.pipeline.passes.weights import fold_constants as fold_module
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
-from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, state_of
+from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, small_model, state_of
 
 op = relax.op
 c = relax.const
@@ -160,6 +162,24 @@ def test_fold_hides_only_the_constants_of_the_large_result(monkeypatch: pytest.M
     assert len(main_of(folded).params) == 1
     x = normal(2, 3, 8)
     assert_agrees(run_module(folded, [x]), [(x + 1) * 3], 1e-6)
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "llama-tiny", "t5-tiny"])
+def test_fold_leaves_a_module_with_nothing_to_fold_as_tvm_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = import_model(small_model(name))
+    expected = relax.transform.FoldConstant()(graph.mod)
+    monkeypatch.setattr(relax.transform, "FoldConstant", None)
+    folded = fold_constants(graph.mod, state_of(graph))
+    assert structural_equal(folded, expected)
+
+
+def test_fold_makes_constants_of_what_follows_a_constant_with_a_name() -> None:
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        named = b.emit(c(2.0))
+        return b.emit(op.add(x, b.emit(op.multiply(named, named))))
+
+    graph = graph_of(build, X)
+    assert operators_of(fold_constants(graph.mod, state_of(graph))) == ["add"]
 
 
 @pytest.mark.parametrize("source", ["float32", "float64"])

@@ -28,11 +28,14 @@ CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")
 
 @pytest.fixture(scope="module")
 def database(
-    tasks: list[TuningTask], llvm_target: ResolvedTarget, bert_tiny: OnnxModel, tmp_path_factory: pytest.TempPathFactory
+    tasks: list[TuningTask],
+    quick_target: ResolvedTarget,
+    bert_tiny: OnnxModel,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> TuningDatabase:
     """A database with a fallback's record of each task, 10 us for the first and 1 us more for each that follows."""
     opened = SqlDatabase.open(tmp_path_factory.mktemp("report") / "tuning.db")
-    target, environment = target_key(llvm_target), detect_environment(llvm_target)
+    target, environment = target_key(quick_target), detect_environment(quick_target)
     job = opened.start_job(model=bert_tiny.name, model_sha256=bert_tiny.sha256, target=target)
     records, workloads = [], []
     for index, task in enumerate(tasks):
@@ -46,7 +49,7 @@ def database(
                 workload.workload_hash, workload.signature_key, target, environment, Route.FALLBACK, "{}", Status.OK,
                 (9.0 + index, 10.0 + index, 11.0 + index), registers=40 + index, smem_bytes=1024, spill_bytes=0,
                 job_id=job.id,
-                kernel_hash=made_hash(apply_fallback(task.mod, llvm_target.target)["main"], llvm_target.target),
+                kernel_hash=made_hash(apply_fallback(task.mod, quick_target.target)["main"], quick_target.target),
             )
         )  # fmt: skip
     # Faster, but within what the fallback's latencies scatter: it ships nowhere.
@@ -64,13 +67,13 @@ def tuned(
     database: TuningDatabase,
     lowered: LoweredModule,
     tasks: list[TuningTask],
-    llvm_target: ResolvedTarget,
+    quick_target: ResolvedTarget,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """An artifact compiled from that database."""
     choices = select_kernels(
-        lowered, tasks, database=database, target=llvm_target, environment=detect_environment(llvm_target)
+        lowered, tasks, database=database, target=quick_target, environment=detect_environment(quick_target)
     )
     directory = tmp_path_factory.mktemp("tuned") / "bert-tiny"
-    write_artifact(compile_module(lowered, choices, llvm_target), directory)
+    write_artifact(compile_module(lowered, choices, quick_target), directory)
     return directory

@@ -16,7 +16,7 @@ from relaxtune.pipeline.importer.converters import CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.shape import convert_constant_of_shape
 from relaxtune.pipeline.importer.shape_values import fold_shape_value
 from tests.pipeline.importer.onnx_cases import assert_agrees, float_tensor, make_model
-from tests.unoptimised import UNOPTIMISED
+from tests.unoptimised import UNOPTIMISED, runnable
 
 DATA = np.random.default_rng(1).standard_normal((3, 4, 5)).astype("float32")
 
@@ -56,7 +56,7 @@ def test_gather_reads_nothing_outside_when_an_index_is_out_of_range() -> None:
         {"y": ("float32", (2, 2))},
         {"table": np.arange(6, dtype="float32").reshape(3, 2)},
     )
-    machine = relax.VirtualMachine(tvm.compile(import_model(model).mod, target=UNOPTIMISED), tvm.cpu())
+    machine = runnable(tvm.compile(import_model(model).mod, target=UNOPTIMISED))
     got = machine["main"](tvm.runtime.tensor(np.array([2**40, -(2**40)]))).numpy()
     assert got.tolist() == [[4, 5], [0, 1]]
 

@@ -10,7 +10,6 @@ import onnx
 import pytest
 import tvm
 from onnx import TensorProto, helper, numpy_helper
-from tvm import relax
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.artifact.compile import compile_module
@@ -22,7 +21,7 @@ from relaxtune.pipeline.passes.precision.integer_matmuls import narrowed
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.schedules.tir.blocks import list_blocks
 from tests.pipeline.passes.pass_cases import LLVM, small_model
-from tests.unoptimised import UNOPTIMISED_HOST
+from tests.unoptimised import UNOPTIMISED_HOST, runnable
 
 K, N = 96, 40
 
@@ -83,7 +82,7 @@ def lowered(model: OnnxModel, precision: str | None = "int8", **options: object)
 def assert_right(model: OnnxModel, module: LoweredModule) -> None:
     """The matmul is the last to round, so the tolerance is that of float32."""
     x = np.random.default_rng(8).normal(0.0, 2.0, [int(size) for size in model.inputs[0].shape]).astype("float32")
-    machine = relax.VirtualMachine(compile_module(module, (), UNOPTIMISED_HOST).executable, tvm.cpu())
+    machine = runnable(compile_module(module, (), UNOPTIMISED_HOST).executable)
     got = machine["main"](tvm.runtime.tensor(x)).numpy()
     want = Reference(model).run({"x": x})["y"]
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6 * float(np.abs(want).max()))
