@@ -9,14 +9,14 @@ same cubins.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import tvm
 import tvm_ffi
 from tvm.ir import IRModule
+
+from relaxtune.schedules.side_by_side import map_side_by_side
 
 _BUILD = "target.build.cuda"
 # Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
@@ -32,16 +32,8 @@ def units_side_by_side() -> Iterator[None]:
         units = split_units(mod)
         if len(units) == 1:
             return build(mod, target)
-        context = tvm.transform.PassContext.current()
-
-        def build_unit(unit: IRModule) -> tvm.runtime.Module:
-            # Both are of the thread.
-            inner = tvm.transform.PassContext(context.opt_level, config=dict(context.config))
-            with inner, target:
-                return build(unit, target)
-
-        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), len(units))) as pool:
-            first, *others = pool.map(build_unit, units)
+        with target:
+            first, *others = map_side_by_side(lambda unit: build(unit, target), units)
         for other in others:
             first.import_module(other)
         return first

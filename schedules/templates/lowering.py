@@ -13,18 +13,20 @@ they need. TVM would still compute it from every access: 2.1 s for one attention
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import tvm
 from tvm import tirx
 from tvm.backend.cuda.transforms import LowerIket
 from tvm.ir import IRModule
+from tvm.ir.transform import PassContext
 from tvm.s_tir import SBlockRealize
 from tvm.s_tir.transform import UnifyThreadBinding
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
 from relaxtune.schedules.marks import ASYNC_COPIES, KERNEL_ATTR, is_scheduled
+from relaxtune.schedules.side_by_side import context_like, map_side_by_side
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
 
 MIXED_PIPELINE = "relaxtune_mixed"
@@ -57,14 +59,14 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
     blocks_lower, _, finish_device = PIPELINE_MAP["s_tir"]()
 
     def lower_asynchronous(mod: IRModule) -> IRModule:
-        with _changed_context(config=_ASYNC_CONFIG):
+        with context_like(PassContext.current(), _ASYNC_CONFIG):
             return blocks_lower(mod)
 
     def lower_without_blocks(mod: IRModule) -> IRModule:
-        with _changed_context(disabled=("s_tir.CompactBufferAllocation",)):
+        with context_like(PassContext.current(), disabled=("s_tir.CompactBufferAllocation",)):
             return blocks_lower(mod)
 
-    def lower(mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
+    def lower(mod: IRModule, _context: PassContext) -> IRModule:
         functions = dict(mod.functions.items())
         kernels = {name: func for name, func in functions.items() if _is_kernel(func)}
         asynchronous = {name: func for name, func in functions.items() if _copies_asynchronously(func)}
@@ -75,7 +77,8 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
         kernels = {name: func for name, func in kernels.items() if name not in tables}
         lowered = IRModule({}, attrs=mod.attrs)
         # The only function of a kind is not the module's only one, which TVM makes its entry.
-        with _changed_context(disabled=() if len(functions) == 1 else ("tirx.AnnotateEntryFunc",)):
+        entry = () if len(functions) == 1 else ("tirx.AnnotateEntryFunc",)
+        with context_like(PassContext.current(), disabled=entry):
             for kind, passes in (
                 (others, blocks_lower),
                 (asynchronous, lower_asynchronous),
@@ -91,31 +94,19 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
     return each, finish_host, finish_device
 
 
-def _changed_context(
-    config: Mapping[str, object] | None = None, disabled: Sequence[str] = ()
-) -> tvm.transform.PassContext:
-    """Return the current context with further settings, and without some passes."""
-    now = tvm.transform.PassContext.current()
-    return tvm.transform.PassContext(
-        now.opt_level,
-        required_pass=now.required_pass,
-        disabled_pass=[*now.disabled_pass, *disabled],
-        instruments=now.instruments,
-        config={**dict(now.config), **(config or {})},
-    )
-
-
 def _lower_tables(mod: IRModule) -> IRModule:
     """Return the functions of several kernels lowered as TVM's "tirx" pipeline does it, but each kernel apart."""
     split_passes, pack_passes = _kernel_passes()
+    tables = {name: split_table(func) for name, func in mod.functions.items()}
+    # One function a module: of those of several, passes rename the variables that two of them share.
+    parts = [IRModule({name: one}) for name, table in tables.items() for one in (table.choice, *table.kernels)]
+    lowered = iter(map_side_by_side(split_passes, parts))
     joined = {}
-    for name, func in mod.functions.items():
-        # One function a module: of those of several, passes rename the variables that two of them share.
-        table = split_table(func)
-        (choice,) = split_passes(IRModule({name: table.choice})).functions.values()
+    for name, table in tables.items():
+        (choice,) = next(lowered).functions.values()
         hosts, names = [], _kernel_names(name.name_hint)
-        for kernel in table.kernels:
-            functions = dict(split_passes(IRModule({name: kernel})).functions.items())
+        for _ in table.kernels:
+            functions = dict(next(lowered).functions.items())
             host = functions.pop(next(one for one in functions if one.name_hint == name.name_hint))
             renamed = {one.name_hint: next(names) for one in functions}
             for one, device in functions.items():
@@ -137,7 +128,7 @@ def _kernel_passes() -> tuple[tvm.transform.Pass, tvm.transform.Pass]:
 
     `AnnotateEntryFunc` is left out: a kernel that is lowered apart would be taken for a module's only function.
     """
-    config = tvm.transform.PassContext.current().config
+    config = PassContext.current().config
     passes = [
         tirx.transform.LowerTIRx(),
         UnifyThreadBinding(),

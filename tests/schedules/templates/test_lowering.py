@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from tvm.tirx.compilation_pipeline import PIPELINE_MAP
 from tvm.tirx.script import builder as T
 
 from relaxtune.pipeline.passes import plan_memory_passes
+from relaxtune.schedules import side_by_side
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.registry import TEMPLATES
@@ -138,6 +140,23 @@ def test_kernels_of_a_table_are_lowered_apart_to_what_tvm_makes_of_them(target: 
     # All passes of TVM's pipeline but the one that this one leaves out.
     outer = {"_pipeline", "LowerEachKind", "sequential"}
     assert set(own_passes) - outer == set(passes) - outer - {"tirx.AnnotateEntryFunc"}
+
+
+def test_kernels_of_a_table_are_lowered_side_by_side(target: ResolvedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    @pass_instrument
+    class Watch:
+        def run_before_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
+            if info.name == "tirx.LowerTIRx":
+                threads.add(threading.current_thread())
+
+    monkeypatch.setattr(side_by_side, "usable_cpus", lambda: [0, 1])
+    mod = tvm.tirx.transform.BindTarget(target.target)(tvm.IRModule({"matmul": table(target)}))
+    with tvm.transform.PassContext(instruments=[Watch()]):
+        PIPELINE_MAP[register_mixed_pipeline()]()[0](mod)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_table_that_is_split_and_joined_launches_the_same_kernels(target: ResolvedTarget) -> None:
