@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tvm.backend.cuda.codegen.header import header_generator
 
-from relaxtune.pipeline.codegen import cuda_compile
+from relaxtune.pipeline.codegen import cuda_compile, cuda_source
 from relaxtune.pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc, compile_with_nvrtc, uses_fast_math
 from relaxtune.pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
@@ -92,6 +92,62 @@ def test_other_headers_of_libcu_take_the_real_type_traits() -> None:
 def test_tensor_maps_have_the_size_of_the_drivers() -> None:
     code = header() + 'static_assert(sizeof(CUtensorMap) == 128 && alignof(CUtensorMap) == 64, "");'
     compile_with_nvrtc(code + KERNEL.replace("half", "float").replace("__float2float", ""), "sm_90a", include())
+
+
+# Sums in a register array, in a loop and in a branch, through a function that takes references.
+ARRAYS = """
+__forceinline__ __device__ void pin(float& value) { asm volatile("" : "+f"(value) :: "memory"); }
+extern "C" __global__ void kernel(float* __restrict__ x, int n);
+extern "C" __global__ void kernel(float* __restrict__ x, int n) {
+  alignas(64) float sums_ptr[16];
+  alignas(64) float few[2];
+  few[0] = x[0];
+  BEGIN
+  for (int i = 0; i < n; ++i) {
+    ADD
+    if (x[i] < 0) { PIN }
+  }
+  x[threadIdx.x] = TOTAL + few[0];
+}
+""".replace("BEGIN", "".join(f"sums_ptr[{i}] = 0.0f;\n" for i in range(16)))
+ARRAYS = ARRAYS.replace("ADD", "".join(f"sums_ptr[{i}] = (sums_ptr[{i}] + x[i * {i + 2}]);\n" for i in range(16)))
+ARRAYS = ARRAYS.replace("PIN", "".join(f"pin(sums_ptr[{i}]);" for i in range(16)))
+ARRAYS = ARRAYS.replace("TOTAL", " * ".join(f"sums_ptr[{i}]" for i in range(16)))
+
+
+def test_large_arrays_of_registers_are_variables_with_the_same_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = prepare_source(ARRAYS).code
+    assert "sums_ptr[" not in prepared
+    assert "alignas(64) float few[2];" in prepared
+    made = machine_code(compile_with_nvrtc(ARRAYS, "sm_90a", include()))
+    monkeypatch.setattr(cuda_source, "_ELEMENTS_MIN", 17)
+    assert "alignas(64) float sums_ptr[16];" in prepare_source(ARRAYS).code
+    assert machine_code(compile_with_nvrtc(ARRAYS, "sm_90a", include())) == made
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "x[1] = sums_ptr[n];",
+        "x[1] = *(sums_ptr + 1);",
+        "*(float4*)(&sums_ptr[4]) = *(float4*)x;",
+        "*(float4*)(&(sums_ptr[4])) = *(float4*)x;",
+        "{\n  alignas(64) half sums_ptr[2];\n  sums_ptr[0] = x[1];\n  }",
+        "x[1] = sums_ptr[17];",
+    ],
+    ids=["index", "pointer", "address", "address in brackets", "declared again", "beyond the end"],
+)
+def test_arrays_that_are_used_otherwise_than_by_element_stay(use: str) -> None:
+    code = ARRAYS.replace("few[0] = x[0];", f"few[0] = x[0];\n  {use}")
+    assert use in code
+    assert code in prepare_source(code).code
+
+
+def test_arrays_of_one_name_in_two_kernels_are_looked_at_apart() -> None:
+    other = ARRAYS[ARRAYS.index('extern "C"') :].replace(" kernel(", " other(")
+    code = ARRAYS + other.replace("few[0] = x[0];", "x[1] = sums_ptr[n];")
+    first, _, second = prepare_source(code).code.rpartition('extern "C"')
+    assert ("sums_ptr[" in first, "sums_ptr[" in second) == (False, True)
 
 
 def test_fast_math_is_an_attribute_of_the_target_and_changes_division() -> None:
