@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import tvm
 from tvm.target import Target, codegen, list_tags
@@ -122,7 +123,8 @@ class ResolvedTarget:
     arch: str
     limits: TargetLimits
 
-    @property
+    # Asked for with every kernel whose time is predicted.
+    @cached_property
     def features(self) -> frozenset[Feature]:
         """What the GPU can do beyond the least; nothing for a CPU."""
         return target_features(self.target)

@@ -77,6 +77,7 @@ class OutputTile:
     ) -> None:
         self._matmul = matmul
         self._epilogue: Epilogue = matmul.epilogue
+        self._value_of_sums = in_float32(matmul.epilogue.value)
         self._renamed = dict(zip(source, params, strict=True))
         self._shares, self._step = shares, shares.row_step
         self._residuals = residual_loads(matmul)
@@ -362,7 +363,7 @@ class OutputTile:
             one if one.ty == variable.ty else tirx.Cast(str(variable.ty.dtype), one)
             for variable, one in zip(variables, accumulators, strict=True)
         ]
-        return evaluated(in_float32(epilogue.value), epilogue, sums, axes, replace_load)
+        return evaluated(self._value_of_sums, epilogue, sums, axes, replace_load)
 
     def _write_patch(self, block: int, start: int, width: int) -> None:
         dtype = self._matmul.output_dtype
