@@ -103,13 +103,17 @@ def measure_model(name: str, arguments: argparse.Namespace, folder: Path) -> lis
 
 
 def rested(arm: Arm) -> Arm:
-    """Return an arm that sleeps after each call: Linux stops processes of real-time priority that never do (`chrt`)."""
+    """Return an arm that sleeps after each call, as long as it took.
+
+    Of each second, Linux gives 50 ms of each core to other processes if one of real-time priority (`chrt`) leaves them
+    too little; on a busy machine, a call of half a second then takes 50 ms more.
+    """
 
     def call() -> float:
         started = time.perf_counter()
         told = arm()
         took_s = time.perf_counter() - started
-        time.sleep(max(2e-3, 0.15 * took_s))
+        time.sleep(max(2e-3, took_s))
         return took_s * 1e3 if told is None else told
 
     return call

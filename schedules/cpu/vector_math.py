@@ -107,15 +107,13 @@ def _lowering(function: Callable[[_Lanes, Expr], Expr]) -> Callable[[Call], Expr
 
 
 def _exp(v: _Lanes, x: Expr) -> Expr:
-    clamped = v.bind("clamped", tirx.max(tirx.min(x, v.const(_EXP_HIGH)), v.const(_EXP_LOW)))
-    n = v.bind("n", tirx.floor(clamped * v.const(_LOG2_E) + v.const(0.5)))
-    # From x, not from the clamped value: NaN has to come out as NaN.
-    value = _exp_of_rest(v, x, n)
-    whole = v.bind("whole", tirx.Cast(v.int, n))
-    # 2**n in two factors: n reaches 128, which no single float32 exponent holds.
-    half = v.bind("half", tirx.shift_right(whole, tirx.const(1, v.int)))
-    scaled = value * _power_of_two(v, half) * _power_of_two(v, whole - half)
-    return _select(x < v.const(_EXP_LOW), v.const(0.0), _select(x > v.const(_EXP_HIGH), v.const(float("inf")), scaled))
+    n = v.bind("n", tirx.floor(x * v.const(_LOG2_E) + v.const(0.5)))
+    # 2**n goes into the exponent by an addition of integers: n reaches 128, which no float32 factor holds.
+    power = tirx.shift_left(tirx.Cast(v.int, n), tirx.const(23, v.int))
+    scaled = tirx.reinterpret(v.float, tirx.reinterpret(v.int, _exp_of_rest(v, x, n)) + power)
+    # NaN is not at most the highest: it comes out of the sum, as infinity does.
+    within = _select(x < v.const(_EXP_LOW), v.const(0.0), scaled)
+    return _select(x <= v.const(_EXP_HIGH), within, x + v.const(float("inf")))
 
 
 def _exp_of_rest(v: _Lanes, x: Expr, n: Expr) -> Expr:

@@ -6,45 +6,36 @@
 
 `e` has a static size of whole vectors; epilogues scale, mask, transpose.
 
-    parallel b..., row tile           all tiles have the same number of rows: the last one begins early enough
-      scores[rows, n]                 rows are a little longer than n, so that they do not share sets of the cache
-      column tile of S:  rows x vectors in registers over d; stored to scores
-      row:               epilogue and softmax, in scores
-      column tile of O:  rows x vectors in registers over n; then its epilogue
+    parallel b..., group of row tiles   all tiles have the same number of rows: the last one begins early enough
+      scores[rows, n]                   rows are a little longer than n, so that they do not share sets of the cache
+      column tile of S, row tile:       rows x vectors in registers over d; stored to scores
+      row:                              epilogue and softmax without its division, in scores
+      column tile of O, row tile:       rows x vectors in registers over n; divided by the row's sum; its epilogue
 
+Columns at the end that a mask hides from all rows of a group (a later token, padding) cost little: where the epilogue
+is a choice that does not read S, S is not computed, and weights of 0 are multiplied by V once for all rows.
 A row tile that is not full runs through code for a few rows more, whose last rows are repeated and then ignored.
 Fewer columns of S than a vector run through a plain loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import tvm
 from tvm import tirx
+from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
-from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.cpu.any_size.emit import (
-    Buffers,
-    KeptRow,
-    build_function,
-    row_buffer,
-    share_jobs,
-    unfolded,
-    wide,
-)
-from relaxtune.schedules.cpu.any_size.matmul import ProductKernel, Values
+from relaxtune.schedules.cpu.any_size.attention_kernel import Attention, AttentionKernel
 from relaxtune.schedules.cpu.any_size.product import Product
-from relaxtune.schedules.cpu.any_size.rows import Rows, RowsKernel
+from relaxtune.schedules.cpu.any_size.rows import Rows
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul
 from relaxtune.schedules.cpu.tiling import find_epilogue
-from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import position_of, same_sizes
 from relaxtune.schedules.tir.contraction import are_axes
@@ -62,37 +53,10 @@ class AnySizeAttention(CpuRule):
     def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
         """Return the kernel as a schedule of nothing more to do, None for any other function."""
         found = _find(Schedule(func), cpu_limits(target))
-        return None if found is None else Schedule(tvm.IRModule({"main": _Kernel(found).build()}))
+        return None if found is None else Schedule(tvm.IRModule({"main": AttentionKernel(found).build()}))
 
 
-@dataclass(frozen=True)
-class _Attention:
-    """A function to make: S = Q K, what happens to a row of it, O = P V; `rows` of a tile at most.
-
-    `kept` are the tensors whose row is in the cache, one after another. `places` has, for each batch axis of S, the
-    position of the same axis in the second product, None where that has none (size 1).
-    """
-
-    func: PrimFunc
-    first: Product
-    walk: Rows
-    second: Product
-    kept: tuple[tirx.Var, ...]
-    places: tuple[int | None, ...]
-    rows: int
-
-    @property
-    def queries(self) -> Size:
-        """Rows of S and of O."""
-        return self.first.block.sizes[self.first.con.rows[0]]
-
-    @property
-    def keys(self) -> Size:
-        """Columns of S."""
-        return self.first.block.sizes[self.first.con.column]
-
-
-def _find(sch: Schedule, limits: CpuLimits) -> _Attention | None:
+def _find(sch: Schedule, limits: CpuLimits) -> Attention | None:
     blocks = list_blocks(sch)
     if not all(is_canonical(sch, block) for block in blocks):
         return None
@@ -121,18 +85,52 @@ def _find(sch: Schedule, limits: CpuLimits) -> _Attention | None:
     places = _places(func, first, second, kept[-1])
     if places is None:
         return None
+    blocks, total = _without_division(walk, kept, numbers)
     vectors = _VECTORS if width % (_VECTORS * lanes) == 0 else 1
     rows = min(MAX_ROWS, (limits.vector_registers - 1 - _VECTORS) // _VECTORS)
     sizes = first.block.sizes
-    return _Attention(
+    return Attention(
         func,
         Product(func, first, None, _VECTORS, lanes, rows, 1),
-        Rows(func, tuple(walk), sizes[: first.column], sizes[first.column], numbers, None, lanes),
+        Rows(func, tuple(blocks), sizes[: first.column], sizes[first.column], numbers, None, lanes),
         Product(func, second, last, vectors, lanes, rows, 1),
         kept,
         places,
         rows,
+        total,
+        _seen(walk[0], first.block),
     )
+
+
+def _without_division(
+    walk: list[ScheduledBlock], kept: Sequence[tirx.Var], numbers: Sequence[tirx.Var]
+) -> tuple[list[ScheduledBlock], tirx.Var | None]:
+    """Return a walk without a division of the row by one of its numbers at the end, and that number.
+
+    O is divided by it instead, which has fewer columns.
+    """
+    value = walk[-1].store.value
+    if len(kept) < 2 or not walk[-1].store.buffer.same_as(kept[-1]) or not isinstance(value, tirx.Div):
+        return walk, None
+    row, number = value.a, value.b
+    if not isinstance(row, TensorLoad) or not isinstance(number, TensorLoad) or not row.source.same_as(kept[-2]):
+        return walk, None
+    total = next((one for one in numbers if number.source.same_as(one)), None)
+    return (walk, None) if total is None else (walk[:-1], total)
+
+
+def _seen(block: ScheduledBlock, scores: ScheduledBlock) -> tirx.Expr | None:
+    """Return the condition without which a block does not read S; None where it has none, or is no walk of rows."""
+    choice = block.store.value
+    if not block.is_spatial or len(block.axes) != len(scores.spatial) or not isinstance(choice, tirx.Select):
+        return None
+
+    def reads(expr: tirx.Expr) -> bool:
+        return any(load.source.same_as(scores.store.buffer) for load in list_loads(expr))
+
+    if reads(choice.condition) or (reads(choice.true_value) and reads(choice.false_value)):
+        return None
+    return choice.condition if reads(choice.true_value) else tirx.Not(choice.condition)
 
 
 def _around_the_walk(blocks: Sequence[ScheduledBlock]) -> list[str]:
@@ -222,162 +220,3 @@ def _kept_in_row(
         else:
             numbers.append(store.buffer)
     return tuple(kept), tuple(numbers)
-
-
-class _Kernel:
-    def __init__(self, attention: _Attention) -> None:
-        self._attention = attention
-        self._first, self._second = ProductKernel(attention.first), ProductKernel(attention.second)
-        self._walk = RowsKernel(attention.walk)
-        # All tiles have the same number of rows: more than three quarters of the most, once there are three tiles.
-        most = attention.rows
-        self._counts = sorted({most, -(-most * 3 // 4), most // 2 + 1, -(-most // 4)}, reverse=True)
-
-    def build(self) -> PrimFunc:
-        """Return the kernel with the parameters and attributes of its function."""
-        return build_function(self._attention.func, self._emit)
-
-    def _emit(self, buffers: Buffers) -> None:
-        found = self._attention
-        self._first.buffers = self._second.buffers = self._buffers = buffers
-        block, con = found.first.block, found.first.con
-        queries = wide(found.queries)
-        tiles = (queries + (found.rows - 1)) // found.rows
-
-        def job(number: list[tirx.Expr]) -> None:
-            *batch, tile = number
-            rows = unfolded((queries + (tiles - 1)) // tiles)
-            begin = unfolded(tirx.min(tile * rows, queries - rows))
-            self._tile(batch, begin, rows)
-
-        share_jobs([*(block.sizes[axis] for axis in con.batch), tiles], job)
-
-    def _tile(self, batch: list[tirx.Expr], begin: tirx.Expr, rows: tirx.Expr) -> None:
-        """Make the rows of one tile, from `begin` on."""
-        found = self._attention
-        lanes, keys = found.first.lanes, wide(found.keys)
-        size = keys + 2 * lanes
-        scores = T.alloc_buffer([found.rows * size], "float32", scope="global")
-        length = unfolded(size // lanes * lanes)
-        self._scores(batch, begin, rows, scores, length)
-        with T.serial(0, rows) as row:
-            kept = KeptRow(scores, unfolded(row * length))
-            at = [*batch, T.Bind(begin + row)]
-            self._walk.make_row(at, {**self._buffers, **dict.fromkeys(found.kept, kept)})
-        self._weigh(batch, begin, rows, scores, length)
-
-    def _scores(
-        self, batch: list[tirx.Expr], begin: tirx.Expr, rows: tirx.Expr, scores: tirx.Var, length: tirx.Expr
-    ) -> None:
-        """Store sums of Q and K."""
-        found = self._attention
-        product, keys = found.first, wide(found.keys)
-        block, con = product.block, product.con
-        values = dict(zip(block.axes, batch, strict=False))
-        last = wide(found.queries) - 1
-
-        def tiles_of(vectors: int, counts: Sequence[int]) -> None:
-            width = vectors * product.lanes
-
-            def tile(count: int) -> None:
-                places = [T.Bind(tirx.min(begin + row, last)) for row in range(count)]
-                with T.serial(0, (keys + (width - 1)) // width) as number:
-                    start = unfolded(tirx.min(number * width, keys - width))
-
-                    def term(row: int, at: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
-                        here = {**values, block.axes[con.rows[0]]: places[row], block.axes[con.reduce[0]]: k}
-                        return self._product_of(self._first, {**here, block.axes[con.column]: start + at})
-
-                    def keep(row: int, at: tirx.Expr, total: tirx.Expr) -> None:
-                        T.buffer_store(scores, total, [row * length + start + at])
-
-                    self._multiply((count, vectors), wide(block.sizes[con.reduce[0]]), term, keep)
-
-            self._by_rows(rows, tile, counts)
-
-        def one_by_one() -> None:
-            with T.serial(0, rows) as row, T.serial(0, keys) as column:
-                total = row_buffer(1)
-                T.buffer_store(total, tirx.FloatImm("float32", 0.0), [0])
-                here = {**values, block.axes[con.rows[0]]: begin + row, block.axes[con.column]: column}
-                with T.serial(0, wide(block.sizes[con.reduce[0]])) as k:
-                    term = self._product_of(self._first, {**here, block.axes[con.reduce[0]]: k})
-                    T.buffer_store(total, total[0] + term, [0])
-                T.buffer_store(scores, total[0], [row * length + column])
-
-        with T.If(keys >= _VECTORS * product.lanes):
-            with T.Then():
-                tiles_of(_VECTORS, self._counts)
-            with T.Else(), T.If(keys >= product.lanes):
-                with T.Then():
-                    tiles_of(1, self._counts[::2])
-                with T.Else():
-                    one_by_one()
-
-    def _weigh(
-        self, batch: list[tirx.Expr], begin: tirx.Expr, rows: tirx.Expr, scores: tirx.Var, length: tirx.Expr
-    ) -> None:
-        """Store the epilogue of sums of P and V."""
-        found = self._attention
-        product = found.second
-        block, con, width = product.block, product.con, product.width
-        values: dict[tirx.Var, tirx.Expr] = {block.axes[axis]: wide(0) for axis in con.batch}
-        for axis, place in zip(found.places, batch, strict=True):
-            if axis is not None:
-                values[block.axes[axis]] = place
-        columns = block.extents[con.column]
-        assert columns is not None
-
-        def tile(count: int) -> None:
-            with T.serial(0, columns // width) as number:
-                sums = row_buffer(count * width)
-
-                def term(row: int, at: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
-                    here = {**values, block.axes[con.reduce[0]]: k, block.axes[con.column]: number * width + at}
-                    return scores[row * length + k] * self._second.load(con.right, here)
-
-                def keep(row: int, at: tirx.Expr, total: tirx.Expr) -> None:
-                    T.buffer_store(sums, total, [row * width + at])
-
-                self._multiply((count, product.vectors), wide(found.keys), term, keep)
-                with T.serial(0, rows) as row:
-                    here = {**values, block.axes[con.rows[0]]: T.Bind(begin + row)}
-                    with T.serial(0, product.vectors) as vector, T.vectorized(0, product.lanes) as lane:
-                        at = vector * product.lanes + lane
-                        place = {**here, block.axes[con.column]: number * width + at}
-                        self._second.store(sums[row * width + at], place)
-
-        self._by_rows(rows, tile, self._counts)
-
-    def _by_rows(self, rows: tirx.Expr, tile: Callable[[int], None], counts: Sequence[int]) -> None:
-        """Run the code of the fewest rows that are enough; each takes time to compile."""
-        for count, least in zip(counts, [*counts[1:], 0], strict=True):
-            with T.If(tirx.all(rows > least, rows <= count)), T.Then():
-                tile(count)
-
-    def _multiply(
-        self,
-        size: tuple[int, int],
-        length: tirx.Expr,
-        term: Callable[[int, tirx.Expr, tirx.Expr], tirx.Expr],
-        keep: Callable[[int, tirx.Expr, tirx.Expr], None],
-    ) -> None:
-        """Sum terms over k for rows x vectors in registers, then keep each sum; both are given a row and a column."""
-        rows, vectors = size
-        lanes = self._attention.first.lanes
-        sums = [row_buffer(vectors * lanes) for _ in range(rows)]
-
-        def each(body: Callable[[int, tirx.Expr], None]) -> None:
-            for row in range(rows):
-                for vector in range(vectors):
-                    with T.vectorized(0, lanes) as lane:
-                        body(row, wide(vector * lanes) + wide(lane))
-
-        each(lambda row, at: T.buffer_store(sums[row], tirx.FloatImm("float32", 0.0), [at]))
-        with T.serial(0, length) as k:
-            each(lambda row, at: T.buffer_store(sums[row], sums[row][at] + term(row, at, k), [at]))
-        each(lambda row, at: keep(row, at, sums[row][at]))
-
-    def _product_of(self, kernel: ProductKernel, values: Values) -> tirx.Expr:
-        con = self._attention.first.con
-        return kernel.load(con.left, values) * kernel.load(con.right, values)

@@ -5,8 +5,9 @@ Blocks of the kinds S...SR (reduce a row) and S...SS (walk a row), all over the 
     parallel rows
       each block:  vectors of the row, then its last elements one by one
 
-A reduction has one partial result a lane. Of the intermediates, what belongs to a row is one number, and one tensor may
-be as wide as the output: it lies in the output until that is written, element by element.
+A reduction has one partial result a lane, and shares the loop of the block whose elements it combines (softmax: the
+sum is taken while the exponentials are made). Of the intermediates, what belongs to a row is one number, and one tensor
+may be as wide as the output: it lies in the output until that is written, element by element.
 """
 
 from __future__ import annotations
@@ -120,6 +121,12 @@ def _is_plain(block: ScheduledBlock, moved: tirx.Var | None) -> bool:
     return all(are_axes(load.indices, block.axes) for load in loads)
 
 
+def _combines(block: ScheduledBlock, made: ScheduledBlock) -> bool:
+    """Whether a block reduces, of what another one makes, the element at its own place alone."""
+    loads = [load for load in list_loads(block.store.value) if load.source.same_as(made.store.buffer)]
+    return bool(not block.is_spatial and loads) and all(are_axes(load.indices, block.axes) for load in loads)
+
+
 Values = Mapping[tirx.Var, tirx.Expr]
 
 
@@ -133,51 +140,76 @@ class RowsKernel:
         """Return the kernel with the parameters and attributes of its function."""
         return build_function(self._rows.func, self._emit)
 
-    def make_row(self, places: list[tirx.Expr], buffers: Mapping[tirx.Var, tirx.Var | KeptRow]) -> None:
-        """Make the row of some places along the leading axes, all of whose tensors are in `buffers`."""
+    def make_row(
+        self, places: list[tirx.Expr], buffers: Mapping[tirx.Var, tirx.Var | KeptRow]
+    ) -> Mapping[tirx.Var, tirx.Var]:
+        """Make the row of some places along the leading axes, all of whose tensors are in `buffers`.
+
+        What is returned holds, for each intermediate of one number a row, this row's.
+        """
         self._buffers = buffers
         self._kept = {buffer: row_buffer(1) for buffer in self._rows.kept}
-        for block in self._rows.blocks:
+        blocks = list(self._rows.blocks)
+        while blocks:
+            block = blocks.pop(0)
             known = dict(zip(block.axes, places, strict=False))
             if not block.is_spatial:
                 self._reduce(block, known)
             elif len(block.axes) == len(places):
                 self._store(block, known, self._value(block.store.value, known))
+            elif blocks and _combines(blocks[0], block):
+                total = blocks.pop(0)
+                self._reduce(total, dict(zip(total.axes, places, strict=False)), self._element(block, known))
             else:
                 self._walk(block, known)
+        return self._kept
 
     def _emit(self, buffers: Buffers) -> None:
         found, known = self._rows, dict(buffers)
         if found.wide is not None:
             known[found.wide] = buffers[found.blocks[-1].store.buffer]
-        share_jobs(found.rows, lambda places: self.make_row(places, known))
 
-    def _walk(self, block: ScheduledBlock, known: Values) -> None:
+        def job(places: list[tirx.Expr]) -> None:
+            self.make_row(places, known)
+
+        share_jobs(found.rows, job)
+
+    def _element(self, block: ScheduledBlock, known: Values) -> Callable[[tirx.Expr], None]:
+        """Return what makes the element of a block at a column."""
+
         def element(column: tirx.Expr) -> None:
             values = {**known, block.axes[-1]: column}
             self._store(block, values, self._value(block.store.value, values))
 
+        return element
+
+    def _walk(self, block: ScheduledBlock, known: Values) -> None:
+        element = self._element(block, known)
         whole = self._vectors(lambda at, lane: element(at + wide(lane)))
         with T.serial(whole, self._rows.columns) as column:
             element(column)
 
-    def _reduce(self, block: ScheduledBlock, known: Values) -> None:
+    def _reduce(
+        self, block: ScheduledBlock, known: Values, make: Callable[[tirx.Expr], None] = lambda _column: None
+    ) -> None:
+        """Combine the elements of a row, each of which is made first."""
         store, total = block.store, self._kept[block.store.buffer]
         assert block.init is not None
         init = self._value(block.init.value, known)
         T.buffer_store(total, init, [0])
+        partial = row_buffer(self._rows.lanes)
+
+        def each(body: Callable[[tirx.Expr], tirx.Expr]) -> None:
+            with T.vectorized(0, self._rows.lanes) as lane:
+                T.buffer_store(partial, body(lane), [lane])
+
+        def add(at: tirx.Expr, lane: tirx.Expr) -> None:
+            make(at + wide(lane))
+            values = {**known, block.axes[-1]: at + wide(lane)}
+            T.buffer_store(partial, self._value(store.value, values, (store.buffer, partial[lane])), [lane])
+
         whole: tirx.Expr = wide(0)
         if type(store.value) in _COMBINED:
-            partial = row_buffer(self._rows.lanes)
-
-            def each(body: Callable[[tirx.Expr], tirx.Expr]) -> None:
-                with T.vectorized(0, self._rows.lanes) as lane:
-                    T.buffer_store(partial, body(lane), [lane])
-
-            def add(at: tirx.Expr, lane: tirx.Expr) -> None:
-                values = {**known, block.axes[-1]: at + wide(lane)}
-                T.buffer_store(partial, self._value(store.value, values, (store.buffer, partial[lane])), [lane])
-
             each(lambda _lane: init)
             whole = self._vectors(add)
             # Constant places, so that the partial results are a register.
@@ -188,6 +220,7 @@ class RowsKernel:
                 halves = [type(store.value)(left, right) for left, right in pairs]
             T.buffer_store(total, halves[0], [0])
         with T.serial(whole, self._rows.columns) as column:
+            make(column)
             T.buffer_store(total, self._value(store.value, {**known, block.axes[-1]: column}), [0])
 
     def _vectors(self, body: Callable[[tirx.Expr, tirx.Expr], None]) -> tirx.Expr:

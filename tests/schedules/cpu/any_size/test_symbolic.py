@@ -186,7 +186,14 @@ def drawn(symbol: str, value: int) -> int:
 
 @pytest.fixture(scope="module")
 def pairs() -> dict[str, Pair]:
-    chosen = ("softmax, isnan, where", "scores", "layer norm", "matmul all", "attention, one vector")
+    chosen = (
+        "softmax, isnan, where",
+        "scores",
+        "layer norm",
+        "matmul all",
+        "attention, one vector",
+        "attention, masked",
+    )
     return {name: build_pair(KERNELS[name][1](), host().target) for name in chosen}
 
 
@@ -219,6 +226,66 @@ def test_attention_has_nan_in_the_rows_that_had_it_when_scores_are_not_finite(pa
         # Unscheduled, a sum without terms is never begun.
         expected = results[0] if keys else np.zeros_like(results[0])
         np.testing.assert_allclose(results[1], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_attention_of_many_keys_agrees_when_a_group_has_fewer_tiles(pairs: dict[str, Pair]) -> None:
+    for queries, keys in ((61, 700), (61, 2100), (61, 6001)):
+        assert_pair_agrees(pairs["attention, one vector"], {"b": 1, "s": queries, "t": keys})
+
+
+def hides_later(queries: int, keys: int) -> np.ndarray:
+    return np.tril(np.ones((queries, keys)), keys - queries)
+
+
+def hides_padding(queries: int, keys: int) -> np.ndarray:
+    return np.broadcast_to(np.arange(keys) < keys // 3, (queries, keys))
+
+
+def hides_all_of_some_rows(queries: int, keys: int) -> np.ndarray:
+    return hides_later(queries, keys) * (np.arange(queries)[:, None] % 5 > 0)
+
+
+def hides_all(queries: int, keys: int) -> np.ndarray:
+    return np.zeros((queries, keys))
+
+
+@pytest.mark.parametrize("hides", [hides_later, hides_padding, hides_all_of_some_rows, hides_all])
+@pytest.mark.parametrize("special", [False, True])
+def test_attention_agrees_when_a_mask_hides_the_last_keys(
+    pairs: dict[str, Pair], hides: Callable[[int, int], np.ndarray], special: bool
+) -> None:
+    """No score of theirs is computed, and none is weighed; NaN in K, and infinity in V, are as if all were."""
+    rng = np.random.default_rng(0)
+    for queries, keys in ((100, 100), (9, 130), (70, 64), (7, 31)):
+        shapes = ((2, 2, queries, 20), (2, 2, 20, keys), (2, 2, keys, 64))
+        q, k, v = (rng.standard_normal(shape).astype("float32") for shape in shapes)
+        if special:
+            k[0, 1, 3, keys - 2] = np.nan
+            v[1, 0, keys - 1, 5], v[1, 1, keys // 2, 7] = np.inf, np.nan
+        mask = np.zeros((2, 1, queries, keys), "float32")
+        mask[0], mask[1] = hides(queries, keys), 1
+        results = []
+        for library in (pairs["attention, masked"].plain, pairs["attention, masked"].scheduled):
+            for swapped in (mask, mask[::-1].copy()):
+                out = tvm.runtime.tensor(np.full((2, queries, 2, 64), 7, "float32"))
+                library["main"](*map(tvm.runtime.tensor, (q, k, v, swapped)), out)
+                results.append(out.numpy())
+        for plain, scheduled in zip(results[:2], results[2:], strict=True):
+            assert np.isnan(plain).any() == special
+            np.testing.assert_allclose(scheduled, plain, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("masked", "ends"), [(False, 1), (True, 2)])
+def test_attention_looks_for_the_last_key_that_is_seen_when_a_mask_chooses(masked: bool, ends: int) -> None:
+    scheduled = apply_fallback(tvm.IRModule({"main": attention(64, masked)}), host().target)["main"]
+    assert len(find_all(scheduled.body, tirx.While)) == ends
+
+
+def test_softmax_sums_exponentials_while_it_makes_them() -> None:
+    scheduled = apply_fallback(tvm.IRModule({"main": masked_softmax()}), host().target)["main"]
+    loops = [loop for loop in find_all(scheduled.body, tirx.For) if loop.kind == tirx.ForKind.SERIAL]
+    # Vectors and a rest of the maximum, of the sum, and of the result.
+    assert len(loops) == 6
 
 
 @pytest.mark.parametrize(("processor", "tiles"), [("x86-64-v3", 3), ("x86-64-v4", 5)])
