@@ -57,9 +57,10 @@ _SPLITS = (4, 2, 8, 16)
 _MULTIPLY_ADDS, _SHARED_BYTES, _POWERS = 1200, 128, 16
 # What a warp waits for on its own in a step, and a block before and after its steps.
 _STEP_CYCLES, _TILE_CYCLES = 500, 3000
-# Where one tile alone reads its keys, they come from memory: what a load takes, bytes that a multiprocessor reads in a
-# cycle, and the exchange of sums. On an H200, 8 tiles of 1,024 keys took 13.3 us whole.
-_LOAD_CYCLES, _MEMORY_BYTES, _EXCHANGE_CYCLES = 2000, 64, 3500
+# Where one tile alone reads its keys, they come from memory: cycles of a step, bytes that a warp copies in a cycle, and
+# what each block that shares keys adds to the exchange of sums. A fit to 45 medians of an H200
+# (`h200-attention-decode-sm80.json`): 8 tiles of 4,096 keys took 42.0 us whole and 10.2 by eight blocks each.
+_COPY_CYCLES, _COPIED_BYTES, _EXCHANGE_CYCLES = 220, 14, 900
 
 
 class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
@@ -161,10 +162,10 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     alone = _STEP_CYCLES + max(arithmetic, shared) + powers
     if _reads_keys_once(plan):
         gpu = limits.gpu or H200
-        rate = min(_MEMORY_BYTES, gpu.bandwidth_gb_s * 1e3 / gpu.clock_mhz / min(tiles, sm_count))
-        loaded = together * p.block_k * (plan.width + plan.value_width) * CHUNK * ELEMENT_BYTES
-        alone = max(alone, _LOAD_CYCLES / (p.stages - 1) + loaded / rate)
-    once = _TILE_CYCLES + (_EXCHANGE_CYCLES if p.split > 1 else 0)
+        share = gpu.bandwidth_gb_s * 1e3 / gpu.clock_mhz / min(tiles, sm_count)
+        loaded = p.block_k * (plan.width + plan.value_width) * CHUNK * ELEMENT_BYTES
+        alone = max(alone, _COPY_CYCLES + loaded / min(_COPIED_BYTES * p.warps, share / together))
+    once = _TILE_CYCLES + (_EXCHANGE_CYCLES * p.split if p.split > 1 else 0)
     steps = math.ceil(_mean_steps(plan) / p.split)
     return rounds * (once + steps * max(busy, alone)) * (1 + 0.05 * (p.stages - 2))
 
