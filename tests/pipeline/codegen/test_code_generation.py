@@ -19,7 +19,7 @@ from relaxtune.pipeline.codegen.cuda_source import DeviceSource
 from relaxtune.pipeline.codegen.kernel_hash import CODE_GENERATION
 from relaxtune.schedules.cpu.vector_math import register_vector_math
 
-DIGESTS = {"llvm": (1, "3a5666af03e277bd"), "cuda": (1, "e28d0dc6ba6f4079")}
+DIGESTS = {"llvm": (2, "03aed5372da859e8"), "cuda": (1, "e28d0dc6ba6f4079")}
 SOURCE = """
 #include <cuda.h>
 #include <cuda_fp16.h>
