@@ -7,6 +7,7 @@ import pytest
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, constants_in, main_of, static_shape
+from relaxtune.pipeline.passes.kit.turned import is_turned
 from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
 from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
@@ -70,6 +71,16 @@ def test_weights_of_few_rows_are_kept_turned_where_their_template_reads_them(
     assert list_candidates(made[name], target)[0][0].template == "gemv"
     x = RNG.standard_normal((1, rows, 32)).astype("float16")
     assert_agrees(run_module(made, [x]), run_module(graph.mod, [x]), 1e-2)
+
+
+@pytest.mark.parametrize(("length", "turned"), [(32, True), (36, False)])
+def test_weights_whose_rows_cannot_be_loaded_are_not_turned_by_passes_that_fuse(length: int, turned: bool) -> None:
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        return b.emit(op.abs(x), name_hint="y")
+
+    graph = graph_of(build, {"x": ((1, 4, length), "float16")})
+    state = replace(state_of(graph), target=resolve_target("cuda:sm_80").target)
+    assert is_turned(next(iter(main_of(graph.mod).params)), state) == turned
 
 
 def integer_graph(rows: int, x: str = "int8"):
