@@ -152,6 +152,8 @@ def one_node(arguments: argparse.Namespace) -> Iterator[str]:
     """Start Ray on this process's cores and GPUs; give its address."""
     import ray
 
+    # As docs/batch.md starts nodes: Ray's own is 15, and the driver is at 0.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     gpus = arguments.devices[0] if arguments.target.startswith("cuda") else 0
     resources = {} if gpus else {CPU_RESOURCE: 1}
     started = ray.init(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from relaxtune.pipeline.processes.child import yield_cores
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 
@@ -40,7 +41,8 @@ class BuildReply:
 
 
 def start() -> Callable[[object], object]:
-    """Import TVM and return the function that builds."""
+    """Import TVM and return the function that builds; processes that measure get a core first."""
+    yield_cores()
     import tvm
 
     from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels

@@ -39,7 +39,9 @@ class TellingRecipe(Recipe):
     """A recipe that fails with what its process sees of the GPUs, and where it keeps what it needs for a while."""
 
     def make(self) -> tvm.ir.IRModule:
-        raise TemplateError(f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')!r}; files: {tempfile.gettempdir()}")
+        raise TemplateError(
+            f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')!r}; files: {tempfile.gettempdir()}; niceness: {os.nice(0)}"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,12 @@ def test_a_build_process_sees_no_gpu(pool: BuildPool, place: Place, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     (result,) = build(pool, place, TellingRecipe(b"", place.target, ""))
     assert "GPUs: ''" in str(result.error)
+
+
+def test_build_processes_leave_cores_to_those_that_measure(pool: BuildPool, place: Place) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    (result,) = build(pool, place, TellingRecipe(b"", place.target, ""))
+    assert f"niceness: {min(own + 5, 19)}" in str(result.error)
 
 
 def test_what_a_killed_build_process_leaves_goes_with_the_directory_of_its_pool(tmp_path: Path, place: Place) -> None:
