@@ -53,8 +53,10 @@ from relaxtune.pipeline.tuning.measure.timing import (
 from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_mismatch
 
 _ENTRY = "main"
-# Arguments stay allocated up to so much in one set of each: those of all tasks of a common model.
-_KEPT_BYTES = 2 << 30
+# Arguments stay allocated, since tasks are measured in turns: up to this share of a GPU's memory, and of the host's.
+_KEPT_SHARE = 4
+# Of the host's at most: many GPUs have a process each.
+_KEPT_HOST_MAX = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ class _Workload:
     def bytes(self) -> int:
         """Size of one set of arguments."""
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def sets(self) -> int:
+        """Sets of arguments on the device, one for the outputs that are kept beside them."""
+        return 1 + len(self.copies) + (1 if self.untouched or self.held else 0)
 
 
 @dataclass(frozen=True)
@@ -242,7 +249,7 @@ class _Measurer:
                 arrays = make_arrays(spec.arguments, spec.index_ranges, seed, spec.outputs)
                 arrays = with_column_sums(with_partial_sums(arrays, spec.partial_sums), spec.column_sums)
                 workload = _Workload(arrays, _tensors(arrays, spec.arguments, device))
-            while self._workloads and sum(one.bytes for one in self._workloads.values()) + workload.bytes > _KEPT_BYTES:
+            while self._workloads and _too_many([*self._workloads.values(), workload], device):
                 self._workloads.pop(next(iter(self._workloads)))
         self._workloads[key] = workload
         return workload
@@ -334,6 +341,17 @@ def _warm_timer(
         return [max(float(value), 1e-9) for value in evaluator(*workload.tensors).results]
 
     return _Loaded(timed, lambda single: 1 if flush else runs_for(single, options.min_repeat_s))
+
+
+def _too_many(kept: Sequence[_Workload], device: tvm.runtime.Device) -> bool:
+    """Return whether arguments take more of the host's or the device's memory than they may."""
+    on_host = sum(one.bytes for one in kept)
+    on_device = sum(one.bytes * one.sets for one in kept)
+    if _is_cpu(device):
+        on_host += on_device
+    elif on_device > int(device.total_global_memory) // _KEPT_SHARE:
+        return True
+    return on_host > min(_KEPT_HOST_MAX, int(tvm.cpu().total_global_memory) // _KEPT_SHARE)
 
 
 def _is_cpu(device: tvm.runtime.Device) -> bool:

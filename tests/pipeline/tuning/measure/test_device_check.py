@@ -240,6 +240,23 @@ def test_a_reference_overwritten_on_the_device_refuses_nobody(
     assert measurer.measure(right).mismatch is None
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("limit", "kept"), [({}, 2), ({"_KEPT_HOST_MAX": 3 * 4 * SIZE}, 1), ({"_KEPT_SHARE": 1 << 62}, 1)]
+)
+def test_arguments_of_earlier_tasks_stay_as_far_as_memory_allows(
+    requests_here: list[MeasureRequest], monkeypatch: pytest.MonkeyPatch, on_gpu: bool, limit: dict[str, int], kept: int
+) -> None:
+    """A set of arguments is an input and an output of SIZE float32: two are kept, or one that is too large alone."""
+    monkeypatch.setattr(measure_worker, "_is_cpu", lambda device: not on_gpu)
+    for name, value in limit.items():
+        monkeypatch.setattr(measure_worker, name, value)
+    measurer = measure_worker._Measurer()
+    for seed in range(2):
+        measurer._workload(requests_here[0], seed, tvm.cpu())
+    assert [key[2] for key in measurer._workloads] == [0, 1][-kept:]
+
+
 @pytest.mark.gpu
 @needs_gpu
 def test_a_gpu_gives_the_hosts_verdicts(pool: BuildPool, place: Place) -> None:
