@@ -93,8 +93,9 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     matmul = recognise_matmul_by_rows(func)
     if isinstance(matmul, Refusal):
         return matmul
-    if matmul.norm is not None or matmul.partials is not None:
-        return Refusal("it has statistics of rows, which templates for few rows do not make")
+    refusal = _refuse_norms(matmul)
+    if refusal is not None:
+        return refusal
     if matmul.m > ROWS_MAX:
         return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
     inputs = _INPUTS if matmul.stored is None else _INPUTS[:1]
@@ -111,6 +112,15 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if matmul.n * matmul.k > _INDEX_MAX:
         return Refusal("W has 2**31 elements or more, the kernel counts in 32 bits")
     return matmul
+
+
+def _refuse_norms(matmul: MatmulFunction) -> Refusal | None:
+    """Return why no kernel reads a function's statistics of rows, or writes its partial sums."""
+    if matmul.stored is not None and (matmul.norm is not None or matmul.partials is not None):
+        return Refusal("it has statistics of rows and quantised weights")
+    if matmul.partials is not None and matmul.epilogue.accumulators > 1:
+        return Refusal("it has partial sums of columns of two products each")
+    return None
 
 
 def _proposals() -> Iterator[GemvParameters]:
