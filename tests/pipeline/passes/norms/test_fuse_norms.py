@@ -158,6 +158,13 @@ def test_fuse_norms_takes_norms_of_few_rows_into_the_matmuls_that_are_made_first
     assert {list_candidates(lowered.mod[name], target)[0][0].template for name in normed} == {template}
 
 
+@pytest.mark.parametrize(("rows", "fused"), [(4, True), (5, False)])
+def test_fuse_norms_leaves_norms_of_more_rows_to_kernels_of_their_own_on_mma_sync(rows: int, fused: bool) -> None:
+    model = small_model("llama-tiny-decode", batch=rows)
+    lowered = lower(import_model(model), resolve_target("cuda:sm_80").target, FP16)
+    assert any(name.endswith("_norms") for name in lowered.kernels) == fused
+
+
 def test_fuse_norms_is_off_where_templates_are() -> None:
     request = ModelRequest(
         "bert-tiny", target="cuda:sm_90a", lowering=FP16, routes=frozenset({Route.METASCHEDULE, Route.FALLBACK})
