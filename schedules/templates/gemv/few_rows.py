@@ -8,8 +8,10 @@ from relaxtune.schedules.targets import Feature
 
 #: Each weight is read once and multiplied by all rows.
 ROWS_MAX = 16
-#: So many rows have norms inside; the blocks of more read more statistics than kernels of the norms cost. Of Llama-1B's
-#: decode step on an H200, norms inside took 0.996 ms in place of 1.052 with one row, 1.520 in place of 1.463 with 16.
+#: So many rows have norms inside; of more, all blocks together read more statistics than a norm's own kernel costs.
+#: Llama-1B's decode step on an H200 took 0.996 ms with norms inside and 1.052 with norms of their own with one row, 1.520
+#: and 1.463 with 16 (`benchmarks/results/h200-decode-sm80.json`). Between them nothing was measured: a straight line
+#: through both says that 8 rows are even.
 NORMED_ROWS_MAX = 4
 
 
