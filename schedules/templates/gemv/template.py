@@ -16,7 +16,8 @@ for few rows; else each warp reads its own from the caches. Where a step lies wi
 exactly, and sums scaled in float32; where it does not, weights are scaled and rounded to float16, as the function says.
 
 The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
-thread evaluates the epilogue of its elements.
+thread evaluates the epilogue of its elements. Norms of x, of the residual and of the output are taken in (`norms.py`,
+`schedules.tir.row_norm`).
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): the
 first loads of W are issued before the wait where W is known to be constant.

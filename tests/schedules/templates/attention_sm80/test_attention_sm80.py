@@ -39,8 +39,9 @@ TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120"
         replace(BERT, kv_heads=4, queries=1, keys=1000),
         replace(BERT, head_dim=256),
         replace(BERT, bias=("add", "float32", (8, 12, 128, 128))),
+        replace(BERT, heads=16, kv_heads=4, queries=1, keys=1000, past=999),
     ],
-    ids=["BERT", "long", "decode", "wide heads", "bias"],
+    ids=["BERT", "long", "decode", "wide heads", "bias", "caches that grow"],
 )
 def test_every_proposal_fits_its_target(case: AttentionCase, text: str) -> None:
     target, limits = resolve_target(text), cuda_limits(resolve_target(text))
