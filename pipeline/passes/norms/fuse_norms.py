@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -26,7 +27,7 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import target_features
-from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
+from relaxtune.schedules.templates.gemv.few_rows import NORMED_ROWS_MAX, makes_few_rows
 from relaxtune.schedules.tir.blocks import is_buffer
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, substitute
@@ -41,6 +42,7 @@ from relaxtune.schedules.tir.normed_matmul import (
 )
 
 # Columns of a group of partial sums: few where there are few rows, whose tiles are narrow; more where rows are long.
+# The template for few rows takes any number of groups, and makes narrow ones alone.
 _GROUPS = (16, 32, 64)
 _GROUPS_MAX = 64
 _FEW_ROWS = 256
@@ -207,10 +209,9 @@ class _Fuser:
     def _summing(self, call: _Call) -> _Call | None:
         """Return a call that writes partial sums too."""
         matmul = call.function.matmul
-        group = _group(matmul, self._state.options.norm_rows_max)
-        # The template for few rows makes no sums of them.
-        if matmul.b_transposed and makes_few_rows(matmul.m, self._features):
-            group = None
+        rows_max = self._state.options.norm_rows_max
+        few = matmul.b_transposed and makes_few_rows(matmul.m, self._features)
+        group = _group(matmul, min(rows_max, NORMED_ROWS_MAX) if few else rows_max, math.inf if few else _GROUPS_MAX)
         if matmul.norm is not None or matmul.partials is not None or group is None:
             return None
         function = self._make(call, group, lambda func: keep_partial_sums(func, matmul, group))
@@ -341,13 +342,13 @@ def _described(name: str, func: tirx.PrimFunc) -> _Function | None:
     return _Function(name, func, matmul)
 
 
-def _group(matmul: MatmulFunction, rows_max: int) -> int | None:
+def _group(matmul: MatmulFunction, rows_max: int, groups_max: float) -> int | None:
     """Return the columns of a group of partial sums that suit a matmul's result, None where none do."""
     if matmul.m > rows_max:
         return None
     least = _FEW_ROWS_GROUP if matmul.m <= _FEW_ROWS else _GROUP
     fitting = [size for size in _GROUPS if size >= least and matmul.columns % size == 0]
-    return next((size for size in fitting if matmul.columns // size <= _GROUPS_MAX), fitting[-1] if fitting else None)
+    return next((size for size in fitting if matmul.columns // size <= groups_max), fitting[-1] if fitting else None)
 
 
 class _Emit:

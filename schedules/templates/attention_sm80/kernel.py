@@ -14,6 +14,7 @@ from relaxtune.schedules.templates.attention.mask import Rows
 from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, pack, reciprocal
 from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
+from relaxtune.schedules.templates.attention_sm80.keys import KeyBlocks
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
@@ -88,25 +89,23 @@ class _Kernel:
         """Emit the copies of Q and of the first blocks of keys."""
         plan, p, spec, at = self._plan, self._p, self._spec, self._tile
         threads, thread = plan.threads, self._thread
-        sources = {role: flat_view(self._params[layout.param]) for role, layout in spec.layouts().items()}
-        queries = RowCopies(sources["query"], threads, thread, plan.rows, plan.width, spec.head_dim)
-        self._keys = RowCopies(sources["key"], threads, thread, p.block_k, plan.width, spec.head_dim)
-        self._values = RowCopies(sources["value"], threads, thread, p.block_k, plan.value_width, spec.value_dim)
-        self._key_start = named("key_start", self._start(spec.key, at.kv_head))
-        self._value_start = named("value_start", self._start(spec.value, at.kv_head))
+        self._keys = KeyBlocks(plan, "key", self._tile_k, at, thread, self._params)
+        self._values = KeyBlocks(plan, "value", self._tile_v, at, thread, self._params)
+        memory = flat_view(self._params[spec.query.param])
+        queries = RowCopies(memory, threads, thread, plan.rows, plan.width, spec.head_dim)
         start = named("query_start", self._start(spec.query, at.head) + at.query * spec.query.position_stride)
         ragged = spec.queries % plan.tile_queries != 0
-        queries.copy(
+        queries.load(
             lambda place: self._tile_q.ptr_to([place]),
             lambda row: start + self._row_offset(spec.query, row),
             (spec.queries - at.query) * plan.group if ragged else None,
         )
         for stage in range(p.stages - 1):
             with when([stage < at.block_count] if stage else []):
-                self._copy_keys(tirx.IntImm("int32", stage), stage)
+                self._keys.load(tirx.IntImm("int32", stage), stage)
             end_copies()
             with when([stage < at.block_count] if stage else []):
-                self._copy_values(tirx.IntImm("int32", stage), stage)
+                self._values.load(tirx.IntImm("int32", stage), stage)
             end_copies()
 
     def _start(self, layout: HeadLayout, head: tirx.Expr) -> tirx.Expr:
@@ -118,28 +117,6 @@ class _Kernel:
         if group == 1:
             return row * layout.position_stride
         return row // group * layout.position_stride + row % group * layout.head_stride
-
-    def _copy_keys(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
-        self._copy(self._keys, self._tile_k, self._spec.key, self._key_start, step, stage)
-
-    def _copy_values(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
-        self._copy(self._values, self._tile_v, self._spec.value, self._value_start, step, stage)
-
-    def _copy(
-        self,
-        copies: RowCopies,
-        tile: tirx.Var,
-        layout: HeadLayout,
-        start: tirx.Expr,
-        step: tirx.Expr,
-        stage: tirx.Expr | int,
-    ) -> None:
-        first = (self._tile.first_block + step) * self._p.block_k
-        copies.copy(
-            lambda place: tile.ptr_to([stage, place]),
-            lambda row: start + (first + row) * layout.position_stride,
-            None if self._plan.whole_blocks else self._spec.keys - first,
-        )
 
     def _rows(self, number: int) -> Rows:
         """Emit which keys a thread's two rows of some 16 see."""
@@ -171,11 +148,12 @@ class _Kernel:
             following = step + ahead
             # All warps are done with the block before.
             with T.If(following < at.block_count), T.Then():
-                self._copy_keys(following, written[0])
+                self._keys.load(following, written[0])
             end_copies()
             with T.If(following < at.block_count), T.Then():
-                self._copy_values(following, written[0])
+                self._values.load(following, written[0])
             end_copies()
+            self._keys.keep(step, read[0])
             for softmax in self._softmax:
                 softmax.prefetch(at.first_block + step)
             self._multiply.scores(self._scores, read[0])
@@ -184,6 +162,7 @@ class _Kernel:
                 softmax.rescale(self._sums[number], plan.value_pairs * 8)
                 softmax.convert(self._scores[number], self._weights[number])
             wait_for_copies_of_block(2 * ahead)
+            self._values.keep(step, read[0])
             self._multiply.values(self._sums, self._weights, read[0])
             for stage in (read, written):
                 next_one = stage[0] + 1

@@ -21,6 +21,8 @@ _STAGES_MAX = 4
 _HALF_LINE, _LINE = 4, 8
 # What a thread needs beside scores, weights, output and fragments (addresses, row statistics), measured.
 _REGISTERS_BESIDE = 44
+# Of a tile whose caches grow, as on Hopper: more rows are worth more tiles, which use more multiprocessors.
+_GROWTH_ROWS_MAX = 64
 # Of Q, kept from the first block of keys on where it takes no more than this.
 _HELD_MAX = 32
 
@@ -156,7 +158,7 @@ def make_plan(
         holds_queries=holds,
         registers=registers,
     )
-    refusal = _refuse_split(plan)
+    refusal = _refuse_split(plan) or _refuse_growth(plan)
     if refusal is not None:
         return refusal
     if plan.shared_bytes > limits.shared_bytes_optin:
@@ -188,4 +190,14 @@ def _refuse_split(plan: AttentionPlan) -> Refusal | None:
         return Refusal(f"split is {split}, of {count} blocks of keys some would have none")
     if split > 1 and (spec.window or (spec.causal and plan.tiles != 1)):
         return Refusal("blocks share keys, but tiles see different ones")
+    return None
+
+
+def _refuse_growth(plan: AttentionPlan) -> Refusal | None:
+    """Return why a kernel does not write caches: each of their elements is to be loaded by one block, once."""
+    spec = plan.spec
+    if spec.growth is None:
+        return None
+    if plan.tiles != 1 or plan.group != spec.group or plan.rows > _GROWTH_ROWS_MAX or spec.window:
+        return Refusal(f"caches that grow take one tile of {_GROWTH_ROWS_MAX} rows at most, and no window")
     return None

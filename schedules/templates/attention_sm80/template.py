@@ -26,8 +26,9 @@ are waited for after its softmax.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on); `gemm_sm80` says why it is not proposed. What holds of masks is the same as in
-`schedules.templates.attention_sm90.template`. With `split`, blocks share the keys of a tile (`split_keys.py`). Caches
-that grow and symbolic sizes are not made.
+`schedules.templates.attention_sm90.template`. With `split`, blocks share the keys of a tile (`split_keys.py`). Where
+caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too (`keys.py`). Symbolic sizes are
+not made.
 """
 
 from __future__ import annotations
@@ -111,9 +112,7 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
 
 
 def _refuse_forms(spec: AttentionSpec) -> Refusal | None:
-    if spec.spans is not None:
-        return Refusal("its keys are in spans, which this template does not make")
-    return None if spec.growth is None else Refusal("it writes caches that grow, which this template does not")
+    return None if spec.spans is None else Refusal("its keys are in spans, which this template does not make")
 
 
 def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
@@ -148,7 +147,7 @@ def _reads_keys_once(plan: AttentionPlan) -> bool:
 
 def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     """Return a time to order candidates by, in cycles of a multiprocessor."""
-    p = plan.parameters
+    p, spec = plan.parameters, plan.spec
     tiles, sm_count = int(plan.items) * p.split, limits.likely_sm_count
     resident = limits.resident_blocks(plan.threads, plan.registers, plan.shared_bytes)
     together = min(resident, math.ceil(tiles / sm_count))
@@ -163,8 +162,9 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     if _reads_keys_once(plan):
         gpu = limits.gpu or H200
         share = gpu.bandwidth_gb_s * 1e3 / gpu.clock_mhz / min(tiles, sm_count)
-        loaded = p.block_k * (plan.width + plan.value_width) * CHUNK * ELEMENT_BYTES
-        alone = max(alone, _COPY_CYCLES + loaded / min(_COPIED_BYTES * p.warps, share / together))
+        # Caches that grow are written as often as they are read.
+        moved = p.block_k * (plan.width + plan.value_width) * CHUNK * ELEMENT_BYTES * (1 if spec.growth is None else 2)
+        alone = max(alone, _COPY_CYCLES + moved / min(_COPIED_BYTES * p.warps, share / together))
     once = _TILE_CYCLES + (_EXCHANGE_CYCLES * p.split if p.split > 1 else 0)
     steps = math.ceil(_mean_steps(plan) / p.split)
     return rounds * (once + steps * max(busy, alone)) * (1 + 0.05 * (p.stages - 2))

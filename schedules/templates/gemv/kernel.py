@@ -8,11 +8,17 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.async_copy import (
+    copy_async,
+    end_copies,
+    wait_for_copies,
+    wait_for_copies_of_block,
+)
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
+from relaxtune.schedules.templates.gemv.norms import GroupSums, SharedStatistics
 from relaxtune.schedules.templates.gemv.output import GemvOutput
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -36,8 +42,7 @@ class _Kernel:
         self._matmul, self._plan, self._p = matmul, plan, plan.parameters
         self._stored = matmul.stored
         self._x = flat_view(params[self._matmul.a])
-        renamed, output = dict(zip(func.params, params, strict=True)), flat_view(params[self._matmul.output])
-        self._end = GemvOutput(self._matmul, renamed, output, self._p.tiles, self._p.warps)
+        self._params, self._renamed = params, dict(zip(func.params, params, strict=True))
         weight = self._matmul.b if self._stored is None else self._stored.packed
         self._weight = flat_view(params[weight])
         self._scales = None if self._stored is None else flat_view(params[self._stored.scales])
@@ -53,6 +58,7 @@ class _Kernel:
         self._group, self._part = lane // LANES, lane % LANES
         self._first_row = block * plan.rows
         pool = shared_pool()
+        self._end = self._output(pool)
         self._shared = pool.alloc(self._end.shape, "float32", align=16)
         if p.staged:
             self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
@@ -70,6 +76,9 @@ class _Kernel:
         wait_for_predecessor(p.dependent)
         if not self._ahead:
             self._load_weights(first)
+        statistics = self._end.statistics
+        if statistics is not None:
+            statistics.copy(thread, plan.threads)
         self._multiply(first)
         if plan.rounds > 1:
             with T.serial(plan.rounds - 1, unroll=False) as index:
@@ -80,8 +89,20 @@ class _Kernel:
                 self._multiply(index + 1)
         first_warp = tirx.IntImm("int32", 0)
         self._end.share(self._shared, self._sums, thread, first_warp)
+        if statistics is not None:
+            wait_for_copies_of_block(0)
+            statistics.finish(block, thread, p.warps)
         T.evaluate(T.cuda.cta_sync())
         self._end.write(self._shared, thread, lambda _: self._first_row, lambda _: first_warp)
+
+    def _output(self, pool: T.SMEMPool) -> GemvOutput:
+        """Return what is done with the sums, after the allocation of what it needs of norms."""
+        matmul, params, p = self._matmul, self._params, self._p
+        norm, partials = matmul.norm, matmul.partials
+        statistics = None if norm is None else SharedStatistics(norm, matmul.m, params, pool)
+        groups = None if partials is None else GroupSums(partials, matmul.m, params[partials.output])
+        output = flat_view(params[matmul.output])
+        return GemvOutput(matmul, self._renamed, output, p.tiles, p.warps, statistics=statistics, groups=groups)
 
     def _step(self, turn: tirx.Expr, number: int) -> tirx.Expr:
         """Return the step along K that this warp makes: those of all warps lie side by side."""

@@ -17,6 +17,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.registers import in_register, when
+from relaxtune.schedules.templates.gemv.norms import GroupSums, SharedStatistics
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
@@ -30,6 +31,7 @@ class GemvOutput:
 
     `renamed` has the kernel's parameter for each of the function, `output` is the kernel's flat view of the output. A
     warp makes `tiles` tiles of 16 rows of W; `warps` warps share the sum over K. The sums are multiplied by `factor`.
+    `statistics` are those of the norm that the function has, `groups` writes its partial sums.
     """
 
     matmul: MatmulFunction
@@ -38,6 +40,8 @@ class GemvOutput:
     tiles: int
     warps: int
     factor: float = 1.0
+    statistics: SharedStatistics | None = None
+    groups: GroupSums | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -95,11 +99,18 @@ class GemvOutput:
             guards = [] if count % threads == 0 else [place < count]
             if matmul.n % self._rows or parts > 1:
                 guards.append(stored < matmul.columns)
+            written = T.alloc_local([1], "float32") if self.groups is not None else None
             with when(guards):
                 sums = [self._total(shared, first(part), m, one) for one in self._sources(row)]
                 head = matmul.epilogue.head
                 column = output_column(stored, head) if head else stored
-                T.buffer_store(self.output, self._value(sums, m, column), [m * matmul.columns + column])
+                value = self._value(sums, m, column)
+                if written is not None:
+                    value = in_register(value, matmul.output_dtype)
+                    T.buffer_store(written, tirx.Cast("float32", value), [0])
+                T.buffer_store(self.output, value, [m * matmul.columns + column])
+            if self.groups is not None and written is not None:
+                self.groups.write(written[0], m, stored, guards)
 
     def _sources(self, row: tirx.Expr) -> list[tirx.Expr]:
         """Return the rows of W in a tile that a column of the output is made of."""
@@ -121,15 +132,17 @@ class GemvOutput:
         """Return an output element; what its epilogue reads is loaded in place."""
         epilogue = self.matmul.epilogue
         axes = output_axes(epilogue, m, column)
-        loaded = [(load, self._loaded(load, axes)) for load in epilogue.loads()]
+        loaded = [(load, self._loaded(load, axes, m)) for load in epilogue.loads()]
 
         def replace(load: TensorLoad) -> tirx.Expr:
             return next(value for known, value in loaded if tvm_ffi.structural_equal(known, load))
 
         return evaluated(epilogue.value, epilogue, sums, axes, replace)
 
-    def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr]) -> tirx.Expr:
-        """Emit a load that stays behind the wait for the kernel before."""
+    def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr], m: tirx.Expr) -> tirx.Expr:
+        """Emit a load that stays behind the wait for the kernel before; a statistic is in shared memory."""
+        if self.statistics is not None and load.source.same_as(self.statistics.norm.buffer):
+            return self.statistics.statistic(m, int(load.indices[-1]))
         buffer = self.renamed[load.source]
         register = T.alloc_local([1], dtype_of(buffer))
         indices = [substitute(index, axes) for index in load.indices]

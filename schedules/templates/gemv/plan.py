@@ -10,6 +10,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, refuse_registers
 from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.row_norm import COUNT
 
 # Of W in a tile: the m of mma.m16n8k16. Of x in one: its n.
 TILE, COLUMNS = 16, 8
@@ -158,10 +159,15 @@ def make_plan(matmul: MatmulFunction, p: GemvParameters, limits: CudaLimits) -> 
     refusal = refuse_registers(registers, p.warps * WARP, limits)
     if refusal is not None:
         return refusal
+    refusal = refuse_groups(matmul, TILE * p.tiles)
+    if refusal is not None:
+        return refusal
     span = step * p.warps * p.unroll
     shared = 4 * p.warps * matmul.m * (TILE * p.tiles + SHARED_PAD)
     if p.staged:
         shared += 2 * matmul.m * (span + X_PAD)
+    if matmul.norm is not None:
+        shared += 4 * COUNT * matmul.m * (matmul.norm.groups + 1)
     most = min(limits.shared_bytes_optin, _SHARED_MAX)
     if shared > most:
         return Refusal(f"{shared} bytes of shared memory, expected {most} at most")
@@ -177,3 +183,11 @@ def make_plan(matmul: MatmulFunction, p: GemvParameters, limits: CudaLimits) -> 
         shared_bytes=shared,
         grouped=stored is not None and (stored.group % step == 0 or stored.group >= matmul.k),
     )
+
+
+def refuse_groups(matmul: MatmulFunction, rows: int) -> Refusal | None:
+    """Return why no kernel writes a function's partial sums: lanes make each, of some of the `rows` of a block."""
+    partials = matmul.partials
+    if partials is None or (partials.group in (16, 32) and rows % partials.group == 0):
+        return None
+    return Refusal(f"sums of groups of {partials.group} columns, expected 16 or 32 that divide the {rows} of a block")

@@ -16,7 +16,8 @@ for few rows; else each warp reads its own from the caches. Where a step lies wi
 exactly, and sums scaled in float32; where it does not, weights are scaled and rounded to float16, as the function says.
 
 The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
-thread evaluates the epilogue of its elements.
+thread evaluates the epilogue of its elements. Norms of x, of the residual and of the output are taken in (`norms.py`,
+`schedules.tir.row_norm`).
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): the
 first loads of W are issued before the wait where W is known to be constant.
@@ -93,8 +94,9 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     matmul = recognise_matmul_by_rows(func)
     if isinstance(matmul, Refusal):
         return matmul
-    if matmul.norm is not None or matmul.partials is not None:
-        return Refusal("it has statistics of rows, which templates for few rows do not make")
+    refusal = _refuse_norms(matmul)
+    if refusal is not None:
+        return refusal
     if matmul.m > ROWS_MAX:
         return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
     inputs = _INPUTS if matmul.stored is None else _INPUTS[:1]
@@ -111,6 +113,15 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if matmul.n * matmul.k > _INDEX_MAX:
         return Refusal("W has 2**31 elements or more, the kernel counts in 32 bits")
     return matmul
+
+
+def _refuse_norms(matmul: MatmulFunction) -> Refusal | None:
+    """Return why no kernel reads a function's statistics of rows, or writes its partial sums."""
+    if matmul.stored is not None and (matmul.norm is not None or matmul.partials is not None):
+        return Refusal("it has statistics of rows and quantised weights")
+    if matmul.partials is not None and matmul.epilogue.accumulators > 1:
+        return Refusal("it has partial sums of columns of two products each")
+    return None
 
 
 def _proposals() -> Iterator[GemvParameters]:

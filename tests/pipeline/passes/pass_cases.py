@@ -22,9 +22,9 @@ from relaxtune.schedules.cpu.vector_math import register_vector_math
 from tests.unoptimised import LLVM, UNOPTIMISED, runnable
 
 
-def small_model(name: str, precision: str | None = None) -> OnnxModel:
+def small_model(name: str, precision: str | None = None, batch: int = 1) -> OnnxModel:
     """Return a zoo model with short sequences, which compile and run in a fraction of a second."""
-    sizes = {"batch": 1, "sequence": 12, "past_sequence": 7}
+    sizes = {"batch": batch, "sequence": 12, "past_sequence": 7}
     shapes = {spec.name: tuple(_size(axis, sizes) for axis in spec.shape) for spec in get_preset(name).inputs}
     return load_model(name, shapes=shapes, precision=precision)
 

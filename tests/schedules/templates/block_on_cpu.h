@@ -243,6 +243,7 @@ inline void relaxtune_copy_async(void* to, const void* from, long long offset, i
 inline void relaxtune_load_2(void* to, const void* from) { memcpy(to, from, 2); }
 inline void relaxtune_load_16(void* to, const void* from) { memcpy(to, from, 16); }
 inline void relaxtune_load_4(void* to, const void* from) { memcpy(to, from, 4); }
+inline void relaxtune_load_8(void* to, const void* from) { memcpy(to, from, 8); }
 
 static void begin();
 // Returns the block whose threads wait for ever or gave up, -1 where none does.

@@ -13,6 +13,7 @@ from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms import fuse_norms
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
@@ -148,11 +149,20 @@ def test_fuse_norms_leaves_five_launches_a_layer_of_bert(target: str) -> None:
     assert nodes == {node for name in off.kernels for call in off.kernels[name] for node in call.onnx_nodes}
 
 
-@pytest.mark.parametrize(("target", "fused"), [("cuda:sm_90a", 4), ("cuda:sm_80", 0)])
-def test_fuse_norms_leaves_norms_of_few_rows_to_kernels_of_their_own_on_mma_sync(target: str, fused: int) -> None:
-    lowered = lower(import_model(small_model("llama-tiny-decode")), resolve_target(target).target, FP16)
-    assert notes_of(lowered) == ((f"{fused} norms in the matmuls around them",) if fused else ())
-    assert any(name.endswith("_norms") for name in lowered.kernels) == (fused > 0)
+@pytest.mark.parametrize(("text", "template"), [("cuda:sm_90a", "gemm_sm90"), ("cuda:sm_80", "gemv")])
+def test_fuse_norms_takes_norms_of_few_rows_into_the_matmuls_that_are_made_first(text: str, template: str) -> None:
+    target = resolve_target(text)
+    lowered = lower(import_model(small_model("llama-tiny-decode")), target.target, FP16)
+    assert notes_of(lowered) == ("4 norms in the matmuls around them",)
+    normed = [name for name in lowered.kernels if name.endswith("_norms")]
+    assert {list_candidates(lowered.mod[name], target)[0][0].template for name in normed} == {template}
+
+
+@pytest.mark.parametrize(("rows", "fused"), [(4, True), (5, False)])
+def test_fuse_norms_leaves_norms_of_more_rows_to_kernels_of_their_own_on_mma_sync(rows: int, fused: bool) -> None:
+    model = small_model("llama-tiny-decode", batch=rows)
+    lowered = lower(import_model(model), resolve_target("cuda:sm_80").target, FP16)
+    assert any(name.endswith("_norms") for name in lowered.kernels) == fused
 
 
 def test_fuse_norms_is_off_where_templates_are() -> None:

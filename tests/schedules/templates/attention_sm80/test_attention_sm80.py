@@ -39,8 +39,9 @@ TARGETS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_90", "cuda:sm_120"
         replace(BERT, kv_heads=4, queries=1, keys=1000),
         replace(BERT, head_dim=256),
         replace(BERT, bias=("add", "float32", (8, 12, 128, 128))),
+        replace(BERT, heads=16, kv_heads=4, queries=1, keys=1000, past=999),
     ],
-    ids=["BERT", "long", "decode", "wide heads", "bias"],
+    ids=["BERT", "long", "decode", "wide heads", "bias", "caches that grow"],
 )
 def test_every_proposal_fits_its_target(case: AttentionCase, text: str) -> None:
     target, limits = resolve_target(text), cuda_limits(resolve_target(text))
@@ -62,7 +63,6 @@ def test_every_proposal_fits_its_target(case: AttentionCase, text: str) -> None:
         (BERT, "cuda:sm_75", "expected cuda sm_80 or later"),
         (replace(BERT, dtype="float32"), "cuda:sm_80", "expected float16 or bfloat16"),
         (replace(BERT, head_dim=20), "cuda:sm_80", "head_dim is 20, expected a multiple of 8 up to 256"),
-        (replace(BERT, queries=1, keys=9, past=8), "cuda:sm_80", "it writes caches that grow"),
         (replace(BERT, batch=tvm.tirx.Var("batch", "int64")), "cuda:sm_80", "its sizes are symbolic"),
     ],
 )

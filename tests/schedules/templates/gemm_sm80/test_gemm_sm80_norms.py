@@ -11,7 +11,6 @@ import tvm
 from tvm import tirx
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
-from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
@@ -85,21 +84,6 @@ def test_kernel_of_symbolic_rows_agrees_with_float32(rows: int, tmp_path: Path) 
     sizes = rows * static.matmul.k, rows, tiles
     run_on_cpu(kernel, TARGET, {**inputs, **outputs}, tiles, tmp_path, sizes)
     assert_right(static, inputs, named(outputs), 1e-3)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        replace(NORMED, matmul=replace(NORMED.matmul, rows=(1,))),
-        NormCase(MatmulCase((16,), 64, 256, ("bias",), transposed=True), group=16, sums=True),
-    ],
-    ids=["normalised rows", "partial sums"],
-)
-def test_few_rows_with_statistics_are_no_task_of_the_templates_without_them(case: NormCase, arch: str) -> None:
-    found, refused = list_candidates(case.func(), resolve_target(f"cuda:{arch}"))
-    assert {one.template for one in found} == {"gemm_sm80" if arch == "sm_80" else "gemm_sm90"}
-    assert "gemv: it has statistics of rows, which templates for few rows do not make" in refused
 
 
 @pytest.mark.gpu

@@ -1,0 +1,117 @@
+"""Norms of rows in kernels for few rows (`schedules.tir.row_norm`): statistics that are read, partial sums written.
+
+Every block needs the statistics of all rows. It copies their partial sums to shared memory while its loads of W are on
+their way, and adds them up when it has its sums: a warp makes a row at a time, its lanes every 32nd group. The order of
+sums is fixed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies
+from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.kernel_frame import flat_view
+from relaxtune.schedules.templates.emit.registers import in_register, when
+from relaxtune.schedules.templates.gemv.plan import WARP
+from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, PartialSums, RowNorm
+
+# Partial sums in a copy of 16 bytes, float32.
+_COPIED = 4
+_LANES_SUM = """
+__forceinline__ __device__ float relaxtune_sum_of_{lanes}_lanes(float x) {{
+#pragma unroll
+  for (int step = 1; step < {lanes}; step *= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}}
+"""
+
+
+def sum_of_lanes(value: tirx.Expr, lanes: int) -> tirx.Expr:
+    """Return the sum over as many neighbouring lanes, a power of 2; all lanes of a warp have to ask."""
+    source = _LANES_SUM.format(lanes=lanes)
+    return T.cuda.func_call(f"relaxtune_sum_of_{lanes}_lanes", value, source_code=source, return_type="float32")
+
+
+class SharedStatistics:
+    """Emits the statistics of all `m` rows into shared memory; `params` are the kernel's."""
+
+    def __init__(self, norm: RowNorm, m: int, params: list[tirx.Var], pool: T.SMEMPool) -> None:
+        self.norm = norm
+        self._m, self._source = m, flat_view(params[norm.partials])
+        self._result = None if norm.output is None else flat_view(params[norm.output])
+        self._partials = pool.alloc((norm.groups * m * COUNT,), "float32", align=16)
+        self._statistics = pool.alloc((m, COUNT), "float32", align=16)
+
+    def copy(self, thread: tirx.Expr, threads: int) -> None:
+        """Emit the copies of the partial sums by a block, as one group."""
+        total = self.norm.groups * self._m * COUNT
+        count = total // _COPIED
+        for turn in range(math.ceil(count / threads)):
+            place = turn * threads + thread
+            with when([place < count] if (turn + 1) * threads > count else []):
+                copy_async(self._partials.ptr_to([place * _COPIED]), self._source.ptr_to([place * _COPIED]))
+        end_copies()
+        if total % _COPIED:
+            with when([thread == 0]):
+                load_bytes(self._partials.ptr_to([total - COUNT]), self._source.ptr_to([total - COUNT]), 4 * COUNT)
+
+    def finish(self, block: tirx.Expr, thread: tirx.Expr, warps: int) -> None:
+        """Emit the statistics from what was copied, which the block has waited for; the first block writes them."""
+        warp, lane = thread // WARP, thread % WARP
+        zero, length = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 1.0 / self.norm.size)
+        for turn in range(math.ceil(self._m / warps)):
+            row = turn * warps + warp
+            exists = [row < self._m] if (turn + 1) * warps > self._m else []
+            # All lanes of a warp take the same way.
+            with when(exists):
+                variance, shift = self._total(row, lane, SQUARES) * length, zero
+                if self.norm.centred:
+                    mean = in_register(self._total(row, lane, SUM) * length, "float32")
+                    variance = tirx.max(variance - mean * mean, zero)
+                scale = in_register(tirx.rsqrt(variance + tirx.FloatImm("float32", self.norm.epsilon)), "float32")
+                if self.norm.centred:
+                    shift = in_register(zero - mean * scale, "float32")
+                with when([lane == 0]):
+                    for which, value in ((SCALE, scale), (SHIFT, shift)):
+                        T.buffer_store(self._statistics, value, [row, which])
+                if self._result is not None:
+                    with when([lane == 0, block == 0]):
+                        for which, value in ((SCALE, scale), (SHIFT, shift)):
+                            T.buffer_store(self._result, value, [row * COUNT + which])
+
+    def statistic(self, row: tirx.Expr, which: int) -> tirx.Expr:
+        """Return a statistic of a row."""
+        return self._statistics[row, which]
+
+    def _total(self, row: tirx.Expr, lane: tirx.Expr, which: int) -> tirx.Expr:
+        """Return the sum of all groups of a row, in all lanes."""
+        groups, zero = self.norm.groups, tirx.FloatImm("float32", 0.0)
+        own = T.alloc_local([1], "float32")
+        T.buffer_store(own, zero, [0])
+        for turn in range(math.ceil(groups / WARP)):
+            group = turn * WARP + lane
+            with when([group < groups] if (turn + 1) * WARP > groups else []):
+                T.buffer_store(own, own[0] + self._partials[(group * self._m + row) * COUNT + which], [0])
+        return in_register(sum_of_lanes(own[0], WARP), "float32")
+
+
+class GroupSums:
+    """Emits the partial sums of the output's rows; `target` is the kernel's parameter."""
+
+    def __init__(self, partials: PartialSums, m: int, target: tirx.Var) -> None:
+        self._group, self._m, self._target = partials.group, m, flat_view(target)
+
+    def write(self, value: tirx.Expr, row: tirx.Expr, column: tirx.Expr, guards: list[tirx.Expr]) -> None:
+        """Emit the sums of a column of each lane, and their writing; all lanes of a warp, `guards` say which count.
+
+        Neighbouring lanes have neighbouring columns. A group's columns are all there or none.
+        """
+        sums = [in_register(sum_of_lanes(one, self._group), "float32") for one in (value, value * value)]
+        with when([*guards, column % self._group == 0]):
+            for which, total in zip((SUM, SQUARES), sums, strict=True):
+                place = (column // self._group * self._m + row) * COUNT + which
+                T.buffer_store(self._target, total, [place])
