@@ -20,7 +20,6 @@ import multiprocessing
 import shutil
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,9 +41,8 @@ def build(directory: Path, cases: tuple[Case, ...], targets: list[str], jobs: in
         for case in cases:
             build_case(directory, case, targets)
         return
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        for made in [pool.submit(build_case, directory, case, targets) for case in cases]:
-            made.result()
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
+        pool.starmap(build_case, [(directory, case, targets) for case in cases], chunksize=1)
 
 
 def build_case(directory: Path, case: Case, targets: list[str]) -> None:

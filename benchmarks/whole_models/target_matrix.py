@@ -19,7 +19,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
@@ -98,6 +97,10 @@ def compiled(text: str, target: str) -> dict[str, Any]:
     }
 
 
+def _compiled_pair(commit: str | None, pair: tuple[str, str]) -> dict[str, Any]:
+    return {**compiled(*pair), "commit": commit}
+
+
 def spills(log: str) -> dict[str, int]:
     """Return kernel -> bytes that a thread stores to and loads from local memory for want of registers."""
     found = {}
@@ -131,9 +134,10 @@ def main() -> None:
     pairs = [(model, target) for model in arguments.models for target in arguments.targets.split(",")]
     rows: list[dict[str, Any]] = []
     before = rows_of(arguments.out) if arguments.keep and arguments.out is not None else []
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
-        for made in as_completed([pool.submit(compiled, *pair) for pair in pairs]):
-            rows.append({**made.result(), "commit": arguments.commit})
+    # Not an executor with `max_tasks_per_child`: CPython's stands still once a process is worn (python/cpython#115634).
+    with get_context("spawn").Pool(arguments.jobs, maxtasksperchild=8) as pool:
+        for made in pool.imap_unordered(partial(_compiled_pair, arguments.commit), pairs):
+            rows.append(made)
             row, fault = rows[-1], at_fault(rows[-1])
             told = fault or f"{row['kernels']} kernels, {len(row['default_schedules'])} by default schedules"
             print(f"{row['model']} {row['target']}: {told}, {row.get('seconds')} s", flush=True)
