@@ -85,8 +85,8 @@ class Module:
         self._machine = machine
         self._device = device
         self._weights = tuple(weights)
-        # Asked of the system once: a run must not read /sys again.
-        self._threads = threads if threads is not None else default_threads()
+        #: CPU threads that each call asks for. Asked of the system once: a run must not read /sys again.
+        self.threads = threads if threads is not None else default_threads()
         self._turn = turn or Turns(device, apart=not named_libraries(manifest.target.libraries))
         self._turn.end_with(self)
         self._kernels = Kernels(machine[entry], self._weights)
@@ -189,7 +189,7 @@ class Module:
 
     def variant(self, entry: str) -> Self:
         """Return another entry of the same code as a module, on the same weights; see `pipeline.choose.variants`."""
-        return type(self)(self._manifest, self._machine, self._device, self._weights, self._threads, entry, self._turn)
+        return type(self)(self._manifest, self._machine, self._device, self._weights, self.threads, entry, self._turn)
 
     @property
     def manifest(self) -> Manifest:
@@ -343,7 +343,7 @@ class Module:
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.
-        configure_threads(self._threads)
+        configure_threads(self.threads)
         try:
             if self._static is None:
                 with nullcontext() if self._tokens is None else self._turn.pool():
