@@ -188,7 +188,9 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, 
         nvrtc.nvrtcGetProgramLog(program, buffer)
         log = buffer.decode(errors="replace").rstrip("\0\n")
         if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise _refused("nvrtc", arch, f"{log}\n{outcome.name}")
+            # The log says what is wrong with the code; that memory is full stands in the outcome alone.
+            told = log if outcome == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION else f"error: {outcome.name}\n{log}"
+            raise _refused("nvrtc", arch, told)
         if on_log is not None:
             on_log(log)
         _, size = nvrtc.nvrtcGetCUBINSize(program)
