@@ -21,6 +21,8 @@ from relaxtune.models.hashing import without_weights
 # Where the weights of an operator stand among its inputs; a pooling has none.
 _WINDOWS = {"MaxPool": None, "AveragePool": None, "LpPool": None, "Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 _DOUBLINGS = 6
+# Where the search for the least sizes begins; doubled until there is room.
+_START = 16
 # Longer tensors say nothing about shapes.
 _CONSTANT_ELEMENTS = 64
 
@@ -77,6 +79,26 @@ def with_room(model: onnx.ModelProto, sizes: Mapping[str, int], free: Sequence[s
         # One doubling may not be enough to give a place more behind many strides.
         found = best if _missing(model, best) < missing else {**found, **{name: 2 * found[name] for name in free}}
     return dict(sizes)
+
+
+def least_sizes(model: onnx.ModelProto, axes: Sequence[str]) -> dict[str, int]:
+    """Return axis -> the least size with which all windows have room, where that is more than 1.
+
+    It is found with the other axes large. A window over the sum of two axes needs both of them large enough, and one at
+    a time does not say so.
+    """
+    roomy = with_room(model, dict.fromkeys(axes, _START), axes) if has_windows(model) else {}
+    if not roomy or _missing(model, roomy):
+        return {}
+    found = {}
+    for axis in axes:
+        least, most = 1, roomy[axis]
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (middle + 1, most) if _missing(model, {**roomy, axis: middle}) else (least, middle)
+        if least > 1:
+            found[axis] = least
+    return found
 
 
 def _missing(model: onnx.ModelProto, sizes: Mapping[str, int]) -> int:

@@ -21,7 +21,8 @@ import tvm_ffi
 
 from relaxtune import __version__
 from relaxtune.models import describe_inputs
-from relaxtune.models.buckets import Bucket, fill_values, list_masks
+from relaxtune.models.axes.windows import least_sizes
+from relaxtune.models.buckets import Bucket, fill_values, list_masks, list_symbols
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.device_choice import vector_features
 from relaxtune.pipeline.artifact.directory import write_directory
@@ -206,6 +207,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         maxima=lowered.options.maxima,
         unpadding=lowered.unpadding,
         recipe=recipe_of(lowered),
+        minima=least_sizes(model.proto, list_symbols(lowered.graph.inputs)),
     )
 
 

@@ -63,6 +63,9 @@ class Manifest:
         Rows of a matmul up to which norms were taken into it; None where a version before did not say.
     maxima
         Symbolic axis -> its largest size; none for an axis without one.
+    minima
+        Symbolic axis -> the least size with which poolings and convolutions have as many places as their windows; none
+        for an axis that may have size 1, and in artifacts of versions that did not say.
     unpadding
         How padding is left out; None where it is not.
     recipe
@@ -92,6 +95,7 @@ class Manifest:
     maxima: Mapping[str, int] = field(default_factory=dict)
     unpadding: Unpadding | None = None
     recipe: RecipeEntry | None = None
+    minima: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needed_files(self) -> frozenset[str]:

@@ -29,8 +29,10 @@ from relaxtune.pipeline.artifact.tensor_checks import (
     SupportsDLPack,
     borrowed_input,
     check_inputs,
+    check_limits,
     check_outputs,
     false_manifest,
+    limits_of,
 )
 from relaxtune.pipeline.artifact.token_list import TokenList
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
@@ -83,8 +85,8 @@ class Module:
         self._machine = machine
         self._device = device
         self._weights = tuple(weights)
-        # Asked of the system once: a run must not read /sys again.
-        self._threads = threads if threads is not None else default_threads()
+        #: CPU threads that each call asks for. Asked of the system once: a run must not read /sys again.
+        self.threads = threads if threads is not None else default_threads()
         self._turn = turn or Turns(device, apart=not named_libraries(manifest.target.libraries))
         self._turn.end_with(self)
         self._kernels = Kernels(machine[entry], self._weights)
@@ -102,6 +104,7 @@ class Module:
         elif captures:
             self._graphs = SizeGraphs(machine, device, self._kernels, self._turn)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
+        self._limits = limits_of(manifest)
         unpadding = manifest.unpadding
         self._tokens = TokenList(machine, device, manifest.inputs, unpadding) if unpadding is not None else None
 
@@ -186,7 +189,7 @@ class Module:
 
     def variant(self, entry: str) -> Self:
         """Return another entry of the same code as a module, on the same weights; see `pipeline.choose.variants`."""
-        return type(self)(self._manifest, self._machine, self._device, self._weights, self._threads, entry, self._turn)
+        return type(self)(self._manifest, self._machine, self._device, self._weights, self.threads, entry, self._turn)
 
     @property
     def manifest(self) -> Manifest:
@@ -238,7 +241,7 @@ class Module:
         PipelineError
             An input is missing, unexpected, or of another dtype or shape than the signature says.
         """
-        check_inputs(inputs, self.inputs, self._manifest.maxima)
+        check_inputs(inputs, self.inputs, self._limits)
         routed = self._router.run(inputs) if self._router is not None else None
         if routed is not None:
             return routed
@@ -271,9 +274,9 @@ class Module:
     def run_device(
         self, tensors: Sequence[Tensor | SupportsDLPack], *, stream: int | SupportsCudaStream | None = None
     ) -> tuple[Tensor, ...]:
-        """Return the outputs as tensors on the device; no dtype or shape is checked, nothing is copied or waited for.
+        """Return the outputs as tensors on the device; of dtypes and shapes only the limits of axes are checked.
 
-        Outputs have `__dlpack__`, for `torch.from_dlpack` and its like.
+        Nothing is copied or waited for. Outputs have `__dlpack__`, for `torch.from_dlpack` and its like.
 
         Parameters
         ----------
@@ -288,8 +291,8 @@ class Module:
         Raises
         ------
         PipelineError
-            A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; or a CPU is given
-            a stream.
+            A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; an axis is
+            smaller or larger than the artifact's limits; or a CPU is given a stream.
         """
         with on_stream(self._device, stream):
             if self._graphs is not None:
@@ -340,14 +343,14 @@ class Module:
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         # TVM keeps one thread pool for each calling thread, so every thread sets its own.
-        configure_threads(self._threads)
+        configure_threads(self.threads)
         try:
             if self._static is None:
                 with nullcontext() if self._tokens is None else self._turn.pool():
                     if self._tokens is not None:
                         tensors = [*tensors, *self._tokens(tensors)]
                     sizes = tuple([tensor.shape for tensor in tensors])
-                    self._trim_pool(sizes)
+                    self._note_sizes(sizes)
                     outputs = (self._graphs or self._run_kernels)(tensors, sizes)
             else:
                 outputs = self._static(tensors)
@@ -378,10 +381,11 @@ class Module:
         with self._turn.pool():
             return self._kernels(tensors)
 
-    def _trim_pool(self, sizes: Sizes) -> None:
-        """Give memory back now and then: TVM's pool keeps what each set of sizes took for that very set."""
-        if self._sizes is None:
+    def _note_sizes(self, sizes: Sizes) -> None:
+        """Check sizes that are new, and give memory back now and then: TVM's pool keeps what each set took for it."""
+        if self._sizes is None or sizes in self._sizes:
             return
+        check_limits(sizes, self.inputs, self._limits)
         self._sizes.add(sizes)
         if len(self._sizes) > _SIZES_MAX:
             self._sizes.clear()

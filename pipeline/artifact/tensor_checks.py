@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -30,10 +31,40 @@ class SupportsDLPack(Protocol):
         """Return the kind and the number of its device."""
 
 
+@dataclass(frozen=True)
+class AxisLimits:
+    """Symbolic axis -> its least size, where that is more than 1, and its largest, where it has one."""
+
+    least: Mapping[str, int] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    def problems(self, sizes: Mapping[str, tuple[int, str]]) -> list[str]:
+        """Return what is wrong with axis -> (size, the input it is from)."""
+        small = [
+            f"axis {axis!r} has size {size} (from {name!r}), expected {least} or more, the room that poolings and "
+            "convolutions need; give larger inputs"
+            for axis, (size, name) in sizes.items()
+            if size < (least := self.least.get(axis, 0))
+        ]
+        return small + [
+            f"axis {axis!r} has size {size} (from {name!r}), the profile it was compiled with has {most} at most"
+            for axis, (size, name) in sizes.items()
+            if size > (most := self.most.get(axis, size))
+        ]
+
+
+_NO_LIMITS = AxisLimits()
+
+
+def limits_of(manifest: Manifest) -> AxisLimits:
+    """Return between which sizes the axes of an artifact's inputs may be."""
+    return AxisLimits(manifest.minima, manifest.maxima)
+
+
 def check_inputs(
-    inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec], maxima: Mapping[str, int] | None = None
+    inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec], limits: AxisLimits = _NO_LIMITS
 ) -> None:
-    """Check arrays against a signature; a symbolic axis takes one size over all the inputs, up to its maximum.
+    """Check arrays against a signature; a symbolic axis takes one size over all the inputs, within its limits.
 
     Raises
     ------
@@ -56,11 +87,27 @@ def check_inputs(
     if not problems:
         empty = [axis for axis, (size, _) in symbols.items() if size == 0 and not _may_be_empty(axis, specs)]
         problems = [f"axis {axis!r} has size 0 (from {symbols[axis][1]!r}), expected 1 or more" for axis in empty]
-        problems += [
-            f"axis {axis!r} has size {size} (from {name!r}), the profile it was compiled with has {most} at most"
-            for axis, (size, name) in symbols.items()
-            if size > (most := (maxima or {}).get(axis, size))
-        ]
+        problems += limits.problems(symbols)
+    _refuse(problems, specs)
+
+
+def check_limits(shapes: Sequence[Sequence[int]], specs: Sequence[TensorSpec], limits: AxisLimits) -> None:
+    """Check the limits of axes alone, by the shapes of tensors in the model's order.
+
+    Raises
+    ------
+    PipelineError
+        Names every axis that is too small or too large.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for shape, spec in zip(shapes, specs, strict=False):
+        for size, axis in zip(shape, spec.shape, strict=False):
+            if isinstance(axis, str):
+                sizes.setdefault(axis, (size, spec.name))
+    _refuse(limits.problems(sizes), specs)
+
+
+def _refuse(problems: Sequence[str], specs: Sequence[TensorSpec]) -> None:
     if problems:
         expected = ", ".join(str(spec) for spec in specs)
         raise PipelineError(f"inputs do not fit the model: {'; '.join(problems)}. It takes: {expected}")

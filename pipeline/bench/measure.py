@@ -237,7 +237,7 @@ def measure_load(
 
 def run_conditions(module: Module) -> dict[str, str]:
     """Return what the latencies of a module and of ONNX Runtime beside it are true for."""
-    threads = str(configure_threads())
+    threads = str(configure_threads(module.threads))
     left_out = "" if peer_provider(module.manifest.target.kind) else ", not timed: it does not run on this device"
     return {
         "device": str(module.device),

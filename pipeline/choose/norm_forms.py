@@ -22,6 +22,7 @@ from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.prepare import PreparedModel
+from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
@@ -147,8 +148,8 @@ def choose_form(
                 try:
                     arms[name] = compiled_arm(form, chosen, Path(folder) / str(number))
                 except LoweringError as e:
-                    decision = _decision(form)
-                    model.record(database, decision, seed=seed, job_id=job_id, error=str(e))
+                    if not is_of_the_machine(str(e)):
+                        model.record(database, _decision(form), seed=seed, job_id=job_id, error=str(e))
                     logger.warning("%s: %s", name, e)
         arms[_AFTER] = first
         report = measure(arms, runs=_RUNS)

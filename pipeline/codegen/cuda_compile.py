@@ -21,6 +21,7 @@ from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.processes.linking import run_compiler
+from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.targets.capabilities import virtual_arch
 
@@ -155,7 +156,7 @@ def compile_with_nvcc(
         except (OSError, subprocess.TimeoutExpired) as e:
             raise LoweringError(f"nvcc ({nvcc}) could not be run: {e}") from e
         if outcome.returncode != 0:
-            raise _refused("nvcc", arch, outcome.stdout + outcome.stderr)
+            raise _refused("nvcc", arch, told_of("nvcc", outcome.returncode, outcome.stdout + outcome.stderr))
         if on_log is not None:
             on_log(outcome.stderr)
         return cubin.read_bytes() if cubin.is_file() else b""
@@ -187,7 +188,9 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, 
         nvrtc.nvrtcGetProgramLog(program, buffer)
         log = buffer.decode(errors="replace").rstrip("\0\n")
         if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise _refused("nvrtc", arch, log or outcome.name)
+            # The log says what is wrong with the code; that memory is full stands in the outcome alone.
+            told = log if outcome == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION else f"error: {outcome.name}\n{log}"
+            raise _refused("nvrtc", arch, told)
         if on_log is not None:
             on_log(log)
         _, size = nvrtc.nvrtcGetCUBINSize(program)

@@ -16,6 +16,7 @@ from tvm import tirx
 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.processes.linking import run_compiler
+from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
@@ -67,5 +68,6 @@ def _compiled(compiler: str, source: Path) -> bytes:
         command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
         finished = run_compiler(command, Path(directory))
         if finished.returncode != 0:
-            raise LoweringError(f"{compiler} failed on {source.name}: {finished.stderr.strip()}")
+            told = told_of(compiler, finished.returncode, finished.stderr)
+            raise LoweringError(f"the compiler failed on {source.name}: {told}")
         return made.read_bytes()

@@ -14,7 +14,7 @@ from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.tensor_checks import check_inputs
+from relaxtune.pipeline.artifact.tensor_checks import check_inputs, limits_of
 from relaxtune.pipeline.artifact_jobs import Arrays, compare_builds, reference_model
 from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
 from relaxtune.pipeline.environment import user_here
@@ -225,7 +225,7 @@ def _by_size(calls: Sequence[Arrays], module: Module) -> dict[str, Arrays]:
         raise UsageError("no recorded call is given; expected one .npz file at least")
     named: dict[str, list[Arrays]] = {}
     for call in calls:
-        check_inputs(call, module.inputs, module.manifest.maxima)
+        check_inputs(call, module.inputs, limits_of(module.manifest))
         sizes = read_sizes({name: array.shape for name, array in call.items()}, module.inputs)
         named.setdefault(",".join(f"{axis}={size}" for axis, size in sizes.items()), []).append(call)
     commonest = sorted(named.items(), key=lambda item: -len(item[1]))[:_SIZES_MAX]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tvm.support import cc
 
+from relaxtune.pipeline.processes.machine_faults import told_of
+
 
 def run_compiler(
     command: Sequence[str], folder: Path, *, text: str | None = None, timeout_s: float | None = None
@@ -41,6 +43,6 @@ def linker_in(folder: Path) -> Callable[..., None]:
             raise FileNotFoundError("no C++ compiler was found")
         done = run_compiler([compiler, "-shared", "-fPIC", "-o", output, *options, *objects], folder)
         if done.returncode != 0:
-            raise RuntimeError(f"{compiler} ended with status {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise RuntimeError(told_of(compiler, done.returncode, done.stdout + done.stderr))
 
     return link

@@ -9,8 +9,6 @@ It is started afresh, or forked by a `ForkServer`, which has done the imports.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import pickle
 import signal
 from collections.abc import Collection, Mapping
@@ -20,18 +18,9 @@ from multiprocessing.connection import Connection
 
 from relaxtune.pipeline.processes.child import resident_bytes
 from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.machine_faults import OUTSIDE
 from relaxtune.pipeline.processes.spawning import END_S, StartedProcess, log_tail, new_log, spawn_worker
 from relaxtune.pipeline.spans import span
-
-# What a full or broken disk says, in whose words ever: a fault of the machine, none of a candidate.
-_DISK = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS))
-# Signals that end a process from outside.
-_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-
-
-def is_of_the_disk(error: str) -> bool:
-    """Return whether an error text of a child tells of a full or broken disk."""
-    return any(said in error for said in _DISK)
 
 
 @dataclass(frozen=True)
@@ -174,4 +163,4 @@ class ChildProcess:
             how = f"died of signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         tail = log_tail(self._log) or self._process.told()
         message = f"the process {how}" + (f"; it wrote last:\n{tail}" if tail else "")
-        return ChildDiedError(message, from_outside=code is not None and -code in _OUTSIDE)
+        return ChildDiedError(message, from_outside=code is not None and -code in OUTSIDE)

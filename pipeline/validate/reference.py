@@ -46,9 +46,9 @@ from relaxtune.pipeline.validate.upcast import (
 logger = logging.getLogger(__name__)
 
 _PROVIDERS = {"llvm": CPU, "cuda": "CUDAExecutionProvider"}
-# Operators whose floats after the first input decide how large their result is: a scale of 2 that is rounded makes 19
-# of 10 places.
-_SIZED_BY_FLOATS = frozenset({"Resize", "Upsample", "Range"})
+# Operators whose floats after the first input are no values that are rounded. A scale of 2 that is rounded makes 19 of
+# 10 places; a power of 2 that is rounded is NaN of each number below 0.
+_EXACT_FLOATS = frozenset({"Resize", "Upsample", "Range", "Pow"})
 # Answers of graphs with quantisers whose floats are rounded otherwise.
 _NUDGES_OF_QUANTISERS = 4
 
@@ -157,11 +157,11 @@ class Reference:
         draw = np.random.default_rng(seed)
         rounded = onnx.ModelProto()
         rounded.CopyFrom(self._load()[0])
-        sizes = {name for node in rounded.graph.node if node.op_type in _SIZED_BY_FLOATS for name in node.input[1:]}
-        nodes = [one for one in rounded.graph.node if one.op_type == "Constant" and not sizes.intersection(one.output)]
+        exact = {name for node in rounded.graph.node if node.op_type in _EXACT_FLOATS for name in node.input[1:]}
+        nodes = [one for one in rounded.graph.node if one.op_type == "Constant" and not exact.intersection(one.output)]
         constants = [attribute for node in nodes for attribute in node.attribute]
         for tensor in [*rounded.graph.initializer, *(a.t for a in constants if a.name == "value")]:
-            if tensor.data_type in ROUNDED_TYPES and tensor.name not in sizes:
+            if tensor.data_type in ROUNDED_TYPES and tensor.name not in exact:
                 tensor.CopyFrom(
                     onnx.numpy_helper.from_array(
                         _nudged(onnx.numpy_helper.to_array(tensor), roundoff, draw), tensor.name
@@ -197,11 +197,17 @@ class Reference:
 
 
 def _nudged(array: np.ndarray, roundoff: float, draw: np.random.Generator) -> np.ndarray:
-    """Return an array whose floats are changed by `roundoff` of themselves, up or down at random."""
+    """Return an array whose floats are changed by `roundoff` of themselves, up or down at random.
+
+    None becomes infinite: of the least number, which masks add, every output would be NaN.
+    """
     if array.dtype.kind != "f":
         return np.asarray(array)
     signs = draw.integers(0, 2, array.shape) * 2.0 - 1.0
-    return np.asarray(array * (1.0 + max(roundoff, float(np.finfo(array.dtype).eps)) * signs), array.dtype)
+    limits = np.finfo(array.dtype)
+    with np.errstate(over="ignore"):
+        changed = np.asarray(array * (1.0 + max(roundoff, float(limits.eps)) * signs), array.dtype)
+    return np.where(np.isfinite(array), np.clip(changed, limits.min, limits.max), array)
 
 
 def peer_provider(kind: str) -> str | None:

@@ -271,7 +271,10 @@ def by_definition(
 def _nudged(array: np.ndarray, step: float, rng: np.random.Generator) -> np.ndarray:
     if array.dtype.kind != "f":
         return array
-    return (array * (1 + step * rng.choice((-1, 1), array.shape))).astype(array.dtype)
+    changed = (array * (1 + step * rng.choice((-1, 1), array.shape))).astype(array.dtype)
+    # The least number, which masks add, stays a number: an infinity would move the answer by everything.
+    limits = np.finfo(array.dtype)
+    return np.where(np.isfinite(array), np.clip(changed, limits.min, limits.max), array)
 
 
 def _moved(model: OnnxModel, feeds: Mapping[str, np.ndarray], wanted: Arrays, coarse: bool) -> float:

@@ -13,6 +13,7 @@ import typer
 from relaxtune.pipeline.cli.db.common import TableOptions, app, open_for_reading
 from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ class FileForm(StrEnum):
     ARCHIVE = "archive"
     METASCHEDULE = "metaschedule"
 
+
+# Names of files that other programs write, and would not read here.
+_OTHER_FORMATS = frozenset(
+    {".parquet", ".csv", ".tsv", ".arrow", ".feather", ".xlsx", ".db", ".sqlite", ".sqlite3", ".zip", ".tar"}
+)
 
 FormOption = Annotated[
     FileForm, typer.Option("--as", help="archive: one checksummed file; metaschedule: a folder of its two JSON files.")
@@ -40,6 +46,11 @@ def export_database(
     form: FormOption = FileForm.ARCHIVE,
 ) -> None:
     """Write the database, or the records that the filters select, whole or not at all."""
+    if form is FileForm.ARCHIVE and out.suffix.lower() in _OTHER_FORMATS:
+        raise UsageError(
+            f"{out} would not be what its name says: an archive is lines of JSON in gzip, for `relaxtune db import`. "
+            f"Name it {out.with_suffix('.rtdb').name}; for other programs, take `relaxtune db query --format json`"
+        )
     with table.open() as database:
         selected = filters.select(database)
         if form is FileForm.METASCHEDULE:

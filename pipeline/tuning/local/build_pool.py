@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
+from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -319,5 +320,5 @@ def _built(reply: Reply) -> Built:
 
 def _failed(error: str, *, from_outside: bool = False) -> Built:
     """Return a failed build."""
-    lost = from_outside or is_of_the_disk(error)
+    lost = from_outside or is_of_the_machine(error)
     return Built(Unmeasured.LOST if lost else Status.BUILD_ERROR, error=error)

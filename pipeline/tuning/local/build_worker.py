@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from relaxtune.pipeline.processes.child import yield_cores
+from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 
@@ -113,5 +114,5 @@ def _link(module: object, stem: str, library_objects: Sequence[Path]) -> str:
     for name in objects:
         Path(name).unlink()
     if linked.returncode != 0:
-        raise OSError(f"ld failed with status {linked.returncode}: {linked.stderr.strip()}")
+        raise OSError(told_of("ld", linked.returncode, linked.stderr))
     return path

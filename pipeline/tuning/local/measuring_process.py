@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply, is_of_the_disk
+from relaxtune.pipeline.processes.machine_faults import is_of_memory, is_of_the_machine
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
 from relaxtune.pipeline.tuning.local.requests import (
@@ -209,10 +210,13 @@ class MeasuringProcess:
         try:
             self._ask(ReferenceRequest(request), _REFERENCE_TIMEOUT_S, bool)
         except _NoAnswerError as e:
-            if isinstance(e.outcome.status, Unmeasured):
-                raise
             told = f"{NO_REFERENCE}: {e.outcome.error}"
-            raise _NoAnswerError(Outcome(Status.RUN_ERROR, error=told, no_reference=True)) from e
+            # A reference for which memory is too small is no fact about a kernel, and yet its task cannot be tuned.
+            lost = isinstance(e.outcome.status, Unmeasured)
+            if lost and not is_of_memory(told):
+                raise
+            status = Unmeasured.LOST if lost else Status.RUN_ERROR
+            raise _NoAnswerError(Outcome(status, error=told, no_reference=True)) from e
 
     def _appeal(self, request: MeasureRequest) -> bool:
         """Have the CPU compute the references that the device computed until now; return whether they are there."""
@@ -259,7 +263,7 @@ class MeasuringProcess:
             reply = self._answer(timeout_s)
         except ChildDiedError as e:
             self._replace()
-            status = Unmeasured.LOST if e.from_outside or is_of_the_disk(str(e)) else Status.RUN_ERROR
+            status = Unmeasured.LOST if e.from_outside or is_of_the_machine(str(e)) else Status.RUN_ERROR
             raise _NoAnswerError(_STOPPED if self._stopped else Outcome(status, error=str(e))) from e
         if reply is None:
             self._replace()
@@ -269,7 +273,7 @@ class MeasuringProcess:
             if self.device.name.startswith("cuda"):
                 # An error may have broken the CUDA context, which would fail every later candidate.
                 self._replace()
-            status = Unmeasured.LOST if is_of_the_disk(reply.error) else Status.RUN_ERROR
+            status = Unmeasured.LOST if is_of_the_machine(reply.error) else Status.RUN_ERROR
             raise _NoAnswerError(Outcome(status, error=reply.error))
         if not isinstance(reply.value, kind):
             raise TypeError(f"the measuring process answered with {type(reply.value).__name__}, not {kind.__name__}")

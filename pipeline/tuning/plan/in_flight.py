@@ -221,7 +221,11 @@ class InFlight:
         """Go on without a candidate that nothing is known of; this run does not ask for it again."""
         if outcome.status is Unmeasured.STOPPED:
             return
-        self._lost += 1
+        if outcome.no_reference:
+            # Those of the task that are on their way go the same way.
+            tag.state.skipped = "memory is too small for its reference"
+        else:
+            self._lost += 1
         told = f"a candidate of task {tag.state.task.name} was lost and is not recorded: {last_line(outcome.error)}"
         logger.warning("%s", told)
         logger.debug("%s", outcome.error)

@@ -22,6 +22,7 @@ import numpy as np
 import tvm
 from tvm import rpc
 
+from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.tuning.measure.arguments import make_arrays, with_column_sums, with_partial_sums
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -157,7 +158,7 @@ class RpcMeasurer:
         except (RuntimeError, OSError) as e:
             return Outcome(Unmeasured.LOST, error=f"{self.name} is gone: {told}; {e}")
         self.restarts += 1
-        return Outcome(Status.RUN_ERROR, error=told)
+        return Outcome(Unmeasured.LOST if is_of_the_machine(told) else Status.RUN_ERROR, error=told)
 
     def _request(self) -> rpc.RPCSession:
         if not boards_of(self._tracker, self._key):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from relaxtune.models import axis_sizes, load_model
+from relaxtune.models.axes.windows import least_sizes
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.errors import ModelShapeError
 
@@ -79,3 +83,26 @@ def test_sizes_that_are_asked_for_are_refused_where_a_window_has_no_room(tmp_pat
         sizes_within(model, {}, {"height": 4})
     with pytest.raises(ModelShapeError, match="height=4"):
         sizes_within(model, {"height": 4})
+
+
+@pytest.mark.parametrize("op", ["MaxPool", "Conv"])
+def test_least_sizes_are_those_that_onnx_runtime_takes(tmp_path: Path, op: str) -> None:
+    path = saved(tmp_path, FREE, halvings=2, op=op)
+    least = least_sizes(load_model(path).proto, ["batch", "height", "width"])
+    assert least == {"height": 5, "width": 9}
+    session = onnxruntime.InferenceSession(path)
+
+    def places(height: int, width: int) -> int:
+        return int(session.run(None, {"x0": np.ones((1, 2, height, width), "float32")})[0].size)
+
+    assert places(5, 9) == 2
+    for sizes in ((4, 9), (5, 8)):
+        # A pooling leaves nothing, a convolution is an error.
+        with contextlib.suppress(InvalidArgument):
+            assert places(*sizes) == 0
+
+
+def test_no_least_size_is_above_one_without_windows_or_with_padding_around(tmp_path: Path) -> None:
+    assert least_sizes(load_model("bert-tiny").proto, ["sequence"]) == {}
+    padded = load_model(saved(tmp_path, FREE, pads=[1, 1, 1, 1]))
+    assert least_sizes(padded.proto, ["batch", "height", "width"]) == {}

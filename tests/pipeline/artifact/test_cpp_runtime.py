@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from onnx import helper
 
 import relaxtune
 from relaxtune.models.buckets import Side
-from relaxtune.pipeline.artifact.directory import record_padding
+from relaxtune.pipeline.artifact.directory import load_manifest, record_padding
 from relaxtune.pipeline.artifact.entries import PaddingEntry
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
 from relaxtune.pipeline.artifact.runtime import Module
@@ -244,6 +245,15 @@ def test_a_program_of_the_cmake_package_runs_and_catches_errors(runtime: Path, l
         "got shape 5x31|layers, input x|the model takes x: float32[n, 32]",
     ]
     assert (tmp_path / "y").read_bytes() == Module.load(layers).run({"x": rows(5)})["y"].tobytes()
+
+
+def test_sizes_beyond_the_limits_are_refused(runtime: Path, layers: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(layers, tmp_path / "copy")
+    manifest = replace(load_manifest(copy), minima={"n": 3}, maxima={"n": 6})
+    (copy / MANIFEST_FILE).write_text(manifest.to_json())
+    for count, said in ((2, "size 2, expected 3 or more.*give larger inputs"), (7, "has 6 at most")):
+        with pytest.raises(RuntimeError, match=said):
+            through_c(runtime, copy, {"x": rows(count)}, tmp_path)
 
 
 def _other_byte(path: Path) -> None:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import io
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import (
     ArmResult,
     LoadArm,
@@ -21,6 +24,7 @@ from relaxtune.pipeline.bench.measure import (
     measure_load,
     onnxruntime_peer,
     render,
+    run_conditions,
 )
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
@@ -122,3 +126,10 @@ def test_a_peer_that_onnx_runtime_cannot_load_is_left_out_and_the_table_says_why
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(render(report))
     assert "ort is left out: ONNX Runtime" in console.export_text()
+
+
+def test_conditions_name_the_threads_that_a_module_computes_with(artifact: Path) -> None:
+    # A pool never grows, and each thread has its own.
+    with ThreadPoolExecutor(max_workers=1) as fresh:
+        told = fresh.submit(lambda: run_conditions(Module.load(artifact, threads=1))).result()
+    assert (told["tvm_threads"], told["onnxruntime_threads"]) == ("1", "1")

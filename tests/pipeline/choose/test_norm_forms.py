@@ -146,14 +146,15 @@ def test_the_form_that_was_fastest_is_recorded_and_compiled_from_the_record(
         assert newest.norm_rows_max == prepared.lowered.options.norm_rows_max
 
 
-def test_a_form_that_does_not_compile_is_recorded_and_left(
-    selected: Selected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("told_by_compiler", "recorded"), [("no code for it", True), ("ld: memory exhausted", False)])
+def test_a_form_that_does_not_compile_is_left_and_recorded_unless_the_machine_is_at_fault(
+    selected: Selected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told_by_compiler: str, recorded: bool
 ) -> None:
     told(monkeypatch, 1.0, 0.5, 1.0)
 
     def arm(prepared: PreparedModel, _choices: object, _directory: Path) -> Callable[[], None]:
         if prepared is selected[APART][0]:
-            raise LoweringError("no code for it")
+            raise LoweringError(told_by_compiler)
         return lambda: None
 
     monkeypatch.setattr(module, "compiled_arm", arm)
@@ -161,5 +162,5 @@ def test_a_form_that_does_not_compile_is_recorded_and_left(
         model = measured_model(selected[FUSED][0])
         name, report = choose_form(selected, FUSED, model, database, seed=0, job_id=None)
         assert (name, [trial.form for trial in report.trials]) == (FUSED, [FUSED])
-        (failed,) = database.list_records(RecordFilter(status=Status.BUILD_ERROR))
-        assert failed.error == "no code for it"
+        failed = database.list_records(RecordFilter(status=Status.BUILD_ERROR))
+        assert [one.error for one in failed] == [told_by_compiler] * recorded

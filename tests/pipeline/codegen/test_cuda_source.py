@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from relaxtune.pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc
 from relaxtune.pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.processes.machine_faults import is_of_memory
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.codegen.cubins import machine_code
 
@@ -170,6 +172,21 @@ def test_a_compile_error_is_shown_before_the_warnings_that_come_after_it() -> No
     unused = "\n".join(f"static __device__ int unused_{number}() {{ return 0; }}" for number in range(20))
     with pytest.raises(LoweringError, match=r"sm_90a:\n.*error.*no_such_name(.|\n)*1 error detected"):
         compile_cubin("__global__ void broken() { no_such_name(); }\n" + unused, "sm_90a", find_toolchain())
+
+
+def test_full_memory_is_told_although_the_log_holds_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    compile_program = nvrtc.nvrtcCompileProgram
+
+    def without_memory(*arguments: object) -> tuple[object]:
+        compile_program(*arguments)
+        return (nvrtc.nvrtcResult.NVRTC_ERROR_OUT_OF_MEMORY,)
+
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", without_memory)
+    unused = "\n".join(f"static __device__ int unused_{number}() {{ return 0; }}" for number in range(20))
+    with pytest.raises(LoweringError, match=r"sm_90a:\nerror: NVRTC_ERROR_OUT_OF_MEMORY(.|\n)*unused") as caught:
+        compile_cubin(unused, "sm_90a", find_toolchain())
+    assert is_of_memory(str(caught.value))
 
 
 @pytest.mark.skipif(not (TOOLKIT / "bin" / "nvcc").is_file(), reason="needs nvcc")

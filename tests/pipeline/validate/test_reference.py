@@ -190,3 +190,26 @@ def test_numbers_that_decide_sizes_are_not_rounded_otherwise(caplog: pytest.LogC
         computed = Reference(make_model(nodes, inputs, result, constants)).moves(feeds, 2.0**-10, Tolerance(1e-4, 1e-4))
     assert computed["y"].largest < 1e-5
     assert "without one answer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [helper.make_node("Pow", ["x", "three"], ["cubes"]), helper.make_node("ReduceSum", ["cubes"], ["y"])],
+        # As decoders mask: what is kept gets 0 times the least number.
+        [
+            helper.make_node("Mul", ["zeros", "least"], ["mask"]),
+            helper.make_node("Add", ["x", "mask"], ["masked"]),
+            helper.make_node("ReduceSum", ["masked"], ["y"]),
+        ],
+    ],
+    ids=["an exponent", "the least number"],
+)
+def test_numbers_that_may_not_be_rounded_make_no_answer_nan(nodes: list[onnx.NodeProto]) -> None:
+    x = np.random.default_rng(0).standard_normal(64).astype("float32")
+    spec = ("float32", (64,))
+    constants = {"three": np.array(3, "float32"), "least": np.full(64, np.finfo("float32").min)}
+    used = {name: value for name, value in constants.items() if any(name in node.input for node in nodes)}
+    model = make_model(nodes, {"x": spec, "zeros": spec}, {"y": ("float32", (1,))}, used)
+    moved = Reference(model).moves({"x": x, "zeros": np.zeros(64, "float32")}, 2.0**-24, Tolerance(1e-4, 1e-4))["y"]
+    assert 0 < moved.largest < 1e-4

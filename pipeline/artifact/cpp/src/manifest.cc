@@ -125,6 +125,7 @@ Manifest Parse(const json::Object& body, const std::string& where) {
   found.main = {"model.so", Specs(body[String("inputs")]), Specs(body[String("outputs")]),
                 Texts(body[String("weights")]), target[String("cuda_graph")].cast<bool>(), {}};
   found.maxima = Sizes(Member(body, "maxima"));
+  if (body.count(String("minima"))) found.minima = Sizes(Member(body, "minima"));
   if (body.count(String("unpadding")) && body[String("unpadding")] != nullptr) {
     auto unpadding = Member(body, "unpadding");
     std::string mask = unpadding[String("mask")].cast<String>();
@@ -313,6 +314,11 @@ std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::
   for (const auto& [axis, size] : sizes) {
     if (size == 0 && !MayBeEmpty(axis, specs))
       throw Error("axis " + axis + " has size 0, expected 1 or more", manifest.model, takes);
+    auto least = manifest.minima.find(axis);
+    if (least != manifest.minima.end() && size < least->second)
+      throw Error("axis " + axis + " has size " + std::to_string(size) + ", expected " +
+                      std::to_string(least->second) + " or more, the room that poolings and convolutions need",
+                  manifest.model, "give larger inputs");
     auto most = manifest.maxima.find(axis);
     if (most != manifest.maxima.end() && size > most->second)
       throw Error("axis " + axis + " has size " + std::to_string(size) + ", the profile that it was compiled with has " +

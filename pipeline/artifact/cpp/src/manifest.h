@@ -35,7 +35,7 @@ struct Manifest {
   std::map<std::string, std::string> sides;
   std::map<std::string, double> fills;
   std::vector<std::string> masks;
-  std::map<std::string, int64_t> maxima;
+  std::map<std::string, int64_t> minima, maxima;
   std::optional<Unpadding> unpadding;
   std::map<std::string, std::pair<std::string, int64_t>> files;  // name -> sha256, bytes
 };

@@ -270,6 +270,14 @@ def test_archive_is_exported_imported_and_merged(call, filled, tmp_path):
     assert "line" in call("db", "import", archive, "--db", tmp_path / "fourth.db", code=1).err
 
 
+@pytest.mark.parametrize("name", ["e.parquet", "e.CSV", "e.db"])
+def test_an_archive_is_not_named_as_what_other_programs_read(call, filled, tmp_path, name):
+    told = call("db", "export", tmp_path / name, "--db", filled[0], code=2).err
+    assert "would not be what its name says" in told
+    assert "Name it e.rtdb" in told
+    assert not (tmp_path / name).exists()
+
+
 def test_filtered_export_holds_what_was_asked_for(call, filled, tmp_path):
     call("db", "export", tmp_path / "a", "--db", filled[0], "--status", "build_error")
     read = json.loads(call("db", "import", tmp_path / "a", "--db", tmp_path / "o.db", "--format", "json").out)

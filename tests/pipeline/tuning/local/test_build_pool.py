@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+import numpy as np
 import psutil
 import pytest
 import tvm
 from tvm import te
 
+from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
@@ -42,6 +45,29 @@ class TellingRecipe(Recipe):
         raise TemplateError(
             f"GPUs: {os.environ.get('CUDA_VISIBLE_DEVICES')!r}; files: {tempfile.gettempdir()}; niceness: {os.nice(0)}"
         )
+
+
+@dataclass(frozen=True)
+class FaultyMachineRecipe(Recipe):
+    """A recipe for which its process lacks what `decision` says."""
+
+    def make(self) -> tvm.ir.IRModule:
+        match self.decision:
+            case "memory":
+                np.empty(1 << 60, np.uint8)
+            case "memory of TVM":
+                tvm.runtime.empty((1 << 60,), "uint8")
+            case "files":
+                _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (0, most))
+                try:
+                    Path(os.devnull).read_bytes()
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+            case "a linker":
+                killed = subprocess.run(["sh", "-c", "kill -9 $$"], check=False)
+                raise OSError(told_of("ld", killed.returncode, ""))
+        raise AssertionError("nothing was lacking")
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +205,13 @@ def test_build_goes_on_after_a_full_disk(tmp_path: Path, place: Place) -> None:
     # The disk's fault, and so none of the candidate's.
     assert full.status is Unmeasured.LOST
     assert fine.status is Status.OK
+
+
+@pytest.mark.parametrize("lacking", ["memory", "memory of TVM", "files", "a linker"])
+def test_what_the_machine_lacks_is_no_fact_about_a_kernel(pool: BuildPool, place: Place, lacking: str) -> None:
+    (lost,) = build(pool, place, FaultyMachineRecipe(b"", place.target, lacking))
+    assert lost.status is Unmeasured.LOST, lost.error
+    assert build(pool, place, add_one_mod())[0].status is Status.OK
 
 
 def test_build_gives_up_when_the_run_is_stopped(tmp_path: Path, place: Place) -> None:

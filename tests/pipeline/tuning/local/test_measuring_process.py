@@ -147,6 +147,19 @@ def test_a_disk_too_full_for_a_reference_is_no_failure_of_a_candidate(
     assert "No space left on device" in str(lost.error)
 
 
+def test_memory_too_small_for_a_reference_is_no_failure_of_a_candidate(
+    backend: LocalBackend, pool: BuildPool, place: Place
+) -> None:
+    spec = checked(pool, place, "large")
+    large = replace(spec, arguments=tuple(replace(one, shape=(1 << 58,)) for one in spec.arguments))
+    (lost,) = measure(backend, candidate(pool, place, add_one_mod(), large))
+    assert (lost.status, lost.no_reference) == (Unmeasured.LOST, True)
+    # Without a reference, it is the candidate's own arguments.
+    (lost,) = measure(backend, candidate(pool, place, add_one_mod(), replace(large, reference=None)))
+    assert (lost.status, lost.no_reference) == (Unmeasured.LOST, False)
+    assert measure(backend, candidate(pool, place, add_one_mod()))[0].status is Status.OK
+
+
 def test_a_hopeless_candidate_is_timed_once(pool: BuildPool, place: Place) -> None:
     # usleep of 16 times 2 ms is far behind the plain addition of the same workload.
     with closing(LocalBackend(["cpu:0"], place.environment, QUICK, timeout_s=5.0)) as backend:

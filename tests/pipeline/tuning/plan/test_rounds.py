@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess, _NoAnswerError
+from relaxtune.pipeline.tuning.local.requests import ReferenceRequest
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
@@ -40,3 +43,29 @@ def test_candidates_that_a_search_does_not_find_are_left_to_others(
         options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=1, finals=0, measure=QUICK),
     )
     assert [one.valid for one in summary.tasks] == [0, 4]
+
+
+def test_a_task_whose_reference_takes_too_much_memory_is_left_out_and_the_run_goes_on(
+    place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = MeasuringProcess._ask
+
+    def without_memory(self: MeasuringProcess, request: object, timeout_s: float, kind: type) -> object:
+        if isinstance(request, ReferenceRequest) and request.measurement.spec.arguments[0].shape == (64, 64):
+            raise _NoAnswerError(Outcome(Unmeasured.LOST, error="CUDA_ERROR_OUT_OF_MEMORY"))
+        return ask(self, request, timeout_s, kind)
+
+    monkeypatch.setattr(MeasuringProcess, "_ask", without_memory)
+    large, small = replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)
+    summary = tune(
+        [large, small],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=1, finals=0, measure=QUICK),
+    )
+    tasks = {one.task.name: one for one in summary.tasks}
+    assert tasks["large"].skipped == "memory is too small for its reference"
+    assert tasks["matmul"].valid == 4
+    assert {record.workload_hash for record in database.list_records()} == {small.workload_hash}
