@@ -76,7 +76,8 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
     executable : tvm.runtime.Executable
         For the host.
     """
-    if all(module.kind != "llvm" for module in executable.mod.imports):
+    # Functions without a graph are code themselves; a graph imports it.
+    if all(module.kind != "llvm" for module in (executable.mod, *executable.mod.imports)):
         # Nothing but shapes and constants: there is no code to compile.
         return executable.jit()
 

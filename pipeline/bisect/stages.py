@@ -12,9 +12,10 @@ from tvm.relax import backend
 from tvm.relax import transform as relax_pass
 from tvm.runtime import Tensor
 from tvm.runtime.vm import VirtualMachine
+from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.bisect.plain_kernels import UNOPTIMISED_FLOPS_MAX, load_code, ready_for_host
-from relaxtune.pipeline.bisect.trace import KernelWatch, TracedCall, kernel_calls
+from relaxtune.pipeline.bisect.trace import CallSite, KernelWatch, TracedCall, kernel_calls
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer.graph import ImportedGraph
@@ -37,6 +38,7 @@ class Stages:
 
     Operators that the passes have left are legalised by TVM's own passes, one kernel each. Large models take the
     default schedules: passes are looked at once kernels have been compared with unscheduled ones.
+    Most passes leave a graph as it is; equal modules are compiled and run once.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Stages:
         self._target = target
         self._options = options
         self._inputs = inputs
+        self._runs: dict[tuple[StructuralKey, tuple[CallSite, ...]], StageRun] = {}
 
     def run(self, steps: Sequence[Step]) -> StageRun:
         """Return what the graph computes after the given passes.
@@ -62,18 +65,30 @@ class Stages:
             The module cannot be compiled at this point.
         """
         state = LoweringState(graph=self._graph, target=self._target, options=self._options)
-        host = self._target.host if self._target.host is not None else self._target
         try:
-            mod = self._apply(steps, state, host)
-            sources = state.sources or self._graph.source_map
-            calls = kernel_calls(mod, sources)
-            ready, target = ready_for_host(mod, host, calls, UNOPTIMISED_FLOPS_MAX)
-            with tvm.transform.PassContext(opt_level=3), target:
-                planned = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(ready)
-                machine = VirtualMachine(load_code(relax.build(planned, target, relax_pipeline=None)), tvm.cpu())
+            mod = self._apply(steps, state)
+            calls = kernel_calls(mod, state.sources or self._graph.source_map)
+            if state.weights or state.unpadding is not None:
+                # Not all that is run is in the module.
+                return self._computed(mod, calls, state)
+            # A module's structure says nothing of names.
+            key = (StructuralKey(mod), calls)
+            if key not in self._runs:
+                self._runs[key] = self._computed(mod, calls, state)
         except TVM_ERRORS as e:
             after = steps[-1].name if steps else "the import"
             raise LoweringError(f"{self._graph.name} after {after} cannot be compiled for the host: {e}") from e
+        return self._runs[key]
+
+    @property
+    def _host(self) -> tvm.target.Target:
+        return self._target.host if self._target.host is not None else self._target
+
+    def _computed(self, mod: tvm.ir.IRModule, calls: tuple[CallSite, ...], state: LoweringState) -> StageRun:
+        ready, target = ready_for_host(mod, self._host, calls, UNOPTIMISED_FLOPS_MAX)
+        with tvm.transform.PassContext(opt_level=3), target:
+            planned = tvm.transform.Sequential(plan_memory_passes(target, cuda_graph=False))(ready)
+            machine = VirtualMachine(load_code(relax.build(planned, target, relax_pipeline=None)), tvm.cpu())
         watch = KernelWatch(calls)
         machine.set_instrument(watch)
         given = [self._inputs[spec.name] for spec in self._graph.inputs]
@@ -86,7 +101,7 @@ class Stages:
         outputs = {spec.name: field.numpy() for spec, field in zip(self._graph.outputs, fields, strict=True)}
         return StageRun(outputs, tuple(watch.trace))
 
-    def _apply(self, steps: Sequence[Step], state: LoweringState, host: tvm.target.Target) -> tvm.ir.IRModule:
+    def _apply(self, steps: Sequence[Step], state: LoweringState) -> tvm.ir.IRModule:
         mod = self._graph.mod
         with self._target, tvm.transform.PassContext(opt_level=3):
             for step in steps:
@@ -94,6 +109,6 @@ class Stages:
         rest = [
             backend.DispatchSampling(), backend.DispatchSortScan(), relax_pass.LegalizeOps(), relax_pass.FuseTIR(),
         ]  # fmt: skip
-        with host, tvm.transform.PassContext(opt_level=3):
+        with self._host, tvm.transform.PassContext(opt_level=3):
             finished: tvm.ir.IRModule = tvm.transform.Sequential(rest)(mod)
         return finished

@@ -6,15 +6,17 @@ are known is that of real numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import tvm
 from tvm import relax, te, tirx, topi
 from tvm.relax.transform.legalize_ops.common import _try_convert_to_scalar_const
+from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is_constant
+from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is_constant, is_op, static_shape
 from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
@@ -22,6 +24,8 @@ from relaxtune.pipeline.passes.symbolic_moves import legalise_concatenation, leg
 
 # TVM generates no code for them in float16, on a CPU or on a GPU.
 _NOT_IN_HALF = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")
+# Lowered by the values of constants.
+_READ_CONSTANTS = ("relax.divide", "relax.floor_mod", "relax.mod")
 
 
 def _relu(x: te.Tensor) -> te.Tensor:
@@ -178,6 +182,45 @@ def _divided(function: Callable[..., te.Tensor], floats: Legaliser, *, remainder
     return legalise
 
 
+def _once(legalise: Legaliser, made: dict[tuple[object, ...], tvm.ir.Call]) -> Legaliser:
+    """Return how an operator is lowered: calls of the same sizes call the function that the first of them was given.
+
+    TVM makes a function for each call, a third of a lowering, and then finds that it has it already.
+    """
+
+    def lowered(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        key = _same_work(call)
+        if key is None:
+            return legalise(builder, call)
+        if key in made:
+            first = made[key]
+            return relax.Call(first.op, [first.args[0], relax.Tuple(call.args)], first.attrs, first.ty_args)
+        result = legalise(builder, call)
+        if is_op(result, "call_tir") and len(result.args) == 2:
+            given = result.args[1].fields
+            if len(given) == len(call.args) and all(map(tvm.ir.Expr.same_as, given, call.args)):
+                made[key] = result
+        return result
+
+    return lowered
+
+
+def _same_work(call: tvm.ir.Call) -> tuple[object, ...] | None:
+    """Return what a call's function follows from; None where that may be more than the types of tensors."""
+    arguments = list(call.args)
+    if call.op.name in _READ_CONSTANTS and any(map(is_constant, arguments)):
+        return None
+    kinds = []
+    for argument in arguments:
+        sizes = static_shape(argument) if isinstance(argument, relax.Var) or is_constant(argument) else None
+        # A constant of one element becomes a part of the function.
+        if sizes is None or (is_constant(argument) and math.prod(sizes) == 1):
+            return None
+        first = next(place for place, one in enumerate(arguments) if one.same_as(argument))
+        kinds.append((StructuralKey(argument.ty), first))
+    return (call.op.name, StructuralKey(call.attrs), StructuralKey(call.ty), *kinds)
+
+
 def _of_its_type(legalise: Legaliser) -> Legaliser:
     """Return how an operator is lowered to what its type says; TVM's batch norm of float16 is a kernel of float32."""
 
@@ -244,9 +287,9 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     names = (name for name in tvm.ir.Op.list_op_names() if name.startswith("relax."))
     # `has_attr` says yes for every operator; what TVM does not lower has None.
     registered = [name for name in names if tvm.ir.Op.get(name).get_attr("FLegalize") is not None]
-    legalised = relax.transform.LegalizeOps({name: _of_its_type(own.get(name) or _stock(name)) for name in registered})(
-        mod
-    )
+    made: dict[tuple[object, ...], tvm.ir.Call] = {}
+    legalisers = {name: _once(_of_its_type(own.get(name) or _stock(name)), made) for name in registered}
+    legalised = relax.transform.LegalizeOps(legalisers)(mod)
     _refuse_what_is_left(legalised, frozenset(registered), state)
     return legalised
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tvm
 from onnx import helper
+from tvm import relax
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
@@ -23,9 +24,12 @@ from relaxtune.pipeline.bisect.trace import CallSite
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
-from tests.pipeline.faults.planting import build
+from tests.pipeline.faults.planting import FaultyPass, build, edited_constant
 from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.importer import onnx_cases
 
@@ -73,6 +77,27 @@ def test_a_graph_without_kernels_is_run_after_any_pass(quick_target: ResolvedTar
         run = stages.run(steps)
         assert run.outputs["y"].tolist() == x.tolist()
         assert run.trace == ()
+
+
+def test_equal_modules_run_once_and_others_do_not(quick_target: ResolvedTarget) -> None:
+    spec, c = ("float32", (2, 3)), np.ones((2, 3), "float32")
+    added = onnx_cases.make_model([helper.make_node("Add", ["x", "c"], ["y"])], {"x": spec}, {"y": spec}, {"c": c})
+    stages = Stages(import_model(added), quick_target.target, LoweringOptions(), {"x": np.zeros((2, 3), "float32")})
+    same = Step(Phase.PATTERNS, "same", stock(relax.transform.Normalize()))
+    larger = FaultyPass("same", "Add_y", edited_constant(1, lambda array: np.nextafter(array, 2, dtype="float32")))
+
+    def from_another_node(mod: tvm.IRModule, state: LoweringState) -> tvm.IRModule:
+        state.sources = {binding.var.name: ("/Another",) for binding in bindings_of(main_of(mod))}
+        return mod
+
+    first = stages.run([])
+    assert stages.run([same]) is first
+    assert (
+        stages.run([replace(same, run=larger._run(same))]).outputs["y"].tolist()
+        == [[np.nextafter(1, 2, dtype="f")] * 3] * 2
+    )
+    (called,) = stages.run([replace(same, run=from_another_node)]).trace
+    assert called.call.onnx_nodes == ("/Another",)
 
 
 def test_an_artifact_of_other_kernels_is_refused(module: Module, model: OnnxModel) -> None:
@@ -138,6 +163,8 @@ def test_a_kernel_is_checked_and_replaced_on_given_arguments(
 ) -> None:
     subject = make_subject(module, model, None)
     references = ReferenceKernels(subject.lowered.mod, subject.host, subject.calls)
+    # Not compiled in memory, which takes four times as long.
+    assert references._code.kind == "library"
     seen: dict[str, str | None] = {}
 
     def check(call: CallSite, arguments: object) -> None:

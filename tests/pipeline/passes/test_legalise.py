@@ -12,7 +12,7 @@ from tvm import relax
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
-from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
 from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from tests.pipeline.importer.onnx_cases import make_model, run_reference
 from tests.pipeline.passes.pass_cases import UNOPTIMISED, graph_of, run_lowered, state_of
@@ -66,6 +66,36 @@ def test_operator_over_unknown_sizes_is_refused_with_its_node() -> None:
     state.sources[binding.var.name] = state.sources[known]
     with pytest.raises(LoweringError, match=r"the sizes of what nn.softmax reads are not known \(node_.*\).*--shape"):
         legalise_operators(with_unknown, state)
+
+
+def test_calls_of_the_same_sizes_get_the_function_that_was_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, call_te = [], relax.BlockBuilder.call_te
+
+    def counted(builder: relax.BlockBuilder, *arguments: object, **options: object) -> object:
+        made.append(options.get("primfunc_name_hint"))
+        return call_te(builder, *arguments, **options)
+
+    monkeypatch.setattr(relax.BlockBuilder, "call_te", counted)
+    op = relax.op
+    weights = [relax.const(np.full((4, 4), value, "int32")) for value in (1, 0)]
+
+    def graph(builder: relax.BlockBuilder, x: relax.Expr, one: relax.Expr) -> relax.Expr:
+        # The same work twice, then what is alike: numbers inside, division by what is 0 or not.
+        for weight in weights:
+            x = builder.emit(op.matmul(x, weight))
+        x = builder.emit(op.add(builder.emit(op.add(x, x)), x))
+        for number in (one, relax.const(2, "int32"), relax.const(3, "int32")):
+            x = builder.emit(op.add(x, number))
+        for weight in weights:
+            x = builder.emit(op.divide(x, weight))
+        return x
+
+    given = graph_of(graph, {"x": ((4, 4), "int32"), "one": ((), "int32")})
+    legalised = legalise_operators(given.mod, state_of(given))
+    called = [called_function(binding.value) for binding in bindings_of(main_of(legalised))]
+    names = [str(callee.name_hint) for callee in called if callee is not None]
+    assert made.count("matmul") == 1
+    assert names == ["matmul", "matmul", "add", "add", "add1", "add2", "add3", "divide", "divide1"]
 
 
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0, -0.0, 1, -2], "float32")

@@ -64,6 +64,8 @@ void ConfigureThreads(int threads) {
   configured = wanted;
 }
 
+}  // namespace
+
 // The code of one set of shapes: the artifact's own, or a bucket's.
 class Code {
  public:
@@ -248,6 +250,8 @@ class Code {
   bool known_ = false;
   std::optional<bool> takes_memory_;
 };
+
+namespace {
 
 DLDevice DeviceOf(const Manifest& manifest, const Options& options, const std::string& directory) {
   if (manifest.kind != "cuda") return {kDLCPU, 0};

@@ -107,7 +107,7 @@ std::vector<TensorSpec> Specs(const Any& list) {
   return found;
 }
 
-std::map<std::string, int64_t> Sizes(const json::Object& object) {
+std::map<std::string, int64_t> Numbers(const json::Object& object) {
   std::map<std::string, int64_t> found;
   for (const auto& [key, value] : object) found[key.cast<String>()] = value.cast<int64_t>();
   return found;
@@ -124,8 +124,8 @@ Manifest Parse(const json::Object& body, const std::string& where) {
   found.cpu_features = Texts(target[String("cpu_features")]);
   found.main = {"model.so", Specs(body[String("inputs")]), Specs(body[String("outputs")]),
                 Texts(body[String("weights")]), target[String("cuda_graph")].cast<bool>(), {}};
-  found.maxima = Sizes(Member(body, "maxima"));
-  if (body.count(String("minima"))) found.minima = Sizes(Member(body, "minima"));
+  found.maxima = Numbers(Member(body, "maxima"));
+  if (body.count(String("minima"))) found.minima = Numbers(Member(body, "minima"));
   if (body.count(String("unpadding")) && body[String("unpadding")] != nullptr) {
     auto unpadding = Member(body, "unpadding");
     std::string mask = unpadding[String("mask")].cast<String>();
@@ -147,7 +147,7 @@ Manifest Parse(const json::Object& body, const std::string& where) {
       auto entry = one.cast<json::Object>();
       found.buckets.push_back({entry[String("file")].cast<String>(), Specs(entry[String("inputs")]),
                                Specs(entry[String("outputs")]), Texts(entry[String("weights")]),
-                               entry[String("cuda_graph")].cast<bool>(), Sizes(Member(entry, "sizes"))});
+                               entry[String("cuda_graph")].cast<bool>(), Numbers(Member(entry, "sizes"))});
     }
   }
   for (const auto& [name, entry] : Member(body, "files")) {
