@@ -14,14 +14,19 @@ import tvm
 from relaxtune.pipeline.environment import cpu_name, nvidia_driver_version
 
 
+def commit_here() -> str | None:
+    """Return the commit of the checkout, None where there is no git."""
+    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return told.stdout.strip() or None
+
+
 def run_facts(target: str = "llvm", loads: Sequence[float] = ()) -> dict[str, object]:
     """Return them as plain JSON data; `loads` are load averages that were seen meanwhile, by default now's."""
     gpu = tvm.cuda(0) if "cuda" in target else None
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     seen = list(loads) or [os.getloadavg()[0]]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
+        "commit": commit_here(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "load_average": {"median": float(np.median(seen)), "max": max(seen)},

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.gpu_arms.cases import Case, find_cases, weights_of
+from benchmarks.this_run import commit_here
 
 if TYPE_CHECKING:
     from benchmarks.gpu_arms.arm import DeviceArm
@@ -129,7 +130,9 @@ def main() -> None:
     parser.add_argument("--without-wgmma", action="store_true", help="of `run`: torch without wgmma, too")
     parser.add_argument("--runs", type=int, default=100, help="of `run`: timed runs of each arm")
     parser.add_argument("--warmup", type=int, default=20, help="of `run`: untimed runs of each arm before")
-    parser.add_argument("--commit", help="of `run`: the commit of the artifacts, where there is no git")
+    parser.add_argument(
+        "--commit", default=commit_here(), help="of `run`: the commit of the artifacts, where there is no git"
+    )
     parser.add_argument("--out", type=Path, help="of `run`: where the raw values go, as JSON")
     arguments = parser.parse_args()
     cases = find_cases(arguments.cases)

@@ -29,6 +29,7 @@ from unittest import mock
 import tvm
 
 from benchmarks.gpu_arms.results import machine
+from benchmarks.this_run import commit_here
 from benchmarks.whole_models.kernel_hashes import parse_case
 from relaxtune.pipeline.artifact import compile as compiling
 from relaxtune.pipeline.choose.selection import select_kernels
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=MODELS)
     parser.add_argument("--targets", default=TARGETS, help=f"separated by commas; default: {TARGETS}")
     parser.add_argument("--jobs", type=int, default=2, help="models compiled side by side")
-    parser.add_argument("--commit", help="the commit that is compiled, where there is no git")
+    parser.add_argument("--commit", default=commit_here(), help="the commit that is compiled, where there is no git")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--keep", action="store_true", help="keep rows of FILE that are not compiled again")
     arguments = parser.parse_args()
