@@ -19,9 +19,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_CHARS_MAX = 4000
-# Where cores are short, a process of the usual niceness gets three times as much (Linux, `sched_prio_to_weight`).
-# With 10 it would be nine times, and on a busy machine builds would time out.
-_YIELDING = 5
+#: Environment variable of a child: by how much nicer it is than its parent.
+NICENESS = "RELAXTUNE_CHILD_NICENESS"
 
 
 def serve(module: str, descriptor: int, parent_pid: int) -> None:
@@ -52,6 +51,7 @@ def leave_out_torch() -> None:
 
 def answer_requests(module: str, connection: Connection) -> None:
     """Say that this process is ready once its imports are done, and answer until the connection is closed."""
+    os.nice(int(os.environ.get(NICENESS, "0")))
     start: Callable[[], Callable[[object], object]] = importlib.import_module(module).start
     handle = start()
     connection.send((None, None, resident_bytes()))
@@ -80,14 +80,6 @@ def die_with_parent(parent_pid: int) -> None:
     if os.getppid() != parent_pid:
         # It died before the request above.
         os._exit(1)
-
-
-def yield_cores() -> None:
-    """Leave cores to other processes where they are short, for as long as this one lives.
-
-    Processes that build fill all cores; the one that measures must get one at once, or its device is idle.
-    """
-    os.nice(_YIELDING)
 
 
 def resident_bytes(pid: int | None = None) -> int:

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relaxtune.pipeline.processes.child import NICENESS
 from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 BUILD_MODULE = "relaxtune.pipeline.tuning.local.build_worker"
 _STARTS_MAX = 3
 _POLL_S = 0.1
+# Processes that build fill all cores; the one that measures must get one at once, or its device is idle. Where cores
+# are short, it gets three times as much (Linux, `sched_prio_to_weight`). With 10 it would be nine times, and builds on
+# a busy machine would time out.
+_NICENESS = 5
 
 
 @dataclass(frozen=True)
@@ -170,6 +175,7 @@ class BuildPool(Builder):
             "TVM_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "TMPDIR": str(self._directory),
+            NICENESS: str(_NICENESS),
         }
         return ChildProcess(BUILD_MODULE, environment, self._server)
 

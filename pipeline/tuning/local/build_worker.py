@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from relaxtune.pipeline.processes.child import yield_cores
 from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
@@ -42,8 +41,7 @@ class BuildReply:
 
 
 def start() -> Callable[[object], object]:
-    """Import TVM and return the function that builds; processes that measure get a core first."""
-    yield_cores()
+    """Import TVM and return the function that builds."""
     import tvm
 
     from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
