@@ -123,3 +123,19 @@ def assert_right(
         right, allowed = expected[name], error_max if name == "epilogue" else 1e-5
         error = np.linalg.norm(wide(found) - right) / np.linalg.norm(right)
         assert error < allowed, (name, error)
+
+
+def arrays_of(case: NormCase) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return inputs and outputs, which nothing wrote yet, by the names of parameters."""
+    inputs = case.inputs(np.random.default_rng(0))
+    outputs = {
+        str(param.name): np.full([int(size) for size in param.ty.shape], np.nan, str(param.ty.dtype))
+        for param in case.func().params
+        if str(param.name) not in inputs
+    }
+    return inputs, outputs
+
+
+def named(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return outputs by the names that `assert_right` knows."""
+    return {{"cast": "epilogue"}.get(name, name): array for name, array in outputs.items()}

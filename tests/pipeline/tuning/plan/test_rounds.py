@@ -11,13 +11,25 @@ from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess, 
 from relaxtune.pipeline.tuning.local.requests import ReferenceRequest
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
-from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.contract import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
 
 QUICK = MeasureOptions(repeats=2, contender_repeats=0, min_repeat_s=0.0005)
+
+
+def tune_two(place: Place, database: TuningDatabase) -> TuningSummary:
+    """Tune a large and a small matmul with four candidates for both."""
+    return tune(
+        [replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)],
+        target=place.target,
+        database=database,
+        environment=place.environment,
+        still_true=all_records,
+        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=1, finals=0, measure=QUICK),
+    )
 
 
 def test_candidates_that_a_search_does_not_find_are_left_to_others(
@@ -33,15 +45,7 @@ def test_candidates_that_a_search_does_not_find_are_left_to_others(
         return []
 
     monkeypatch.setattr(TaskSearch, "propose", finds_nothing)
-    large, small = replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)
-    summary = tune(
-        [large, small],
-        target=place.target,
-        database=database,
-        environment=place.environment,
-        still_true=all_records,
-        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=1, finals=0, measure=QUICK),
-    )
+    summary = tune_two(place, database)
     assert [one.valid for one in summary.tasks] == [0, 4]
 
 
@@ -56,16 +60,8 @@ def test_a_task_whose_reference_takes_too_much_memory_is_left_out_and_the_run_go
         return ask(self, request, timeout_s, kind)
 
     monkeypatch.setattr(MeasuringProcess, "_ask", without_memory)
-    large, small = replace(matmul_task(64, 64, 64), name="large"), matmul_task(16, 16, 16)
-    summary = tune(
-        [large, small],
-        target=place.target,
-        database=database,
-        environment=place.environment,
-        still_true=all_records,
-        options=TuningOptions(trials=4, trials_per_iteration=4, population=16, workers=1, finals=0, measure=QUICK),
-    )
+    summary = tune_two(place, database)
     tasks = {one.task.name: one for one in summary.tasks}
     assert tasks["large"].skipped == "memory is too small for its reference"
     assert tasks["matmul"].valid == 4
-    assert {record.workload_hash for record in database.list_records()} == {small.workload_hash}
+    assert {record.workload_hash for record in database.list_records()} == {tasks["matmul"].task.workload_hash}

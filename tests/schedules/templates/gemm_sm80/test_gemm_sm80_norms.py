@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tvm
 from tvm import tirx
@@ -18,7 +17,7 @@ from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.block_on_cpu import run_on_cpu
 from tests.schedules.templates.matmul_cases import MatmulCase
-from tests.schedules.templates.norm_cases import NormCase, assert_right, known
+from tests.schedules.templates.norm_cases import NormCase, arrays_of, assert_right, known, named
 
 TARGET = resolve_target("cuda:sm_80")
 PLAIN = MatmulCase((100,), 64, 256, ("bias", "residual"))
@@ -102,19 +101,3 @@ def test_kernel_agrees_on_a_gpu(case: NormCase, parameters: GemmParameters) -> N
         on_device = {name: tvm.runtime.tensor(array, device) for name, array in {**inputs, **outputs}.items()}
         kernel["main"](*(on_device[str(param.name)] for param in func.params))
         assert_right(case, inputs, named({name: on_device[name].numpy() for name in outputs}), 1e-3)
-
-
-def arrays_of(case: NormCase) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return inputs and outputs, which nothing wrote yet, by the names of parameters."""
-    inputs = case.inputs(np.random.default_rng(0))
-    outputs = {
-        str(param.name): np.full([int(size) for size in param.ty.shape], np.nan, str(param.ty.dtype))
-        for param in case.func().params
-        if str(param.name) not in inputs
-    }
-    return inputs, outputs
-
-
-def named(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return outputs by the names that `assert_right` knows."""
-    return {{"cast": "epilogue"}.get(name, name): array for name, array in outputs.items()}

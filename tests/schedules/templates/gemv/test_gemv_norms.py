@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tvm
 from tvm import tirx
@@ -21,7 +20,7 @@ from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.block_on_cpu import run_on_cpu
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, captured_cubins, read_cubin
 from tests.schedules.templates.matmul_cases import MatmulCase
-from tests.schedules.templates.norm_cases import NormCase, assert_right, known
+from tests.schedules.templates.norm_cases import NormCase, arrays_of, assert_right, known, named
 
 TARGET = resolve_target("cuda:sm_80")
 NORMED = NormCase(MatmulCase((3,), 40, 160, ("bias",), transposed=True), operand=True, shifted=True)
@@ -48,22 +47,6 @@ def made(case: NormCase, parameters: GemvParameters, target: ResolvedTarget) -> 
     kernel = Gemv().apply(case.func(), target, parameters)
     assert isinstance(kernel, tirx.PrimFunc), kernel
     return kernel
-
-
-def arrays_of(case: NormCase) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return inputs and outputs, which nothing wrote yet, by the names of parameters."""
-    inputs = case.inputs(np.random.default_rng(0))
-    outputs = {
-        str(param.name): np.full([int(size) for size in param.ty.shape], np.nan, str(param.ty.dtype))
-        for param in case.func().params
-        if str(param.name) not in inputs
-    }
-    return inputs, outputs
-
-
-def named(outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return outputs by the names that `assert_right` knows."""
-    return {{"cast": "epilogue"}.get(name, name): array for name, array in outputs.items()}
 
 
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
