@@ -246,7 +246,7 @@ class _Measurer:
         workload = self._workloads.pop(key, None)
         if workload is None:
             with span("arguments", spec.workload):
-                arrays = make_arrays(spec.arguments, spec.index_ranges, seed, spec.outputs)
+                arrays = make_arrays(spec.arguments, spec.index_ranges, seed)
                 arrays = with_column_sums(with_partial_sums(arrays, spec.partial_sums), spec.column_sums)
                 workload = _Workload(arrays, _tensors(arrays, spec.arguments, device))
             while self._workloads and _too_many([*self._workloads.values(), workload], device):

@@ -168,7 +168,7 @@ class RpcMeasurer:
         return session.request(self._key, session_timeout=math.ceil(self._timeout_s), max_retry=_TRIES)
 
     def _arguments(self, session: rpc.RPCSession, spec: WorkloadSpec, seed: int) -> list[tvm.runtime.Tensor]:
-        arrays = make_arrays(spec.arguments, spec.index_ranges, seed, spec.outputs)
+        arrays = make_arrays(spec.arguments, spec.index_ranges, seed)
         arrays = with_column_sums(with_partial_sums(arrays, spec.partial_sums), spec.column_sums)
         device = self._device(session)
         tensors = []
