@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tvm.ir import BaseFunc
 from tvm.tirx import PrimFunc
 
 # --- Ours -------------------------------------------------------------------------------------------------------------
@@ -45,6 +46,11 @@ MIN_BLOCKS_ATTR = "tirx.launch_bounds_min_blocks_per_sm"
 def is_scheduled(func: PrimFunc) -> bool:
     """Whether a PrimFunc already carries a schedule."""
     return bool(func.attrs.get(SCHEDULED_ATTR, False)) if func.attrs else False
+
+
+def is_kernel(func: BaseFunc) -> bool:
+    """Whether a function is a TIRx kernel of a template: one without blocks, all of whose loops are bound already."""
+    return isinstance(func, PrimFunc) and bool(func.attrs) and bool(func.attrs.get(KERNEL_ATTR, False))
 
 
 def constant_params(func: PrimFunc) -> frozenset[int]:

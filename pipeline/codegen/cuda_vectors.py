@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import tvm
 from tvm import s_tir, tirx
 
+from relaxtune.schedules.marks import is_kernel
 from relaxtune.schedules.tir.blocks import child_statements
 from relaxtune.schedules.tir.expressions import depends_on, find_all
 
@@ -27,7 +28,7 @@ def fit_vectors(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     """Return the module with vectorised loops unrolled, or split into shorter vectors, where they have to be."""
     result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
     for var, func in mod.functions_items():
-        if not isinstance(func, tirx.PrimFunc):
+        if not isinstance(func, tirx.PrimFunc) or is_kernel(func):
             continue
         lanes = {
             str(leaf.block.name_hint): fit

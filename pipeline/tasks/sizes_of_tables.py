@@ -68,7 +68,7 @@ def tasks_of_tables(
 ) -> tuple[TuningTask, ...]:
     """Return the tasks of a module's kernels with a symbolic number of rows, at each point; equal ones are merged."""
     found: dict[str, TuningTask] = {}
-    for name, func, calls in called_kernels(lowered):
+    for name, func, calls in called_kernels(lowered) if points else ():
         count = symbolic_rows(func) if untunable_reason(func) is not None else None
         if count is None or RANGES.refuses(func, target) is not None:
             continue

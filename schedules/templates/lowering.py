@@ -25,7 +25,7 @@ from tvm.s_tir import SBlockRealize
 from tvm.s_tir.transform import UnifyThreadBinding
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
-from relaxtune.schedules.marks import ASYNC_COPIES, KERNEL_ATTR, is_scheduled
+from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
 from relaxtune.schedules.side_by_side import context_like, map_side_by_side
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
 
@@ -33,6 +33,7 @@ MIXED_PIPELINE = "relaxtune_mixed"
 _ASYNC_CONFIG = {"tirx.use_async_copy": True, "tirx.disable_storage_rewrite": True}
 
 Passes = Callable[[IRModule], IRModule]
+MadePasses = Callable[[], tvm.transform.Pass]
 
 
 def register_mixed_pipeline() -> str:
@@ -51,10 +52,10 @@ def tir_pipeline_for(mod: IRModule) -> str:
 
 def has_kernels(mod: IRModule) -> bool:
     """Whether the module has a TIRx kernel, and so needs the mixed pipeline."""
-    return any(_is_kernel(func) for func in mod.functions.values())
+    return any(is_kernel(func) for func in mod.functions.values())
 
 
-def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
+def _mixed_pipeline() -> tuple[tvm.transform.Pass, MadePasses, MadePasses]:
     tirx_lower, finish_host, _ = PIPELINE_MAP["tirx"]()
     blocks_lower, _, finish_device = PIPELINE_MAP["s_tir"]()
 
@@ -68,7 +69,7 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
 
     def lower(mod: IRModule, _context: PassContext) -> IRModule:
         functions = dict(mod.functions.items())
-        kernels = {name: func for name, func in functions.items() if _is_kernel(func)}
+        kernels = {name: func for name, func in functions.items() if is_kernel(func)}
         asynchronous = {name: func for name, func in functions.items() if _copies_asynchronously(func)}
         written = {name: func for name, func in functions.items() if name not in kernels and _has_no_blocks(func)}
         kinds = (kernels, asynchronous, written)
@@ -91,7 +92,21 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, Passes, Passes]:
         return lowered
 
     each = tvm.transform.module_pass(lower, opt_level=0, name="LowerEachKind")
-    return each, finish_host, finish_device
+    # These take one function at a time.
+    finish = tvm.transform.module_pass(
+        lambda mod, _context: _each_side_by_side(finish_device(), mod), opt_level=0, name="FinishEachKernel"
+    )
+    return each, finish_host, lambda: finish
+
+
+def _each_side_by_side(passes: Passes, mod: IRModule) -> IRModule:
+    """Return the module with passes done for each function apart."""
+    finished = IRModule({}, attrs=mod.attrs)
+    for one in map_side_by_side(
+        passes, [IRModule({var: func}, attrs=mod.attrs) for var, func in mod.functions_items()]
+    ):
+        finished.update(one)
+    return finished
 
 
 def _lower_tables(mod: IRModule) -> IRModule:
@@ -152,10 +167,6 @@ def _kernel_passes() -> tuple[tvm.transform.Pass, tvm.transform.Pass]:
         tirx.transform.BF16StorageLegalize(),
     ]
     return tvm.transform.Sequential(passes), tvm.transform.Sequential(pack)
-
-
-def _is_kernel(func: tvm.ir.BaseFunc) -> bool:
-    return isinstance(func, tirx.PrimFunc) and bool(func.attrs) and bool(func.attrs.get(KERNEL_ATTR, False))
 
 
 def _copies_asynchronously(func: tvm.ir.BaseFunc) -> bool:

@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
-from relaxtune.schedules.templates.emit.hopper import matrix_descriptor
+from relaxtune.schedules.templates.emit.hopper import instruction, matrix_descriptor
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 # Units of 16 bytes of one swizzled row of shared memory.
@@ -48,7 +48,7 @@ class AttentionMultiply:
             chunk, part = divmod(step, CHUNK // 16)
             query = self._query.at(first_query + (chunk * rows * _ROW_UNITS + part * 2))
             key = self._key.at(first + (chunk * keys * _ROW_UNITS + part * 2))
-            T.evaluate(T.ptx[self._scores](*lanes, query, key, tirx.const(step > 0, "bool"), 1, 1, 0, 0))
+            T.evaluate(instruction(self._scores)(*lanes, query, key, tirx.const(step > 0, "bool"), 1, 1, 0, 0))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
     def values(self, output: tirx.Var, weights: tirx.Var, stage: tirx.Expr) -> None:
@@ -61,7 +61,7 @@ class AttentionMultiply:
         for step in range(keys // 16):
             value = self._value.at(first + step * 16 * _ROW_UNITS)
             words = [weights[step * 4 + word] for word in range(4)]
-            T.evaluate(T.ptx[self._values](*lanes, *words, value, tirx.const(True, "bool"), 1, 1, 1))
+            T.evaluate(instruction(self._values)(*lanes, *words, value, tirx.const(True, "bool"), 1, 1, 1))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
 

@@ -10,7 +10,7 @@ from relaxtune.schedules.templates.attention.tiles import Tile, each_tile
 from relaxtune.schedules.templates.attention_sm90.growth import copy_block
 from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
-from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
+from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, load_tile
 from relaxtune.schedules.templates.emit.registers import when
 
 
@@ -142,5 +142,4 @@ class Producer:
         ring.advance()
 
     def _expect(self, barrier: tirx.Expr, rows: int, chunks: int) -> None:
-        size = T.uint32(rows * chunks * CHUNK * ELEMENT_BYTES)
-        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, size))
+        expect_bytes(barrier, rows * chunks * CHUNK * ELEMENT_BYTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -36,6 +37,13 @@ __forceinline__ __device__ unsigned long long relaxtune_descriptor(int low, unsi
   return static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(low);
 }
 """
+
+
+@lru_cache(maxsize=256)
+def instruction(name: str) -> Callable[..., tirx.Expr]:
+    """Return what makes the call of a PTX instruction; TVM takes as long to find it as to make the call."""
+    found: Callable[..., tirx.Expr] = T.ptx[name]
+    return found
 
 
 def encode_tensor(
@@ -101,16 +109,16 @@ def load_tile(to: tirx.Expr, source: tirx.Var, at: Sequence[tirx.Expr | int], fu
     """
     name = _TMA_LOAD.replace(".2d.", f".{len(at)}d.")
     if blocks == 1:
-        T.evaluate(T.ptx[name](to, T.address_of(source), *at, full))
+        T.evaluate(instruction(name)(to, T.address_of(source), *at, full))
     else:
         mask = tirx.const(2**blocks - 1, "uint16")
-        T.evaluate(T.ptx[name + ".multicast::cluster"](to, T.address_of(source), *at, full, mask))
+        T.evaluate(instruction(name + ".multicast::cluster")(to, T.address_of(source), *at, full, mask))
 
 
 def store_tile(target: tirx.Var, at: Sequence[tirx.Expr | int], source: tirx.Expr) -> None:
     """Emit a TMA store of a box in shared memory to a position of a tensor map; what lies outside is left out."""
     name = f"cp.async.bulk.tensor.{len(at)}d.global.shared::cta.bulk_group"
-    T.evaluate(T.ptx[name](T.address_of(target), *at, source))
+    T.evaluate(instruction(name)(T.address_of(target), *at, source))
 
 
 def uniform(value: tirx.Expr) -> tirx.Expr:
@@ -155,12 +163,17 @@ def shared_descriptor(
 
 def initialise_barrier(barrier: tirx.Expr, arrivals: int) -> None:
     """Emit the initialisation of an mbarrier."""
-    T.evaluate(T.ptx.mbarrier.init.shared.b64(barrier, T.uint32(arrivals)))
+    T.evaluate(instruction("mbarrier.init.shared.b64")(barrier, T.uint32(arrivals)))
+
+
+def expect_bytes(barrier: tirx.Expr, count: int) -> None:
+    """Emit one arrival at an mbarrier, which is complete once so many bytes have arrived, too."""
+    T.evaluate(instruction("mbarrier.arrive.expect_tx.shared.b64")(barrier, T.uint32(count)))
 
 
 def arrive(barrier: tirx.Expr) -> None:
     """Emit one arrival at an mbarrier."""
-    T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+    T.evaluate(instruction("mbarrier.arrive.shared.b64")(barrier, T.uint32(1)))
 
 
 def arrive_in_all(barrier: tirx.Expr, blocks: int) -> None:
@@ -170,7 +183,7 @@ def arrive_in_all(barrier: tirx.Expr, blocks: int) -> None:
     for rank in range(blocks):
         T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[0], window, T.uint32(rank)))
         # Not `.release.cluster`: it waits for all that the thread wrote to reach the cluster, 1.2 us a time.
-        T.evaluate(T.ptx["mbarrier.arrive.shared::cluster.b64"](remote[0], T.uint32(1)))
+        T.evaluate(instruction("mbarrier.arrive.shared::cluster.b64")(remote[0], T.uint32(1)))
 
 
 def wait_for_cluster() -> None:

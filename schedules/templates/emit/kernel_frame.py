@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -124,6 +124,7 @@ def wait_for_predecessor(dependent: bool) -> None:
         T.evaluate(T.ptx.griddepcontrol.wait())
 
 
+@lru_cache(maxsize=512)
 def tensor_bytes(func: tirx.PrimFunc, rows: int = 1) -> int:
     """Return the bytes of all parameters; of symbolic shapes, about those of so many rows."""
     shapes = [(param, shape) for param in func.params if (shape := shape_of(param)) is not None]

@@ -14,6 +14,7 @@ the constants are those of 16 bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import DataType
@@ -125,64 +126,82 @@ H200 = CostModel(
 
 def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
     """Return a kernel's time in microseconds as the model has it."""
+    return predictor(matmul, plan, sm_count, model)(matmul.m)
+
+
+def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> Callable[[int], float]:
+    """Return the function that gives the time of a plan's kernel for a number of rows.
+
+    Tables ask for dozens of numbers: what does not depend on it is done once.
+    """
     p = plan.parameters
     resident = _resident(plan)
-    blocks = plan.blocks * plan.cluster
     slots: float = sm_count * resident
     if p.split_k > 1:
         slots *= _part_used(p.split_k)
-    # With `stream_k`, `k_share` is of all that a block makes.
-    tiles_each = 1 if p.stream_k else math.ceil(plan.tiles / plan.blocks)
-    in_turn = math.ceil(blocks / slots) * tiles_each
-    on_one = math.ceil(blocks / sm_count) * tiles_each
-    if resident > 1 and blocks > sm_count:
-        on_one = math.ceil(blocks * tiles_each / sm_count)
     # Instructions of few columns take as long as those of 64.
     work = p.block_m * max(p.block_n, 64) * ROW_BYTES // _FITTED_BYTES
-    arithmetic = on_one * plan.k_share * work / model.multiply_adds
-    if plan.chunk < _CHUNK_MAX < p.block_n and matmul.m > _FEW_ROWS and not matmul.b_transposed:
-        arithmetic *= model.narrow_alone if plan.groups == 1 else model.narrow
-    of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(plan.tiles_m))
+    narrow = plan.chunk < _CHUNK_MAX < p.block_n and not matmul.b_transposed
     size = plan.operands.bytes
     written = _FITTED_BYTES if size == _FITTED_BYTES else DataType(matmul.output_dtype).bits // 8
-    step_us = model.step_us
+    step_us, in_turn_factor = model.step_us, 1.0
     if plan.operands.exact_sums:
         step_us += plan.m_blocks * p.block_n // 2 * _ADDING_US
-        arithmetic *= _ADDING_IN_TURN if p.pingpong else 1.0
-    memory = ((matmul.m * matmul.k + of_b) * size + matmul.m * matmul.n * written) / model.memory_bytes
-    chain = in_turn * plan.k_share * step_us
-    if plan.k_share > p.stages:
-        chain = max(chain, in_turn * plan.k_share * model.latency_us / p.stages)
-    beside = model.beside_us if 2 * blocks <= sm_count else 0.0
-    if beside and matmul.epilogue.head and matmul.m <= _FEW_ROWS:
-        beside += _BESIDE_ATTENTION_US
-    longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
-    columns = plan.shares.columns
-    # A block with one tile has nothing to hide it behind.
-    in_turns = p.pingpong and plan.tiles > plan.blocks
+        in_turn_factor = _ADDING_IN_TURN if p.pingpong else 1.0
+    rotates = bool(matmul.epilogue.head)
+    columns, accumulators = plan.shares.columns, plan.shares.accumulators
     warpgroups = 1 if p.pingpong else p.consumers
-    write = 0.0 if in_turns else on_one * p.block_m * columns / warpgroups * model.write_us
-    write *= _INTEGER_WRITE if plan.operands.integer else 1.0
-    reduce = 0.0
-    if p.split_k > 1:
-        # Of shares as they would be, were they not rounded up to whole groups of sums: of 64 columns in groups of 32,
-        # two of three blocks add up a half each. Llama-1B's down projection of 128 rows took 1.1 us less so than with
-        # 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
-        elements = min(p.block_m, matmul.m) * p.block_n / plan.shares.accumulators / p.split_k
-        reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
-    tiles_us = in_turn * model.tile_us * (model.shown if in_turns else 1.0)
-    if p.stream_k:
-        tiles_us *= max(1.0, plan.k_share / plan.k_tiles)
-        write *= math.ceil(plan.k_share / plan.k_tiles)
-        # One part is handed over, and as many are added up as a tile takes besides.
-        parts = 1 + max(1.0, plan.k_tiles / plan.k_share)
-        reduce = _STREAM_US + parts * min(p.block_m, matmul.m) * p.block_n / p.consumers * _STREAM_SUM_US
-    total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
-    if p.stream_k:
-        total *= _STREAM_DOUBT
-    if p.multicast == 1:
-        return total
-    return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)
+    integer_factor = _INTEGER_WRITE if plan.operands.integer else 1.0
+    k_share, cluster = plan.k_share, plan.cluster
+
+    def predicted(rows: int) -> float:
+        tiles_m, tiles, made_by = plan.grid(rows)
+        blocks = made_by * cluster
+        # With `stream_k`, `k_share` is of all that a block makes.
+        tiles_each = 1 if p.stream_k else math.ceil(tiles / made_by)
+        in_turn = math.ceil(blocks / slots) * tiles_each
+        on_one = math.ceil(blocks / sm_count) * tiles_each
+        if resident > 1 and blocks > sm_count:
+            on_one = math.ceil(blocks * tiles_each / sm_count)
+        arithmetic = on_one * k_share * work / model.multiply_adds
+        if narrow and rows > _FEW_ROWS:
+            arithmetic *= model.narrow_alone if plan.groups == 1 else model.narrow
+        arithmetic *= in_turn_factor
+        of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(tiles_m))
+        memory = ((rows * matmul.k + of_b) * size + rows * matmul.n * written) / model.memory_bytes
+        chain = in_turn * k_share * step_us
+        if k_share > p.stages:
+            chain = max(chain, in_turn * k_share * model.latency_us / p.stages)
+        beside = model.beside_us if 2 * blocks <= sm_count else 0.0
+        if beside and rotates and rows <= _FEW_ROWS:
+            beside += _BESIDE_ATTENTION_US
+        longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
+        # A block with one tile has nothing to hide it behind.
+        in_turns = p.pingpong and tiles > made_by
+        write = 0.0 if in_turns else on_one * p.block_m * columns / warpgroups * model.write_us
+        write *= integer_factor
+        reduce = 0.0
+        if p.split_k > 1:
+            # Of shares as they would be, were they not rounded up to whole groups of sums: of 64 columns in groups of
+            # 32, two of three blocks add up a half each. Llama-1B's down projection of 128 rows took 1.1 us less so
+            # than with 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
+            elements = min(p.block_m, rows) * p.block_n / accumulators / p.split_k
+            reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
+        tiles_us = in_turn * model.tile_us * (model.shown if in_turns else 1.0)
+        if p.stream_k:
+            tiles_us *= max(1.0, k_share / plan.k_tiles)
+            write *= math.ceil(k_share / plan.k_tiles)
+            # One part is handed over, and as many are added up as a tile takes besides.
+            parts = 1 + max(1.0, plan.k_tiles / k_share)
+            reduce = _STREAM_US + parts * min(p.block_m, rows) * p.block_n / p.consumers * _STREAM_SUM_US
+        total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
+        if p.stream_k:
+            total *= _STREAM_DOUBT
+        if p.multicast == 1:
+            return total
+        return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)
+
+    return predicted
 
 
 def _part_used(cluster: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.hopper import matrix_descriptor
+from relaxtune.schedules.templates.emit.hopper import instruction, matrix_descriptor
 from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES, STEP_BYTES
 from relaxtune.schedules.templates.gemm_sm90.plan import SWIZZLES, GemmPlan
@@ -71,7 +71,7 @@ class Multiply:
                     offset_a = stage * units_a + block * (64 * ROW_BYTES // 16) + part * (STEP_BYTES // 16)
                     offset_b = stage * units_b + self._units_b(part, column)
                     T.evaluate(
-                        T.ptx[self._instruction](
+                        instruction(self._instruction)(
                             *(accumulators[first + lane] for lane in range(lanes)),
                             self._with_low_a(self._low_a + offset_a),
                             self._with_low_b(self._low_b + offset_b),

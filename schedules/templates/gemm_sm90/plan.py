@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
@@ -197,11 +197,16 @@ class GemmPlan:
         fewer = self.parameters.blocks > 0 if self.symbolic else self.blocks < self.tiles
         return fewer or self.k_share > self.parameters.stages
 
-    def resized(self, rows: int) -> GemmPlan:
-        """Return the plan for another number of rows; as many are loaded at a time as before."""
-        tiles_m = math.ceil(rows / (self.parameters.block_m * self.parameters.multicast))
+    def grid(self, rows: int) -> tuple[int, int, int]:
+        """Return the rows of tiles, the tiles and the blocks of the grid for a number of rows; those planned for known.
+
+        As many rows are loaded at a time, whatever their number.
+        """
+        if not self.symbolic:
+            return self.tiles_m, self.tiles, self.blocks
+        tiles_m = -(-rows // (self.parameters.block_m * self.parameters.multicast))
         tiles = tiles_m * self.tiles_n
-        return replace(self, tiles_m=tiles_m, blocks=min(self.parameters.blocks or tiles, tiles))
+        return tiles_m, tiles, min(self.parameters.blocks or tiles, tiles)
 
 
 def make_plan(
@@ -257,7 +262,7 @@ def make_plan(
         accumulators=each,
         batch=_BATCH if m_blocks * p.block_n // 2 + _REGISTERS_TO_EVALUATE <= registers else _SMALL_BATCH,
     )
-    rows_a = loaded_rows(matmul, p)
+    rows_a = loaded_rows(matmul.m, p)
     stage_bytes = (rows_a + p.block_n) * ROW_BYTES
     partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
     total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
@@ -312,12 +317,12 @@ def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, Tens
     return a, TensorMap("map_b", matmul.b, (matmul.n, matmul.k), (row,), (chunk, plan.rows_b), SWIZZLES[chunk])
 
 
-def loaded_rows(matmul: MatmulFunction, p: GemmParameters) -> int:
+def loaded_rows(rows: int, p: GemmParameters) -> int:
     """Return how many rows of A a stage holds: whole swizzle atoms of 8 rows.
 
     Where the number of rows is symbolic, it is the planned one at most, or that is a tile's at least.
     """
-    rows = 8 * math.ceil(matmul.m / 8)
+    rows = 8 * math.ceil(rows / 8)
     # What is read beyond the last stage of A lies in the stages of B.
     return rows if rows < p.block_m <= rows + p.stages * p.block_n else p.block_m
 

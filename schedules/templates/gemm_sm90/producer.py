@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.hopper import Ring, load_tile
+from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, load_tile
 from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
@@ -97,8 +97,7 @@ class Producer:
         return tirx.min(early, first.count) if self._p.stream_k and early else early
 
     def _expect(self, stage: tirx.Expr | int) -> None:
-        bytes_per_stage = T.uint32(self._plan.stage_bytes)
-        T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(self._memory.full.ptr_to([stage]), bytes_per_stage))
+        expect_bytes(self._memory.full.ptr_to([stage]), self._plan.stage_bytes)
 
     def _load_a(self, stage: tirx.Expr | int, k_tile: tirx.Expr, row: tirx.Expr) -> None:
         to, full = self._memory.tile_a.ptr_to([stage, 0]), self._memory.full.ptr_to([stage])

@@ -54,7 +54,7 @@ API, cuTensorMapEncodeTiled (16-byte aligned address and strides, box sides of a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -64,7 +64,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
-from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
+from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us, predictor
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, loaded_rows, make_plan
@@ -130,22 +130,24 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
     ) -> float | None:
         """Return the cost model's time of the kernel for so many rows; None where it cannot be made."""
-        found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
-        if isinstance(found, Refusal) or not isinstance(parameters, GemmParameters):
+        if not isinstance(parameters, GemmParameters) or refuse_target(target, Feature.WGMMA, Feature.TMA):
             return None
-        plan = _plan_of_rows(func, parameters, limits, loaded_rows(found, parameters))
-        if isinstance(plan, Refusal):
-            return None
-        return predicted_us(found, plan.resized(rows), limits.likely_sm_count)
+        limits = cuda_limits(target)
+        predicted = _predictor(func, parameters, limits, loaded_rows(rows, parameters))
+        return None if isinstance(predicted, Refusal) else predicted(rows)
 
 
 @lru_cache(maxsize=512)
-def _plan_of_rows(func: tirx.PrimFunc, parameters: GemmParameters, limits: CudaLimits, rows: int) -> GemmPlan | Refusal:
-    """Return the plan of a symbolic number of rows; `rows` of them are loaded at a time."""
+def _predictor(
+    func: tirx.PrimFunc, parameters: GemmParameters, limits: CudaLimits, loaded: int
+) -> Callable[[int], float] | Refusal:
+    """Return what predicts the time for a number of rows, as many of which are loaded at a time."""
     found = _recognise_any(func)
     if isinstance(found, Refusal):
         return found
-    return make_plan(replace(found, m=rows), parameters, limits, constant_b=found.b in constant_params(func))
+    found = replace(found, m=loaded)
+    plan = make_plan(found, parameters, limits)
+    return plan if isinstance(plan, Refusal) else predictor(found, plan, limits.likely_sm_count)
 
 
 @lru_cache(maxsize=4)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
+from tvm.tirx.layout import S, TileLayout
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.global_access import load_bytes
@@ -88,9 +90,19 @@ class ColumnCopies:
                 T.buffer_store(self._copies[number], register[0], [warp // self._warps, position])
 
 
+@lru_cache(maxsize=1)
+def _layout_of_pair() -> TileLayout:
+    return TileLayout(S[(2,)])
+
+
+def pair_of(dtype: str) -> tirx.Var:
+    """Emit two registers. Their layout is TVM's default, which TVM would work out anew for each of hundreds."""
+    return T.alloc_local([2], dtype, layout=_layout_of_pair())
+
+
 def load_pair(buffer: tirx.Var, indices: list[tirx.Expr], last: tirx.Expr) -> tirx.Var:
     """Emit the load of two neighbouring elements along a buffer's last axis into registers."""
-    pair = T.alloc_local([2], str(buffer.ty.dtype))
+    pair = pair_of(str(buffer.ty.dtype))
     with T.vectorized(2) as lane:
         T.buffer_store(pair, buffer[(*indices, last + lane)], [lane])
     return pair

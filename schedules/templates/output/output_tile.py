@@ -40,7 +40,7 @@ from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
-from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair
+from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair, pair_of
 from relaxtune.schedules.templates.output.output_shares import (
     VECTOR_BYTES,
     Shares,
@@ -287,7 +287,7 @@ class OutputTile:
             at_column = self._output_column(eight) + two
             tables = self._held_tables[block, eight, half]
             first = self._registers(block, eight, half)
-            result = T.alloc_local([2], self._matmul.output_dtype)
+            result = pair_of(self._matmul.output_dtype)
             for index in range(2):
                 loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual, *tables)]
                 loaded += [(load, registers[block, half]) for load, registers in self._rows]
@@ -311,7 +311,7 @@ class OutputTile:
         axes = output_axes(self._epilogue, row, column)
         pairs = []
         for load in self._tables:
-            pair = T.alloc_local([2], dtype_of(load))
+            pair = pair_of(dtype_of(load))
             source = self._renamed[load.source].ptr_to([substitute(index, axes) for index in load.indices])
             load_bytes(pair.ptr_to([0]), source, 2 * element_bytes(dtype_of(load)))
             pairs.append((load, pair))

@@ -25,25 +25,34 @@ def scaled(count: int) -> tvm.IRModule:
     return apply_fallback(tvm.IRModule(functions), TARGET)
 
 
-def test_units_hold_each_kernel_once_and_do_not_depend_on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kernel_of_many_is_a_unit_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     mod = scaled(20)
-    units = split_units(mod)
-    names = [[var.name_hint for var in unit.functions] for unit in units]
-    assert sorted(name for unit in names for name in unit) == sorted(var.name_hint for var in mod.functions)
-    assert [len(unit) for unit in names] == [5, 5, 5, 5]
+    names = unit_names(mod)
+    assert sorted(names) == sorted((var.name_hint,) for var in mod.functions)
     monkeypatch.setattr("os.sched_getaffinity", lambda _process: {0})
-    assert [[var.name_hint for var in unit.functions] for unit in split_units(mod)] == names
+    assert unit_names(mod) == names
     assert len(split_units(scaled(19))) == 1
+
+
+def test_kernels_of_most_rows_are_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_units, "_KERNELS_MIN", 2)
+    (func, *_) = scaled(1).functions.values()
+    kernels = ("add_kernel", "mul_kernel", "mul_kernel_1", "mul_kernel_2", "sub2_kernel", "sub2_kernel_1")
+    order = [name for (name,) in unit_names(tvm.IRModule(dict.fromkeys(kernels, func)))]
+    assert order == ["mul_kernel_2", "mul_kernel_1", "sub2_kernel_1", "add_kernel", "mul_kernel", "sub2_kernel"]
 
 
 def test_module_of_several_units_has_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_units, "_KERNELS_MIN", 2)
-    monkeypatch.setattr(cuda_units, "_UNIT_KERNELS", 2)
     with device_toolchain(TARGET), TARGET:
         built = tvm.compile(scaled(3), TARGET).mod
     (first,) = built.imports
-    (second,) = first.imports
-    assert (first.kind, second.kind) == ("cuda", "cuda")
+    units = (first, *first.imports)
+    assert [one.kind for one in units] == ["cuda"] * 3
     for number in range(3):
-        holders = [one for one in (first, second) if one.implements_function(f"scale_{number}_kernel")]
+        holders = [one for one in units if one.implements_function(f"scale_{number}_kernel")]
         assert len(holders) == 1
+
+
+def unit_names(mod: tvm.IRModule) -> list[tuple[str, ...]]:
+    return [tuple(var.name_hint for var in unit.functions) for unit in split_units(mod)]

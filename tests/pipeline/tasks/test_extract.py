@@ -10,6 +10,7 @@ from tvm import te
 from relaxtune.models import load_model
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
+from relaxtune.pipeline.tasks import sizes_of_tables
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable, untunable_reason
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays
 from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
@@ -23,6 +24,13 @@ from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, extern_mod, m
 @pytest.fixture(scope="module")
 def bert(place: Place) -> LoweredModule:
     return lower(import_model(load_model("bert-tiny")), place.target.target, LoweringOptions())
+
+
+def test_templates_are_not_asked_for_tables_that_nobody_tunes(
+    bert: LoweredModule, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes_of_tables, "called_kernels", None)
+    assert sizes_of_tables.tasks_of_tables(bert, (), place.target) == ()
 
 
 def fields(func: tvm.tirx.PrimFunc) -> dict[str, object]:

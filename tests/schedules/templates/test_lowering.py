@@ -143,20 +143,25 @@ def test_kernels_of_a_table_are_lowered_apart_to_what_tvm_makes_of_them(target: 
 
 
 def test_kernels_of_a_table_are_lowered_side_by_side(target: ResolvedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = set()
+    threads: dict[str, set[threading.Thread]] = {"tirx.LowerTIRx": set(), "tirx.LowerWarpMemory": set()}
 
     @pass_instrument
     class Watch:
         def run_before_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
-            if info.name == "tirx.LowerTIRx":
-                threads.add(threading.current_thread())
+            threads.get(str(info.name), set()).add(threading.current_thread())
 
     monkeypatch.setattr(side_by_side, "usable_cpus", lambda: [0, 1])
     mod = tvm.tirx.transform.BindTarget(target.target)(tvm.IRModule({"matmul": table(target)}))
+    lower, _, finish_kernels = PIPELINE_MAP[register_mixed_pipeline()]()
     with tvm.transform.PassContext(instruments=[Watch()]):
-        PIPELINE_MAP[register_mixed_pipeline()]()[0](mod)
-    assert threads
-    assert threading.main_thread() not in threads
+        lowered = lower(mod)
+        kernels = tvm.IRModule({var: func for var, func in lowered.functions_items() if var.name_hint != "matmul"})
+        finished = finish_kernels()(kernels)
+    for name, ran in threads.items():
+        assert ran, name
+        assert threading.main_thread() not in ran, name
+    # As TVM makes all of them at once.
+    tvm.ir.assert_structural_equal(finished, PIPELINE_MAP["s_tir"]()[2]()(kernels))
 
 
 def test_table_that_is_split_and_joined_launches_the_same_kernels(target: ResolvedTarget) -> None:

@@ -11,8 +11,10 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import LAUNCH_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.schedules.templates.base import OPEN_ROWS, TemplateError
-from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
+from relaxtune.schedules.templates.base import OPEN_ROWS, TemplateError, cuda_limits
+from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, make_plan
+from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.ranges import Ranges, RangesParameters, SizeRange, symbolic_rows
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import NormCase
@@ -106,6 +108,20 @@ def test_ranges_of_one_decision_share_a_kernel_planned_for_the_most_rows(target:
     # The first range loads boxes of 16 rows.
     assert text.count("tirx.device_entry") == 3
     assert "<= T.int64(16), 0, T.Select(" in text
+
+
+@pytest.mark.parametrize("parameters", [FEW, MANY, replace(MANY, pingpong=True), replace(MANY, blocks=0, multicast=2)])
+def test_kernel_is_predicted_as_one_that_is_planned_for_the_rows(
+    parameters: GemmParameters, target: ResolvedTarget
+) -> None:
+    for rows in (1, 16, 65, 300, 4096, 10_000):
+        static = replace(CASE, rows=(rows,)).func()
+        matmul = GemmSm90().recognise(static, target)
+        assert not isinstance(matmul, Refusal)
+        plan = make_plan(matmul, parameters, cuda_limits(target))
+        assert not isinstance(plan, Refusal)
+        alone = predicted_us(matmul, plan, cuda_limits(target).likely_sm_count)
+        assert GemmSm90().predict_us(CASE.func(), target, parameters, rows) == alone
 
 
 def test_a_tile_of_unknown_rows_is_found_once(target: ResolvedTarget) -> None:
