@@ -35,6 +35,7 @@ from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matm
 from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from relaxtune.pipeline.passes.merge_common_subexpressions import merge_common_subexpressions
 from relaxtune.pipeline.passes.name_bindings import name_bindings
+from relaxtune.pipeline.passes.norms.centre_from_pivot import centre_from_pivot
 from relaxtune.pipeline.passes.norms.fuse_norms import fuse_norms
 from relaxtune.pipeline.passes.norms.norms_of_half import norms_of_half
 from relaxtune.pipeline.passes.norms.recognise_norms import recognise_norms
@@ -96,6 +97,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "append_caches", append_caches),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
+        Step(Phase.PATTERNS, "centre_from_pivot", centre_from_pivot),
         Step(Phase.PATTERNS, "gather_rows", gather_rows),
         Step(Phase.PATTERNS, "quantise_weights", quantise_weights, makes_precision=True),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),

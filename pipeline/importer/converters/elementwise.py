@@ -24,7 +24,10 @@ from relaxtune.pipeline.importer.converter_input import (
 # Up to here a product is cheaper than `pow`, and as exact.
 _MAX_PRODUCT = 4
 # Integer dtypes, and the integers that a processor makes of floating point numbers for them.
-_WHOLE = {"int8": "int32", "uint8": "int32", "int16": "int32", "uint16": "int32", "int32": "int32", "int64": "int64"}
+_WHOLE = {
+    **dict.fromkeys(("int8", "uint8", "int16", "uint16", "int32"), "int32"),
+    **dict.fromkeys(("uint32", "int64", "uint64"), "int64"),
+}
 
 
 def convert_pow(node: ConverterInput) -> tvm.ir.Expr | None:
@@ -128,10 +131,12 @@ def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
 
 
 def convert_cast(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return a cast to integers of what an integer of 32 bits (64 for int64) holds, and its least one for all else.
+    """Return a cast to integers of what an integer holds that is wide enough, and its least one for all else.
 
     ONNX leaves infinities, NaN and numbers that are too large open. So ONNX Runtime does on x86 processors, and so does
-    TVM with constants, but not at run time. Narrow integers are the low bits.
+    TVM with constants, but not at run time. The integer has 32 bits, or 64 for the three widest types. Narrower ones
+    are its low bits; uint64 has the numbers from 2^63 to 2^64 too, and 0 above. ONNX Runtime's uint32 of what has no
+    place in 32 bits depends on where in a tensor it stands: this is that of a tensor of one.
     """
     data, to = node.input(0), str(helper.tensor_dtype_to_np_dtype(int_attribute(node, "to", 0)))
     if to not in _WHOLE or constant_value(data) is not None or not _is_float(data):
@@ -139,10 +144,17 @@ def convert_cast(node: ConverterInput) -> tvm.ir.Expr | None:
     emit, whole = node.builder.emit, _WHOLE[to]
     if dtype_of(data) in ("float16", "bfloat16"):
         data = emit(relax.op.astype(data, "float32"))
+    half = relax.const(2.0**63, dtype_of(data))
+    high = emit(relax.op.greater_equal(data, half)) if to == "uint64" else None
+    if high is not None:
+        data = emit(relax.op.where(high, emit(relax.op.subtract(data, half)), data))
     least = relax.const(float(np.iinfo(whole).min), dtype_of(data))
     fits = emit(relax.op.less(emit(relax.op.abs(data)), relax.const(-float(np.iinfo(whole).min), dtype_of(data))))
     held = emit(relax.op.astype(emit(relax.op.where(fits, data, least)), whole))
-    return held if to == whole else relax.op.astype(held, to)
+    result = held if to == whole else emit(relax.op.astype(held, to))
+    if high is None:
+        return result
+    return relax.op.where(high, emit(relax.op.add(result, relax.const(2**63, "uint64"))), result)
 
 
 def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:

@@ -6,12 +6,13 @@ SimplifiedLayerNormalization is an RMS norm; ONNX Runtime registers it in the ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import tvm
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
     Converter,
@@ -103,15 +104,50 @@ def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     broadcasts = not all(tvm_ffi.structural_equal(shape, normalised) for shape in given)
     if not node.wants(1) and not node.wants(2) and not broadcasts:
         return None
-    wide = emit(relax.op.astype(data, "float32"))
-    mean = emit(relax.op.mean(wide, axes, keepdims=True))
-    centred = emit(relax.op.subtract(wide, mean))
-    variance = emit(relax.op.mean(emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
-    epsilon = relax.const(float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON), "float32")
-    inverse = emit(relax.op.rsqrt(emit(relax.op.add(variance, epsilon))))
+    centred, mean, inverse = _statistics(node, emit(relax.op.astype(data, "float32")), axes)
     normed = emit(relax.op.astype(emit(relax.op.multiply(centred, inverse)), dtype_of(data)))
     normed = emit(relax.op.multiply(normed, gamma))
     return relax.Tuple([normed if beta is None else emit(relax.op.add(normed, beta)), mean, inverse])
+
+
+def convert_group_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x of (N, C, ...), normed over each group of channels, * scale + bias: GroupNormalization of opset 21."""
+    return _by_groups(node, int_attribute(node, "num_groups", 1))
+
+
+def convert_instance_norm(node: ConverterInput) -> tvm.ir.Expr:
+    """Return x of (N, C, ...), normed over each channel, * scale + bias."""
+    return _by_groups(node, None)
+
+
+def _by_groups(node: ConverterInput, groups: int | None) -> tvm.ir.Expr:
+    """Return x normed over groups of channels (None: each is one), * scale + bias.
+
+    In steps over the last axis, of which `recognise_norms` makes one kernel: TVM's takes the variance for the mean of
+    squares without the square of the mean, which is NaN where a group's numbers lie far from 0 and close together.
+    """
+    emit, data, sizes = node.builder.emit, node.input(0), sizes_of(node.input(0))
+    channels, places = sizes[1], math.prod(sizes[2:], start=tirx.IntImm("int64", 1))
+    split = [channels, places] if groups is None else [groups, tirx.floordiv(channels, groups) * places]
+    wide = data if dtype_of(data) == "float64" else emit(relax.op.astype(data, "float32"))
+    flat = emit(relax.op.reshape(wide, [sizes[0], *split]))
+    centred, _, inverse = _statistics(node, flat, [2])
+    normed = emit(relax.op.reshape(emit(relax.op.multiply(centred, inverse)), sizes))
+    by_channel = [channels, *[1] * (len(sizes) - 2)]
+    scale, bias = (emit(relax.op.reshape(node.input(place), by_channel)) for place in (1, 2))
+    return relax.op.add(emit(relax.op.multiply(emit(relax.op.astype(normed, dtype_of(data))), scale)), bias)
+
+
+def _statistics(
+    node: ConverterInput, data: tvm.ir.Expr, axes: list[int]
+) -> tuple[tvm.ir.Expr, tvm.ir.Expr, tvm.ir.Expr]:
+    """Return what of x is beside its mean over some axes, the mean, and the inverse deviation."""
+    emit = node.builder.emit
+    mean = emit(relax.op.mean(data, axes, keepdims=True))
+    centred = emit(relax.op.subtract(data, mean))
+    variance = emit(relax.op.mean(emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
+    epsilon = relax.const(float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON), dtype_of(data))
+    return centred, mean, emit(relax.op.rsqrt(emit(relax.op.add(variance, epsilon))))
 
 
 def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
@@ -153,6 +189,8 @@ def _layer_norm(data: tvm.ir.Expr, gamma: tvm.ir.Expr, beta: tvm.ir.Expr | None,
 
 
 NORM_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "GroupNormalization"): convert_group_norm,
+    ("", "InstanceNormalization"): convert_instance_norm,
     ("", "LayerNormalization"): convert_layer_norm,
     ("", "LpNormalization"): convert_lp_norm,
     ("", "RMSNormalization"): convert_rms_norm,
