@@ -16,7 +16,13 @@ from relaxtune.schedules.templates.emit.async_copy import (
     wait_for_copies_of_block,
 )
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    build_function,
+    flat_view,
+    keep_loads_before,
+    shared_pool,
+    wait_for_predecessor,
+)
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.split_sum import SplitSum
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
@@ -215,6 +221,9 @@ class _Kernel:
         if p.staged:
             self._stage_x(turn)
         else:
+            # What reads weights ahead has waited for the kernel before it in between.
+            if not self._ahead:
+                keep_loads_before()
             self._load_x(turn)
         for number in range(p.unroll):
             if p.staged:
