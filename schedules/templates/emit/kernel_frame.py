@@ -124,6 +124,15 @@ def wait_for_predecessor(dependent: bool) -> None:
         T.evaluate(T.ptx.griddepcontrol.wait())
 
 
+def keep_loads_before() -> None:
+    """Emit what parts the loads before it from the loads after it, at no cost.
+
+    ptxas moves instructions to save registers: without this it puts each load of weights right before its product, and
+    a warp has 5 loads in flight in place of 32 (sm_80, ptxas 13.5). It moves no load over a warp's meeting.
+    """
+    T.evaluate(T.cuda.warp_sync())
+
+
 @lru_cache(maxsize=512)
 def tensor_bytes(func: tirx.PrimFunc, rows: int = 1) -> int:
     """Return the bytes of all parameters; of symbolic shapes, about those of so many rows."""

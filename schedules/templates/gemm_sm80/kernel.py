@@ -13,12 +13,12 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel, shared_pool
 from relaxtune.schedules.templates.emit.registers import in_register, when
+from relaxtune.schedules.templates.emit.split_sum import SplitSum
 from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import MultiplyStored
 from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan, is_plain
-from relaxtune.schedules.templates.gemm_sm80.split_k import SplitSum
 from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics
@@ -91,7 +91,9 @@ class _Kernel:
                         statistics.write(params[matmul.norm.output])
             self._sum()
             accumulators = self._multiply.accumulators
-            with SplitSum(plan, thread, block).of_the_last(accumulators) if p.split_k > 1 else nullcontext():
+            blocks = plan.tiles_m * plan.tiles_n * p.split_k
+            split = SplitSum(p.split_k, blocks, plan.threads, thread, block)
+            with split.of_the_last(accumulators, plan.accumulators) if p.split_k > 1 else nullcontext():
                 output.write(accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns)
         return builder.get()
 

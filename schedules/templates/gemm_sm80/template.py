@@ -3,12 +3,12 @@
 B may be quantised, in 4 or 8 bits (`schedules.functions.quantised_matmul`): it is copied as it is stored, and a warp
 dequantises what it multiplies (`multiply_stored.py`).
 
-With `split_k`, blocks share the sum of a tile (`split_k.py`): where tiles are fewer than multiprocessors. There is no
-stream-K as on Hopper, which shares the tiles of a last round that leaves multiprocessors idle. From reasoning, not from
-measurements: blocks here are small enough for two or more on a multiprocessor, so that one ends while others sum up,
-and tiles of 34 sizes leave less of a round idle than the few of wgmma. 4096 x 768 on 132 multiprocessors has 192 tiles
-of 128 x 128, which fill 73 % of two rounds, or 132 of 192 x 128, which fill one. With more rounds less is left to gain,
-and the exchange of sums takes a part of that.
+With `split_k`, blocks share the sum of a tile (`emit.split_sum`): where tiles are fewer than multiprocessors. There is
+no stream-K as on Hopper, which shares the tiles of a last round that leaves multiprocessors idle. From reasoning, not
+from measurements: blocks here are small enough for two or more on a multiprocessor, so that one ends while others sum
+up, and tiles of 34 sizes leave less of a round idle than the few of wgmma. 4096 x 768 on 132 multiprocessors has 192
+tiles of 128 x 128, which fill 73 % of two rounds, or 132 of 192 x 128, which fill one. With more rounds less is left to
+gain, and the exchange of sums takes a part of that.
 
 Norms of A's rows, of the residual's and of the output's are taken in as for the template gemm_sm90
 (`schedules.tir.row_norm`): statistics are made from partial sums before the sum over K.

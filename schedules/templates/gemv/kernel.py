@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -15,8 +16,15 @@ from relaxtune.schedules.templates.emit.async_copy import (
     wait_for_copies_of_block,
 )
 from relaxtune.schedules.templates.emit.global_access import load_bytes
-from relaxtune.schedules.templates.emit.kernel_frame import build_function, flat_view, shared_pool, wait_for_predecessor
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    build_function,
+    flat_view,
+    keep_loads_before,
+    shared_pool,
+    wait_for_predecessor,
+)
 from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.split_sum import SplitSum
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.norms import GroupSums, SharedStatistics
 from relaxtune.schedules.templates.gemv.output import GemvOutput
@@ -56,7 +64,8 @@ class _Kernel:
         self._thread, self._warp = thread, thread // WARP
         lane = thread % WARP
         self._group, self._part = lane // LANES, lane % LANES
-        self._first_row = block * plan.rows
+        tile, share = (block, None) if p.split == 1 else (block // p.split, block % p.split)
+        self._first_row, self._first_k = tile * plan.rows, None if share is None else share * plan.k
         pool = shared_pool()
         self._end = self._output(pool)
         self._shared = pool.alloc(self._end.shape, "float32", align=16)
@@ -76,9 +85,11 @@ class _Kernel:
         wait_for_predecessor(p.dependent)
         if not self._ahead:
             self._load_weights(first)
+        last = [] if share is None else [share == p.split - 1]
         statistics = self._end.statistics
         if statistics is not None:
-            statistics.copy(thread, plan.threads)
+            with when(last):
+                statistics.copy(thread, plan.threads)
         self._multiply(first)
         if plan.rounds > 1:
             with T.serial(plan.rounds - 1, unroll=False) as index:
@@ -87,13 +98,24 @@ class _Kernel:
                     # All warps have read the x of the round before.
                     T.evaluate(T.cuda.cta_sync())
                 self._multiply(index + 1)
-        first_warp = tirx.IntImm("int32", 0)
+        split = SplitSum(p.split, plan.blocks, plan.threads, thread, block)
+        count = p.tiles * plan.column_tiles * 4
+        with split.of_the_last(self._sums, count) if p.split > 1 else nullcontext():
+            self._write(tile, thread)
+
+    def _write(self, tile: tirx.Expr, thread: tirx.Expr) -> None:
+        """Emit the adding up of the warps' sums, and what is done with them."""
+        first_warp, statistics = tirx.IntImm("int32", 0), self._end.statistics
         self._end.share(self._shared, self._sums, thread, first_warp)
         if statistics is not None:
             wait_for_copies_of_block(0)
-            statistics.finish(block, thread, p.warps)
+            statistics.finish(tile, thread, self._p.warps)
         T.evaluate(T.cuda.cta_sync())
         self._end.write(self._shared, thread, lambda _: self._first_row, lambda _: first_warp)
+
+    def _along(self, k: tirx.Expr) -> tirx.Expr:
+        """Return a place along K, from the place in what this block makes of it."""
+        return k if self._first_k is None else self._first_k + k
 
     def _output(self, pool: T.SMEMPool) -> GemvOutput:
         """Return what is done with the sums, after the allocation of what it needs of norms."""
@@ -111,8 +133,8 @@ class _Kernel:
     def _exists(self, step: tirx.Expr) -> list[tirx.Expr]:
         """Return the condition for this lane's part of a step to lie in W, none where it always does."""
         plan, p = self._plan, self._p
-        whole = self._matmul.k % plan.step == 0 and plan.steps % (p.warps * p.unroll) == 0
-        return [] if whole else [(step * LANES + self._part) * plan.length < self._matmul.k]
+        whole = plan.k % plan.step == 0 and plan.steps % (p.warps * p.unroll) == 0
+        return [] if whole else [(step * LANES + self._part) * plan.length < plan.k]
 
     def _load_weights(self, turn: tirx.Expr) -> None:
         plan, p, matmul = self._plan, self._p, self._matmul
@@ -124,7 +146,8 @@ class _Kernel:
             for half in range(2 * p.tiles):
                 at = (number * p.tiles * 2 + half) * LOAD_BYTES // 4
                 row = self._row(half)
-                place = row * (row_bytes // size) + (step * LANES + self._part) * (LOAD_BYTES // size)
+                # Several blocks share K of 16-bit weights alone, which are elements.
+                place = row * (row_bytes // size) + self._along((step * LANES + self._part) * (LOAD_BYTES // size))
                 if exists:
                     for word in range(LOAD_BYTES // 4):
                         T.buffer_store(self._words, tirx.IntImm("uint32", 0), [at + word])
@@ -152,8 +175,8 @@ class _Kernel:
             place = index * plan.threads + self._thread
             row, vector = place // vectors, place % vectors
             k = turn * plan.span + vector * _VECTOR
-            inside = k < matmul.k
-            source = self._x.ptr_to([row * matmul.k + tirx.Select(inside, k, tirx.IntImm("int32", 0))])
+            inside = k < plan.k
+            source = self._x.ptr_to([row * matmul.k + self._along(tirx.Select(inside, k, tirx.IntImm("int32", 0)))])
             with when([place < count] if count % plan.threads else []):
                 copy_async(self._shared_x.ptr_to([row, vector * _VECTOR]), source, [inside])
         end_copies()
@@ -186,7 +209,7 @@ class _Kernel:
                 if conditions:
                     for word in range(plan.words_x):
                         T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
-                place = row * matmul.k + (step * LANES + self._part) * plan.length
+                place = row * matmul.k + self._along((step * LANES + self._part) * plan.length)
                 with when(conditions):
                     for vector in range(plan.words_x // 4):
                         to = self._words_x.ptr_to([start + vector * 4])
@@ -198,6 +221,9 @@ class _Kernel:
         if p.staged:
             self._stage_x(turn)
         else:
+            # What reads weights ahead has waited for the kernel before it in between.
+            if not self._ahead:
+                keep_loads_before()
             self._load_x(turn)
         for number in range(p.unroll):
             if p.staged:

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters, refuse_registers
+from relaxtune.schedules.templates.base import Parameters, added, refuse_registers
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT
 
@@ -43,6 +43,8 @@ class GemvParameters(Parameters):
         Whether the part of x that a round of loads needs is copied to shared memory; else each warp reads its own.
     dependent
         Whether the kernel may start before the one before it has ended.
+    split
+        Blocks that share the sum over K.
     """
 
     template: ClassVar[str] = "gemv"
@@ -52,6 +54,7 @@ class GemvParameters(Parameters):
     unroll: int = 4
     staged: bool = True
     dependent: bool = False
+    split: int = added(1)
 
 
 class Tiled(Protocol):
@@ -95,8 +98,10 @@ class GemvPlan(StepSizes):
         What it is made from.
     length
         Weights of a row that a lane reads with one load.
+    k
+        Of the sum over K, what a block makes.
     steps, turns
-        Steps along K (4 loads of each row), and those of one warp.
+        Steps along it (4 loads of each row), and those of one warp.
     column_tiles
         Tiles of 8 rows of x.
     blocks, threads
@@ -109,6 +114,7 @@ class GemvPlan(StepSizes):
 
     parameters: GemvParameters
     length: int
+    k: int
     steps: int
     turns: int
     column_tiles: int
@@ -142,14 +148,17 @@ def load_length(matmul: MatmulFunction) -> int:
 
 def make_plan(matmul: MatmulFunction, p: GemvParameters, limits: CudaLimits) -> GemvPlan | Refusal:
     """Return the sizes of the kernel for a function, or why there is none with these parameters."""
-    if min(p.tiles, p.warps, p.unroll) < 1:
-        return Refusal(f"tiles {p.tiles}, warps {p.warps}, unroll {p.unroll}, expected 1 or more")
+    if min(p.tiles, p.warps, p.unroll, p.split) < 1:
+        return Refusal(f"tiles {p.tiles}, warps {p.warps}, unroll {p.unroll}, split {p.split}, expected 1 or more")
     if p.warps * WARP > limits.max_threads_per_block:
         return Refusal(f"{p.warps} warps, expected {limits.max_threads_per_block // WARP} at most")
     stored = matmul.stored
     length = load_length(matmul)
     step = length * LANES
-    steps = math.ceil(matmul.k / step)
+    if p.split > 1 and (stored is not None or matmul.k % (p.split * step)):
+        return Refusal(f"split is {p.split}, of 16-bit weights expected a divisor of the steps along K")
+    k = matmul.k // p.split
+    steps = math.ceil(k / step)
     column_tiles = math.ceil(matmul.m / COLUMNS)
     words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if stored else 0))
     words += (1 if p.staged else p.unroll) * column_tiles * length // 2
@@ -174,10 +183,11 @@ def make_plan(matmul: MatmulFunction, p: GemvParameters, limits: CudaLimits) -> 
     return GemvPlan(
         parameters=p,
         length=length,
+        k=k,
         steps=steps,
         turns=math.ceil(steps / p.warps),
         column_tiles=column_tiles,
-        blocks=math.ceil(matmul.n / (TILE * p.tiles)),
+        blocks=math.ceil(matmul.n / (TILE * p.tiles)) * p.split,
         threads=p.warps * WARP,
         registers=registers,
         shared_bytes=shared,

@@ -16,8 +16,9 @@ for few rows; else each warp reads its own from the caches. Where a step lies wi
 exactly, and sums scaled in float32; where it does not, weights are scaled and rounded to float16, as the function says.
 
 The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
-thread evaluates the epilogue of its elements. Norms of x, of the residual and of the output are taken in (`norms.py`,
-`schedules.tir.row_norm`).
+thread evaluates the epilogue of its elements. With `split`, blocks share K: the last of them adds up their sums
+(`emit.split_sum`). Several rows of x are then read for more rows of W at a time, and less of them by each block. Norms
+of x, of the residual and of the output are taken in (`norms.py`, `schedules.tir.row_norm`).
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): the
 first loads of W are issued before the wait where W is known to be constant.
@@ -44,7 +45,8 @@ from relaxtune.schedules.tir.epilogue import MatmulFunction
 _INPUTS = ("float16", "bfloat16")
 _OUTPUTS = ("float16", "bfloat16", "float32")
 _INDEX_MAX = 2**31 - 1
-_CANDIDATES_MAX = 24
+# Candidates, and those of them in which blocks share K.
+_CANDIDATES_MAX, _SHARED_MAX = 24, 8
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536, 32, 227_000
 # Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200. By them
 # the first candidate of a case takes 8 % longer than the best one (geometric mean), 1.5 times as long at most. For
@@ -52,6 +54,9 @@ _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536
 _BASE_US, _ROUND_US, _COPY_US, _FEW_WARPS_US = 1.9, 0.38, 0.067, 1.2
 _MEMORY, _CACHE = 4.3e6, 6.0e6
 _UNEVEN = 0.85
+# Blocks that share K, so that each reads less of x, and what each of them but the last adds. Set by hand: in one run of
+# four layers of Llama-1B's decode step for 16 sequences, 0.7 took 0.447 ms on an H200, and 1.6 took 0.436.
+_SHARES, _EXCHANGE_US = (2, 4), 1.6
 _WARPS_ENOUGH = 8
 
 
@@ -73,13 +78,15 @@ class Gemv(GemvTemplate[GemvParameters]):
     ) -> Sequence[GemvParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         limits, moved = cuda_limits(target), tensor_bytes(func)
+        shares = _SHARES if Feature.WGMMA not in target.features else ()
         plans = [
             plan
-            for p in _proposals()
-            if isinstance(plan := make_plan(found, p, limits), GemvPlan) and _is_sensible(plan)
+            for p in _proposals(shares)
+            if isinstance(plan := make_plan(found, p, limits), GemvPlan) and _is_sensible(plan, limits)
         ]
         plans.sort(key=lambda plan: _predicted_us(found, plan, moved, limits))
-        proposed = [plan.parameters for plan in plans[:_CANDIDATES_MAX]]
+        shared = [plan for plan in plans if plan.parameters.split > 1][_SHARED_MAX:]
+        proposed = [plan.parameters for plan in plans if plan not in shared][:_CANDIDATES_MAX]
         return proposed or Refusal("no share fits the registers of a block")
 
     def make(
@@ -124,18 +131,21 @@ def _refuse_norms(matmul: MatmulFunction) -> Refusal | None:
     return None
 
 
-def _proposals() -> Iterator[GemvParameters]:
-    for tiles in (1, 2):
-        for warps in (1, 2, 4, 8, 16):
-            for unroll in (1, 2, 4, 8):
-                for staged in (True, False):
-                    yield GemvParameters(tiles, warps, unroll, staged, dependent=True)
+def _proposals(shares: Sequence[int]) -> Iterator[GemvParameters]:
+    """Yield shares that may suit a shape; some do not fit. So many blocks may share K."""
+    for split, most_tiles in ((1, 2), *((split, 4) for split in shares)):
+        for tiles in (1, 2, 4):
+            for warps in (1, 2, 4, 8, 16) if tiles <= most_tiles else ():
+                for unroll in (1, 2, 4, 8):
+                    for staged in (True, False):
+                        yield GemvParameters(tiles, warps, unroll, staged, dependent=True, split=split)
 
 
-def _is_sensible(plan: GemvPlan) -> bool:
-    """Whether all warps have work, and no more loads are in flight than there are."""
+def _is_sensible(plan: GemvPlan, limits: CudaLimits) -> bool:
+    """Whether all warps have work, no more loads are in flight than there are, and shared sums find multiprocessors."""
     p = plan.parameters
-    return p.warps <= plan.steps and (p.unroll == 1 or p.unroll < 2 * plan.turns)
+    few = p.split == 1 or plan.blocks <= 2 * limits.likely_sm_count
+    return few and p.warps <= plan.steps and (p.unroll == 1 or p.unroll < 2 * plan.turns)
 
 
 def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, limits: CudaLimits) -> float:
@@ -155,6 +165,8 @@ def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, limi
     uneven = math.ceil(plan.blocks / sm_count) * sm_count / plan.blocks
     copies = math.ceil(matmul.m * plan.span / 8 / plan.threads) if p.staged else 0
     reading = moved_bytes / memory * (1 + _UNEVEN * (uneven - 1))
-    reading_x = plan.blocks * matmul.m * matmul.k * 2 / _CACHE
+    reading_x = plan.blocks * matmul.m * plan.k * 2 / _CACHE
+    exchange = _EXCHANGE_US * (p.split - 1)
     few = max(0.0, math.log2(_WARPS_ENOUGH / p.warps))
-    return _BASE_US + reading + reading_x + _ROUND_US * (turns - 1) + _COPY_US * copies * turns + _FEW_WARPS_US * few
+    waits = _ROUND_US * (turns - 1) + _COPY_US * copies * turns + _FEW_WARPS_US * few + exchange
+    return _BASE_US + reading + reading_x + waits

@@ -128,6 +128,22 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         assert reason in found.reason
 
 
+def test_blocks_share_long_sums_of_several_rows_on_mma_sync_alone() -> None:
+    func = GemvCase(rows=(16,), n=2048, k=8192).func()
+    shared, hopper = (Gemv().candidates(func, target) for target in (resolve_target("cuda:sm_80@H200"), HOPPER))
+    assert not isinstance(shared, Refusal)
+    assert not isinstance(hopper, Refusal)
+    assert shared[0].split > 1
+    assert sum(one.split > 1 for one in shared) < len(shared) / 2
+    assert {one.split for one in hopper} == {1}
+
+
+@pytest.mark.parametrize(("k", "bits"), [(2080, 16), (4096, 4)])
+def test_blocks_share_sums_of_whole_steps_of_16_bit_weights_alone(k: int, bits: int) -> None:
+    found = Gemv().apply(GemvCase(n=4096, k=k, bits=bits).func(), HOPPER, GemvParameters(split=2))
+    assert found == Refusal("split is 2, of 16-bit weights expected a divisor of the steps along K")
+
+
 def test_sums_are_scaled_where_a_step_is_within_a_group() -> None:
     def grouped(bits: int, group: int) -> bool:
         function = recognise_matmul_by_rows(GemvCase(k=1024, bits=bits, group=group).func())

@@ -8,7 +8,7 @@ import pytest
 import tvm
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import Parameters, Template
 from relaxtune.schedules.templates.gemv.plan import GemvParameters
 from relaxtune.schedules.templates.gemv.stream import GemvStream
@@ -29,17 +29,22 @@ HALVES = (0x430, 0x431)
 COPY, LOGIC, SHIFT, PERMUTE = 0xFAE, 0x812, 0x819, 0x816
 
 
-def cubin_of(case: GemvCase, parameters: Parameters | None = None, template: Template | None = None) -> bytes:
+def cubin_of(
+    case: GemvCase,
+    parameters: Parameters | None = None,
+    template: Template | None = None,
+    target: ResolvedTarget = HOPPER,
+) -> bytes:
     func, template = case.func(), template or Gemv()
     if parameters is None:
-        found = template.candidates(func, HOPPER)
+        found = template.candidates(func, target)
         assert not isinstance(found, Refusal)
         parameters = found[0]
-    kernel = template.apply(func, HOPPER, parameters)
+    kernel = template.apply(func, target, parameters)
     assert not isinstance(kernel, Refusal), kernel
-    with captured_cubins("sm_90a") as cubins:
+    with captured_cubins(target.arch) as cubins:
         module = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
-        tvm.tirx.build(module, target=HOPPER.target, pipeline=register_mixed_pipeline())
+        tvm.tirx.build(module, target=target.target, pipeline=register_mixed_pipeline())
     (cubin,) = cubins
     return cubin
 
@@ -83,6 +88,18 @@ def test_the_first_weights_are_read_before_the_wait_where_they_are_constant() ->
     # Two steps of two rows: words and scales.
     assert loads_before_the_wait(case, constant=True) == 8
     assert loads_before_the_wait(case, constant=False) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
+def test_loads_of_weights_stay_in_flight_where_no_wait_holds_them(arch: str, rows: int) -> None:
+    """ptxas would put each load before its product, to save registers: 5 were in flight."""
+    case = GemvCase(rows=(rows,), n=4096, k=2048)
+    parameters = GemvParameters(tiles=2, warps=8, unroll=8, staged=False)
+    facts = read_cubin(cubin_of(case, parameters, target=resolve_target(f"cuda:{arch}")))
+    # Eight steps of four rows, and some of x.
+    assert facts.opcodes[: facts.opcodes.index(MMA_SYNC)].count(LOAD) > 32
+    assert facts.frame_bytes == facts.count(LOCAL_LOAD) == facts.count(LOCAL_STORE) == 0
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -39,6 +39,18 @@ CASES = {
     "partial sums of wide groups": (replace(SUMS, group=32), WIDE),
     "partial sums of few threads": (replace(SUMS, matmul=replace(SUMS.matmul, n=80)), GemvParameters(2, 1, 1, True)),
     "normalised rows and partial sums": (replace(NORMED, matmul=replace(NORMED.matmul, n=48), sums=True), SMALL),
+    "blocks share K": (
+        replace(NORMED, matmul=replace(NORMED.matmul, rows=(16,), k=192, n=96), sums=True, keeps=True),
+        GemvParameters(2, 2, 1, False, split=3),
+    ),
+    "blocks share K, four tiles": (
+        replace(NORMED, matmul=replace(NORMED.matmul, rows=(16,), k=256, n=128), sums=True),
+        GemvParameters(4, 2, 2, False, split=2),
+    ),
+    "blocks share K of odd steps": (
+        replace(NORMED, matmul=replace(NORMED.matmul, k=192)),
+        GemvParameters(1, 2, 2, True, split=2),
+    ),
     "normalised residual": (replace(SUMS, residual=True), SMALL),
 }
 

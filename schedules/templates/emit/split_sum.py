@@ -1,4 +1,4 @@
-"""Blocks of the kernel of `template.py` that share the sum of a tile: each has a run of K, the last one of them writes.
+"""Blocks that share the sum of a tile of a matmul: each has a run of K, the last one of them writes.
 
 The others hand their sums over through global memory; the last one adds them to its own, the nearest first, so that
 results are the same in every bit from run to run. It waits for blocks of lower numbers alone, which wait for none, and
@@ -17,29 +17,35 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.sums_exchange import SumsExchange
-from relaxtune.schedules.templates.gemm_sm80.plan import WARP, GemmPlan
+
+_WARP = 32
 
 
 class SplitSum:
-    """Emits the exchange of sums into the current IRBuilder; `thread` is of the block, `block` of the grid."""
+    """Emits the exchange of sums into the current IRBuilder.
 
-    def __init__(self, plan: GemmPlan, thread: tirx.Expr, block: tirx.Expr) -> None:
-        self._plan, self._thread, self._block = plan, thread, block
-        self._fours, self._warps = plan.accumulators // 4, plan.threads // WARP
+    `split` neighbours of the grid's `blocks` blocks share a sum; `thread` is one of a block's `threads`.
+    """
+
+    def __init__(self, split: int, blocks: int, threads: int, thread: tirx.Expr, block: tirx.Expr) -> None:
+        self._split, self._blocks, self._threads = split, blocks, threads
+        self._thread, self._block, self._warps = thread, block, threads // _WARP
 
     @contextmanager
-    def of_the_last(self, accumulators: tirx.Var) -> Iterator[None]:
-        """Emit the handing over of this block's sums; what the block emits is done by the last one, with all sums."""
-        plan, split = self._plan, self._plan.parameters.split_k
-        blocks = plan.tiles_m * plan.tiles_n * split
-        register = str(accumulators.ty.dtype)
-        self._exchange = SumsExchange(register, blocks * self._fours * plan.threads, blocks * self._warps)
-        with T.If(self._block % split < split - 1):
+    def of_the_last(self, accumulators: tirx.Var, count: int) -> Iterator[None]:
+        """Emit the handing over of a thread's `count` accumulators, a multiple of 4.
+
+        What the block emits is done by the last one, with all sums.
+        """
+        self._fours = count // 4
+        register, sums = str(accumulators.ty.dtype), self._blocks * self._fours * self._threads
+        self._exchange = SumsExchange(register, sums, self._blocks * self._warps)
+        with T.If(self._block % self._split < self._split - 1):
             with T.Then():
                 self._move("put", self._block, accumulators)
                 self._exchange.call("set", self._flag(self._block))
             with T.Else():
-                with T.serial(split - 1, unroll=False) as number:
+                with T.serial(self._split - 1, unroll=False) as number:
                     helper = self._block - 1 - number
                     self._exchange.call("await", self._flag(helper))
                     self._move("add", helper, accumulators)
@@ -48,8 +54,8 @@ class SplitSum:
 
     def _move(self, function: str, block: tirx.Expr, accumulators: tirx.Var) -> None:
         for four in range(self._fours):
-            at = (block * self._fours + four) * self._plan.threads + self._thread
+            at = (block * self._fours + four) * self._threads + self._thread
             self._exchange.call(function, at, *(accumulators[4 * four + index] for index in range(4)))
 
     def _flag(self, block: tirx.Expr) -> tirx.Expr:
-        return block * self._warps + self._thread // WARP
+        return block * self._warps + self._thread // _WARP
