@@ -6,30 +6,26 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
+import jupyter_client.launcher
 import nbformat
 import pytest
 from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
+from tests import warm_python
+
 FOLDER = Path(__file__).parent.parent / "notebooks"
 # The others go on with what the first one makes.
 NAMES = ("quickstart", "database", "gate", "deploy", "batch")
-# What the kernel runs first: the processes that the notebooks start need not import everything again.
-WARM = f"""
-import sys
-sys.path.append({str(FOLDER.parent)!r})
-from tests import warm_python
-warm_python.keep_workers_warm()
-"""
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
     manager = KernelManager()
-    folder = tmp_path_factory.mktemp("notebooks")
-    first = folder / "first.py"
-    first.write_text(WARM)
-    manager.start_kernel(cwd=str(folder), extra_arguments=[f"--IPKernelApp.exec_files={first}"])
+    with pytest.MonkeyPatch.context() as patch:
+        # It has imported what the notebooks import, and so have the processes that they start.
+        patch.setattr(jupyter_client.launcher, "Popen", warm_python.Popen)
+        manager.start_kernel(cwd=str(tmp_path_factory.mktemp("notebooks")))
     yield manager
     manager.shutdown_kernel(now=True)
     del manager

@@ -16,7 +16,7 @@ from tvm.runtime import Tensor, _ffi_api
 
 from relaxtune.pipeline.bisect.trace import CallSite, Replacement, output_tensors
 from relaxtune.pipeline.codegen.finish import finish_kernels
-from relaxtune.pipeline.processes.linking import linker_in
+from relaxtune.pipeline.processes.linking import link_to_load
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
@@ -92,7 +92,7 @@ def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
     with temporary_folder() as folder:
         path = Path(folder) / "code.so"
         executable.export_library(
-            str(path), fcompile=linker_in(Path(folder)), workspace_dir=str(folder), fpack_imports=pack_imports
+            str(path), fcompile=link_to_load, workspace_dir=str(folder), fpack_imports=pack_imports
         )
         return tvm.runtime.load_module(str(path))
 

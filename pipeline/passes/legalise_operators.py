@@ -7,7 +7,8 @@ are known is that of real numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import cache
 
 import numpy as np
 import tvm
@@ -258,16 +259,9 @@ def _zero_where_finite(x: te.Tensor) -> te.Tensor:
     return _each(difference, x)
 
 
-def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN.
-
-    Reshapes and concatenations of symbolic shapes are those of `symbolic_moves`.
-
-    Raises
-    ------
-    LoweringError
-        TVM does not know the sizes of a tensor, though its rank.
-    """
+@cache
+def _legalisers() -> dict[str, Legaliser]:
+    """Return how each operator is lowered, under its name; what TVM does not lower has none."""
     functions: dict[str, Callable[..., te.Tensor]] = {
         "relax.clip": _clip,
         "relax.maximum": _maximum,
@@ -286,15 +280,28 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     own |= reduction_legalisers()
     names = (name for name in tvm.ir.Op.list_op_names() if name.startswith("relax."))
     # `has_attr` says yes for every operator; what TVM does not lower has None.
-    registered = [name for name in names if tvm.ir.Op.get(name).get_attr("FLegalize") is not None]
+    stock = {name: _stock(name) for name in names}
+    return {name: _of_its_type(own.get(name) or lowered) for name, lowered in stock.items() if lowered is not None}
+
+
+def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN.
+
+    Reshapes and concatenations of symbolic shapes are those of `symbolic_moves`.
+
+    Raises
+    ------
+    LoweringError
+        TVM does not know the sizes of a tensor, though its rank.
+    """
     made: dict[tuple[object, ...], tvm.ir.Call] = {}
-    legalisers = {name: _once(_of_its_type(own.get(name) or _stock(name)), made) for name in registered}
-    legalised = relax.transform.LegalizeOps(legalisers)(mod)
-    _refuse_what_is_left(legalised, frozenset(registered), state)
+    legalisers = _legalisers()
+    legalised = relax.transform.LegalizeOps({name: _once(one, made) for name, one in legalisers.items()})(mod)
+    _refuse_what_is_left(legalised, legalisers.keys(), state)
     return legalised
 
 
-def _refuse_what_is_left(mod: tvm.ir.IRModule, registered: frozenset[str], state: LoweringState) -> None:
+def _refuse_what_is_left(mod: tvm.ir.IRModule, registered: Set[str], state: LoweringState) -> None:
     """Check that TVM left no operator as it was: it does so without a word, and the code generator fails on them.
 
     Reshapes may stay: they move nothing.

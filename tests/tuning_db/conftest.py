@@ -14,6 +14,7 @@ from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.sql.schema import Base
 from relaxtune.tuning_db.store import SqlDatabase
+from tests import warm_python
 from tests.tuning_db.postgres_server import running_server
 
 TVM_VERSION = "0.27.0.post1"
@@ -147,16 +148,17 @@ def database(request: pytest.FixtureRequest, path: Path, tmp_path: Path) -> Iter
 
 
 Python = Callable[..., "subprocess.Popen[str]"]
+_WARNINGS_ARE_ERRORS = "import warnings; warnings.simplefilter('error')\n"
 
 
 @pytest.fixture
 def python() -> Iterator[Python]:
-    """Start `script` in a Python of its own, whose `sys.argv[1:]` are the arguments; it is gone when the test ends."""
+    """Start `script` in a warm Python of its own, whose `sys.argv[1:]` are the arguments; it ends with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def start(script: str, *arguments: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-W", "error", "-c", script, *map(str, arguments)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", _WARNINGS_ARE_ERRORS + script, *map(str, arguments)]
+        process = warm_python.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         started.append(process)
         return process
 

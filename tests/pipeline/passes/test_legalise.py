@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import tvm
 from onnx import helper
 from tvm import relax
 
@@ -15,7 +16,7 @@ from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
 from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from tests.pipeline.importer.onnx_cases import make_model, run_reference
-from tests.pipeline.passes.pass_cases import UNOPTIMISED, graph_of, run_lowered, state_of
+from tests.pipeline.passes.pass_cases import UNOPTIMISED, graph_of, operators_of, run_lowered, state_of
 
 X = np.array([[np.nan, -2, 3, 0], [1, np.nan, -0.5, 7]], "float32")
 Z = np.array([[1, 2, -3, np.nan], [4, -1, np.nan, 0]], "float32")
@@ -49,6 +50,14 @@ def test_nan_comes_out(operator: str, feeds: dict[str, np.ndarray], attributes: 
     (want,) = run_reference(model, feeds)
     np.testing.assert_allclose(got, want, rtol=1e-5, equal_nan=True)
     assert np.isnan(got).any()
+
+
+def test_operators_are_looked_up_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM has thousands of operators: looking them all up took half of the lowering of a small graph."""
+    graph = graph_of(lambda _, x: relax.op.nn.relu(x), {"x": ((2, 4), "float32")})
+    legalise_operators(graph.mod, state_of(graph))
+    monkeypatch.setattr(tvm.ir.Op, "list_op_names", None)
+    assert operators_of(legalise_operators(graph.mod, state_of(graph))) == ["call_tir"]
 
 
 def test_operator_over_unknown_sizes_is_refused_with_its_node() -> None:

@@ -62,6 +62,13 @@ def lowered_of(name: str) -> LoweredModule:
     return lower(graph_of_zoo(name), LLVM)
 
 
+@cache
+def reference_of(name: str) -> tuple[Mapping[str, np.ndarray], list[np.ndarray]]:
+    """Return a model's inputs, and what ONNX Runtime makes of them."""
+    feeds = feeds_of(model_of(name))
+    return feeds, run_reference(model_of(name), feeds)
+
+
 # Most passes leave most models as they are: equal modules are compiled once.
 _MACHINES: dict[StructuralKey, relax.VirtualMachine] = {}
 
@@ -79,32 +86,32 @@ def report_of(lowered: LoweredModule, name: str) -> PassReport:
 
 @pytest.mark.parametrize("name", TINY)
 def test_lower_agrees_with_onnx_runtime_when_every_pass_is_on(name: str) -> None:
-    feeds = feeds_of(model_of(name))
-    assert_agrees(run_lowered(lowered_of(name), feeds), run_reference(model_of(name), feeds), FP32_TOLERANCE)
+    feeds, expected = reference_of(name)
+    assert_agrees(run_lowered(lowered_of(name), feeds), expected, FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("disabled", OPTIONAL)
 def test_lower_agrees_with_onnx_runtime_when_one_pass_is_off(disabled: str) -> None:
-    feeds = feeds_of(model_of("llama-tiny"))
+    feeds, expected = reference_of("llama-tiny")
     lowered = lower(graph_of_zoo("llama-tiny"), LLVM, LoweringOptions(disabled_passes=frozenset({disabled})))
     report = report_of(lowered, disabled)
     assert not report.enabled
     assert report.seconds == 0.0
-    assert_agrees(run_lowered(lowered, feeds), run_reference(model_of("llama-tiny"), feeds), FP32_TOLERANCE)
+    assert_agrees(run_lowered(lowered, feeds), expected, FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny"])
 def test_lower_agrees_with_onnx_runtime_when_every_optional_pass_is_off(name: str) -> None:
-    feeds = feeds_of(model_of(name))
+    feeds, expected = reference_of(name)
     lowered = lower(graph_of_zoo(name), LLVM, LoweringOptions(disabled_passes=frozenset(OPTIONAL)))
-    assert_agrees(run_lowered(lowered, feeds), run_reference(model_of(name), feeds), FP32_TOLERANCE)
+    assert_agrees(run_lowered(lowered, feeds), expected, FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["bert-tiny", "llama-tiny", "gpt2-tiny-decode"])
 def test_lower_stays_near_onnx_runtime_when_precision_is_fp16(name: str) -> None:
-    feeds = feeds_of(model_of(name))
+    feeds, expected = reference_of(name)
     lowered = lower(graph_of_zoo(name), LLVM, LoweringOptions(precision="fp16"))
-    assert_agrees(run_lowered(lowered, feeds), run_reference(model_of(name), feeds), FP16_TOLERANCE)
+    assert_agrees(run_lowered(lowered, feeds), expected, FP16_TOLERANCE)
     halves = [weight for weight in lowered.weights.values() if weight.dtype == np.float16 and weight.ndim == 2]
     assert len(halves) >= 8
 

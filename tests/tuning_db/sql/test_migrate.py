@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import math
 import sqlite3
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -246,9 +248,10 @@ def test_nothing_is_left_when_a_migration_fails_midway(path, monkeypatch):
         assert database.count_records() == 0
 
 
-def test_package_imports_without_tvm(python):
+def test_package_imports_without_tvm():
     modules = ", ".join(
         f"relaxtune.tuning_db.{name}" for name in ("store", "questions.queries", "lookup", "sql.migrate")
     )
     script = f"import sys, {modules}\nprint(sorted(m for m in sys.modules if m.split('.')[0] in ('tvm', 'tvm_ffi')))"
-    assert python(script).communicate()[0].strip() == "[]"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
