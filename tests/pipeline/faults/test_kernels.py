@@ -61,7 +61,7 @@ CASES = {
         "bert",
         FaultyKernel(
             "embeddings_LayerNorm_LayerNormalization",
-            [("var_sum[v_ax0, v_ax1] / T.float32(64.0)", "var_sum[v_ax0, v_ax1] / T.float32(63.0)")],
+            [("variance[v_i0, v_i1] / T.float32(64.0)", "variance[v_i0, v_i1] / T.float32(63.0)")],
         ),
         "/embeddings/LayerNorm/LayerNormalization",
     ),
