@@ -9,8 +9,9 @@ ARGS ?=
 # Processes of `make test`; 0 is none but pytest's own.
 JOBS ?= 2
 TESTED := not gpu and not slow and not export and not nightly
-# By file, in the order of their folders: files of one long test would else begin last.
-PARALLEL = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(TESTED) and not timing"
+# By file, in the order of their folders: files of one long test would else begin last. A process that dies ends the run,
+# which names its test: pytest-xdist 3.8 would start another process, and wait for ever at the end (its issue 1378).
+PARALLEL = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "$(TESTED) and not timing"
 TIMED = $(BIN)/python -m pytest -n 0 -m "$(TESTED) and timing" $$(grep -rl mark.timing --include='test_*.py' tests)
 # How `make lock` solves: setuptools, given on stdin, builds this project without a download of its own.
 LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --upgrade \

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds in which Python has to be heard of after a signal, and the exit code of an interrupted command.
-_GRACE_S, _EXIT_INTERRUPTED = 1.5, 130
+# Looks for a sign of life of Python: the seconds between two, how many there are while the main thread computes, and
+# while it waits or gets no processor.
+_LOOK_S, _LOOKS_BUSY, _LOOKS_MAX = 0.1, 15, 50
+# The exit code of an interrupted command.
+_EXIT_INTERRUPTED = 130
 # Asks the main thread for a sign of life. Python's own default is to ignore it.
 _PROBE = signal.SIGURG
 # What the watcher reads when a handler's KeyboardInterrupt was lost, and the seconds until it sends the signal again.
@@ -95,7 +98,9 @@ def signals_end_native_code() -> Iterator[None]:
 
     Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread hears
     of the signal at once. It asks the main thread for a sign of life, and ends the process without one. Nothing is left
-    half-written: artifacts are renamed into place, records are committed whole, children end with their parent.
+    half-written: artifacts are renamed into place, records are committed whole, children end with their parent. What
+    counts is what the main thread computes while this thread looks on, not seconds: a process that gets no processor,
+    or whose Python collects garbage for seconds, is not inside native code.
 
     Code that is interrupted may also take the KeyboardInterrupt for an error of its own: TVM tries rules under a bare
     `except:`. The command would go on as if nothing had happened, so the thread sends the signal again, and in the end
@@ -143,7 +148,7 @@ def signals_end_native_code() -> Iterator[None]:
                 continue
             alive.clear()
             signal.pthread_kill(main, _PROBE)
-            if not alive.wait(_GRACE_S):
+            if not _shows_life(alive, main):
                 end(_NATIVE)
             raised = raised or 1
 
@@ -159,6 +164,23 @@ def signals_end_native_code() -> Iterator[None]:
         thread.join()
         os.close(reader)
         signal.signal(_PROBE, probed)
+
+
+def _shows_life(alive: threading.Event, main: int) -> bool:
+    """Return whether the event comes before the main thread has computed for too long."""
+    clock = time.pthread_getcpuclockid(main)
+    computed, before = 0.0, time.clock_gettime(clock)
+    for _ in range(_LOOKS_MAX):
+        # Not what `wait` returns: it knows nothing of an event that came after its time was up.
+        alive.wait(_LOOK_S)
+        if alive.is_set():
+            return True
+        now = time.clock_gettime(clock)
+        # Between two looks the main thread may have held Python's lock for long. It counts as one.
+        computed, before = computed + min(now - before, _LOOK_S), now
+        if computed >= _LOOKS_BUSY * _LOOK_S:
+            return False
+    return False
 
 
 def _is_first() -> bool:

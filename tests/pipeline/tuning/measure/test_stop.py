@@ -44,6 +44,37 @@ def test_a_signal_ends_native_code() -> None:
         assert (process.returncode, b"interrupted inside native code" in process.stderr.read()) == (130, True)
 
 
+# Python itself answers late, as while it collects garbage: it holds its lock. The thread that watches asks between two
+# such times, and its own clock runs on.
+_LATE = """
+import ctypes, signal
+from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
+
+taken = []
+hold = ctypes.PyDLL(None).usleep
+def late(number, frame):
+    hold(1_900_000); hold(1_900_000)
+    taken.append(number)
+
+signal.signal(signal.SIGTERM, late)
+with signals_end_native_code():
+    print("ready", flush=True)
+    while not taken:
+        signal.pause()
+print("went on")
+"""
+
+
+def test_python_that_answers_late_is_left_to_its_handlers() -> None:
+    with subprocess.Popen([sys.executable, "-c", _LATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+        assert (process.stdout.read(), process.stderr.read()) == (b"went on\n", b"")
+    assert process.returncode == 0
+
+
 # What takes an interrupt for an error of its own and goes on, as TVM's rules for GPUs do under a bare `except:`.
 _TAKEN = """
 import signal, time
