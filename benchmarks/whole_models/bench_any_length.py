@@ -16,7 +16,6 @@ import argparse
 import datetime
 import json
 import tempfile
-import time
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
@@ -34,7 +33,6 @@ from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.measure import (
     ORT_ARM,
-    Arm,
     BenchmarkReport,
     measure,
     module_arm,
@@ -91,8 +89,8 @@ def measure_model(name: str, arguments: argparse.Namespace, folder: Path) -> lis
             modules[STATIC] = compiled(source, length, folder / f"{name}-{length}")
         report = measure(
             {
-                **{arm: rested(module_arm(module, inputs)) for arm, module in modules.items()},
-                PEER: rested(onnxruntime_peer(symbolic, inputs).arms[ORT_ARM]),
+                **{arm: module_arm(module, inputs) for arm, module in modules.items()},
+                PEER: onnxruntime_peer(symbolic, inputs).arms[ORT_ARM],
             },
             runs=arguments.runs,
             conditions=run_conditions(modules[SYMBOLIC]),
@@ -100,23 +98,6 @@ def measure_model(name: str, arguments: argparse.Namespace, folder: Path) -> lis
         print_row(name, length, report)
         entries.append({"model": name, "length": length, "report": report.to_json()})
     return entries
-
-
-def rested(arm: Arm) -> Arm:
-    """Return an arm that sleeps after each call, as long as it took.
-
-    Of each second, Linux gives 50 ms of each core to other processes if one of real-time priority (`chrt`) leaves them
-    too little; on a busy machine, a call of half a second then takes 50 ms more.
-    """
-
-    def call() -> float:
-        started = time.perf_counter()
-        told = arm()
-        took_s = time.perf_counter() - started
-        time.sleep(max(2e-3, took_s))
-        return took_s * 1e3 if told is None else told
-
-    return call
 
 
 def print_row(name: str, length: int, report: BenchmarkReport) -> None:

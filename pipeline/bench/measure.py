@@ -1,7 +1,11 @@
 """Latency of several arms side by side: warm-up, alternating runs, raw values kept.
 
 The arms take turns, so that a machine that slows down slows all of them. Before each timed run its arm runs once
-untimed: it gets its data back into the caches from the arm before, and outlasts that arm's spinning worker threads.
+untimed: it gets its data back into the caches from the arm before.
+
+Workers of TVM's thread pool spin after a call, for as long as 300,000 pauses take: 60 ms on an Intel Xeon with AMX. An
+arm of another process, such as ONNX Runtime's, waits until they sleep; beside them it took up to three times as long.
+Then it runs untimed for as long as it takes until its own threads are awake, each on a core.
 """
 
 from __future__ import annotations
@@ -40,6 +44,11 @@ UNTUNED_ARM = "untuned"
 
 # Turns of each arm within the seconds that it runs under load.
 _WINDOWS = 10
+# Looks for threads that spin: the seconds of one, and those of all before an arm.
+_LOOK_S, _SPIN_S = 0.002, 0.5
+# Seconds after which an arm's threads are awake: with 30 ms, runs of 2 ms still took up to 1.5 times as long (AVX-512
+# Xeon, 2 cores, MiniLM at length 16).
+_AWAKE_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -183,23 +192,59 @@ def measure(
         raise UsageError(
             f"nothing to measure: {len(arms)} arms, runs={runs}, warmup={warmup}; expected runs of at least 1"
         )
-    for arm in arms.values():
+    processors = _Processors()
+    for name, arm in arms.items():
         for _ in range(warmup):
-            arm()
+            processors.run(name, arm)
     latencies: dict[str, list[float]] = {name: list(known[name]) if known else [] for name in arms}
     forwards = list(arms.items())
     for turn in range(len(next(iter(latencies.values()))), runs):
         for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
-            if settle:
-                arm()
-            started = time.perf_counter_ns()
-            told = arm()
-            latencies[name].append((time.perf_counter_ns() - started) / 1e6 if told is None else told)
+            processors.hand_over(name, arm, settle)
+            latencies[name].append(processors.run(name, arm))
         if until is not None and until(latencies):
             runs = turn + 1
             break
     results = tuple(ArmResult(name, tuple(values)) for name, values in latencies.items())
     return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
+
+
+class _Processors:
+    """Handed over between arms of this process and arms of others: neither is timed while the other's threads spin."""
+
+    def __init__(self) -> None:
+        self._elsewhere: dict[str, bool] = {}
+        self._last = ""
+        self._spinning = False
+
+    def run(self, name: str, arm: Arm) -> float:
+        """Run an arm once and return its latency in milliseconds."""
+        started = time.perf_counter_ns()
+        told = arm()
+        here = (time.perf_counter_ns() - started) / 1e6
+        self._elsewhere[name], self._last = told is not None, name
+        return here if told is None else told
+
+    def hand_over(self, name: str, arm: Arm, settle: bool) -> None:
+        """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
+        apart = self._elsewhere.get(name) != self._elsewhere.get(self._last)
+        if apart:
+            self._spinning |= wait_until_idle()
+        if settle:
+            until = time.monotonic() + (_AWAKE_S if apart and self._spinning else 0.0)
+            self.run(name, arm)
+            while time.monotonic() < until:
+                self.run(name, arm)
+
+
+def wait_until_idle() -> bool:
+    """Wait until this process computes nothing, half a second at most, and return whether it did."""
+    for look in range(round(_SPIN_S / _LOOK_S)):
+        before = time.process_time()
+        time.sleep(_LOOK_S)
+        if time.process_time() - before < _LOOK_S / 4:
+            return look > 0
+    return True
 
 
 def measure_load(
@@ -226,6 +271,7 @@ def measure_load(
     busy_s = dict.fromkeys(arms, 0.0)
     for window in range(0 if warmup else 1, _WINDOWS + 1):
         for name, arm in arms.items():
+            wait_until_idle()
             taken, took_s = arm(seconds / _WINDOWS)
             if window:
                 latencies[name] += taken

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +26,7 @@ from relaxtune.pipeline.bench.measure import (
     onnxruntime_peer,
     render,
     run_conditions,
+    wait_until_idle,
 )
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
@@ -36,6 +38,44 @@ def test_arms_take_turns_and_each_timed_run_follows_an_untimed_one() -> None:
     assert calls == ["a"] * 2 + ["b"] * 2 + ["a", "a", "b", "b"] * 3
     assert [len(arm.latencies_ms) for arm in report.arms] == [3, 3]
     assert (report.runs, report.warmup) == (3, 2)
+
+
+def test_an_arm_of_another_process_waits_until_threads_of_this_one_sleep() -> None:
+    calls: list[str] = []
+    sleeps = threading.Event()
+
+    def ours() -> None:
+        sleeps.clear()
+        spin_until(sleeps)
+        threading.Timer(0.1, sleeps.set).start()
+
+    def theirs() -> float:
+        calls.append("alone" if sleeps.is_set() else "beside")
+        return 1.0
+
+    measure({"ours": ours, "theirs": theirs}, runs=3, warmup=0, settle=False)
+    assert calls == ["alone"] * 3
+
+
+def test_threads_that_never_sleep_are_not_waited_for_for_ever() -> None:
+    sleeps = threading.Event()
+    thread = spin_until(sleeps)
+    assert wait_until_idle()
+    sleeps.set()
+    thread.join()
+    assert not wait_until_idle()
+
+
+def spin_until(event: threading.Event) -> threading.Thread:
+    """Start a thread that spins until an event, as the workers of TVM's pool do after a call."""
+
+    def spin() -> None:
+        while not event.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    return thread
 
 
 @pytest.mark.timing
