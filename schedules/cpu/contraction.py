@@ -38,6 +38,8 @@ MAX_ROWS = 14
 MAX_VECTORS = 4
 MAX_VECTORS_FEW_ROWS = 8
 FEW_ROWS = 2
+# Half cycles of multiply-adds that a load delays, and the load of a vector from the second cache.
+_LOAD, _STREAMED_VECTOR = 0.25, 1.25
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def best_tile(
     *,
     exact: bool = False,
     width: int | None = None,
+    streamed: bool = False,
 ) -> Tile:
     """Return the tile that takes the fewest cycles by count of multiply-adds, loads, and wasted lanes.
 
@@ -148,7 +151,10 @@ def best_tile(
         Consider only tiles that divide `columns`; a tile that does not is the answer where none does.
     width : int or None
         Consider only tiles of so many columns.
+    streamed : bool
+        The right operand comes from the second cache for every tile, at less than a vector a cycle.
     """
+    vector_cycles = _STREAMED_VECTOR if streamed else _LOAD
     best, best_cost = Tile(1, 1 if width is None else max(1, width // lanes), lanes), math.inf
     for v in range(1, MAX_VECTORS_FEW_ROWS + 1):
         for r in range(1, MAX_ROWS + 1):
@@ -162,7 +168,7 @@ def best_tile(
             row_tiles = 1 / r if rows is None else math.ceil(rows / r) / rows
             column_tiles = 1 / (v * lanes) if columns is None else math.ceil(columns / (v * lanes)) / columns
             # Fewer than 8 independent accumulators do not cover the latency of a multiply-add.
-            cycles = max(r * v, 8 if not few else 4, (v + r) / 2) + 0.25 * (v + r)
+            cycles = max(r * v, 8 if not few else 4, (v + r) / 2) + _LOAD * r + vector_cycles * v
             cost = cycles * row_tiles * column_tiles
             if cost < best_cost:
                 best, best_cost = Tile(r, v, lanes), cost

@@ -13,7 +13,10 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 @dataclass(frozen=True)
 class Product:
-    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
+    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself.
+
+    Where k has several `blocks`, tiles of `group_rows` rows read one after another.
+    """
 
     func: PrimFunc
     con: TiledContraction
@@ -22,6 +25,7 @@ class Product:
     lanes: int
     rows: int
     blocks: int
+    group_rows: int = 0
 
     @property
     def block_length(self) -> int:
