@@ -304,7 +304,7 @@ def test_next_panel_of_a_packed_weight_is_fetched_by_the_first_tiles_of_rows(pro
 def test_long_panel_is_read_block_by_block_while_groups_of_rows_keep_their_sums(
     registers: int, blocks: int, rows: int
 ) -> None:
-    """A panel of 4,099 rows: blocks of k, the last one shorter; the most rows are a group of tiles, and a smaller one."""
+    """A panel of 4,099 rows: blocks of k, the last one shorter. The most rows are a group of tiles and a smaller."""
     facts = {"l1_bytes": 48 << 10, "l2_bytes": 1 << 20, "vector_registers": registers}
     limits = replace(host().limits, **facts)
     func = packed(45, 4099)
