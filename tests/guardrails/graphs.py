@@ -26,6 +26,8 @@ from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status
 from tests.guardrails.graph_workers import try_graphs
 from tests.guardrails.one_node.sweep import OneNode, list_cases
 
+_TOLD_EVERY = 250
+
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
     """Return the counts, the refusals by reason, and the graphs at fault."""
@@ -68,6 +70,8 @@ def main() -> None:
         outcomes.append(outcome)
         if outcome.status in FAULTS:
             print(f"seed {outcome.seed} {outcome.name}: {outcome.status.value}: {outcome.reason}", flush=True)
+        if len(outcomes) % _TOLD_EVERY == 0:
+            print(f"{len(outcomes)} graphs in {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     found = summary(outcomes)
     for status, reasons in found["reasons"].items():  # type: ignore[attr-defined]
         for reason, count in reasons.items():
