@@ -13,9 +13,12 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import numpy as np
 import tvm
@@ -44,7 +47,7 @@ UNTUNED_ARM = "untuned"
 
 # Turns of each arm within the seconds that it runs under load.
 _WINDOWS = 10
-# Looks for threads that spin: the seconds of one, and those of all before an arm.
+# Seconds between two looks for threads that spin, and of all looks before an arm.
 _LOOK_S, _SPIN_S = 0.002, 0.5
 # Seconds after which an arm's threads are awake: with 30 ms, runs of 2 ms still took up to 1.5 times as long (AVX-512
 # Xeon, 2 cores, MiniLM at length 16).
@@ -210,7 +213,7 @@ def measure(
 
 
 class _Processors:
-    """Handed over between arms of this process and arms of others: neither is timed while the other's threads spin."""
+    """Handed over between arms of several processes: none is timed while another's threads spin."""
 
     def __init__(self) -> None:
         self._elsewhere: dict[str, bool] = {}
@@ -227,7 +230,8 @@ class _Processors:
 
     def hand_over(self, name: str, arm: Arm, settle: bool) -> None:
         """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
-        apart = self._elsewhere.get(name) != self._elsewhere.get(self._last)
+        known = [self._elsewhere.get(arm, True) for arm in (name, self._last)]
+        apart = name != self._last and any(known)
         if apart:
             self._spinning |= wait_until_idle()
         if settle:
@@ -238,13 +242,27 @@ class _Processors:
 
 
 def wait_until_idle() -> bool:
-    """Wait until this process computes nothing, half a second at most, and return whether it did."""
-    for look in range(round(_SPIN_S / _LOOK_S)):
-        before = time.process_time()
+    """Wait until no other thread of this process computes, half a second at most; return whether one did.
+
+    Where the system does not tell of threads (it is not Linux), nothing is waited for.
+    """
+    until = time.monotonic() + _SPIN_S
+    waited = False
+    while _others_compute() and time.monotonic() < until:
+        waited = True
         time.sleep(_LOOK_S)
-        if time.process_time() - before < _LOOK_S / 4:
-            return look > 0
-    return True
+    return waited
+
+
+def _others_compute() -> bool:
+    """Return whether another thread has a processor, or waits for one."""
+    own = str(threading.get_native_id())
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        # The state follows the name, which may hold any character but is in parentheses.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if task.name != own and (task / "stat").read_text(errors="replace").rpartition(") ")[2][0] == "R":
+                return True
+    return False
 
 
 def measure_load(

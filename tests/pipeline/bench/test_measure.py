@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import threading
@@ -41,40 +42,33 @@ def test_arms_take_turns_and_each_timed_run_follows_an_untimed_one() -> None:
 
 
 def test_an_arm_of_another_process_waits_until_threads_of_this_one_sleep() -> None:
-    calls: list[str] = []
-    sleeps = threading.Event()
-
-    def ours() -> None:
-        sleeps.clear()
-        spin_until(sleeps)
-        threading.Timer(0.1, sleeps.set).start()
+    computing: list[threading.Thread] = []
+    calls: list[bool] = []
 
     def theirs() -> float:
-        calls.append("alone" if sleeps.is_set() else "beside")
+        calls.append(computing[-1].is_alive())
         return 1.0
 
-    measure({"ours": ours, "theirs": theirs}, runs=3, warmup=0, settle=False)
-    assert calls == ["alone"] * 3
+    measure({"ours": lambda: computing.append(spin(300_000)), "theirs": theirs}, runs=3, warmup=0, settle=False)
+    assert calls == [False] * 3
 
 
 def test_threads_that_never_sleep_are_not_waited_for_for_ever() -> None:
-    sleeps = threading.Event()
-    thread = spin_until(sleeps)
+    thread = spin(10_000_000)
     assert wait_until_idle()
-    sleeps.set()
+    assert thread.is_alive()
     thread.join()
+    # It may still be on its way out.
+    wait_until_idle()
     assert not wait_until_idle()
 
 
-def spin_until(event: threading.Event) -> threading.Thread:
-    """Start a thread that spins until an event, as the workers of TVM's pool do after a call."""
-
-    def spin() -> None:
-        while not event.is_set():
-            pass
-
-    thread = threading.Thread(target=spin)
+def spin(turns: int) -> threading.Thread:
+    """Start a thread that computes without Python's lock, as the workers of TVM's pool spin after a call."""
+    thread = threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", turns))
     thread.start()
+    # Until it has taken Python's lock and let go of it: a thread that waits for the lock sleeps.
+    time.sleep(0.02)
     return thread
 
 
