@@ -218,7 +218,7 @@ class _Processors:
     def __init__(self) -> None:
         self._elsewhere: dict[str, bool] = {}
         self._last = ""
-        self._spinning = False
+        self._spinning, self._patient = False, True
 
     def run(self, name: str, arm: Arm) -> float:
         """Run an arm once and return its latency in milliseconds."""
@@ -232,8 +232,11 @@ class _Processors:
         """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
         known = [self._elsewhere.get(arm, True) for arm in (name, self._last)]
         apart = name != self._last and any(known)
-        if apart:
-            self._spinning |= wait_until_idle()
+        if apart and self._patient:
+            waited_s = wait_until_idle()
+            self._spinning |= waited_s > 0
+            # What computes all the time is no pool that spins: a compiler, say. It is there for all arms.
+            self._patient = waited_s < _SPIN_S
         if settle:
             until = time.monotonic() + (_AWAKE_S if apart and self._spinning else 0.0)
             self.run(name, arm)
@@ -241,17 +244,16 @@ class _Processors:
                 self.run(name, arm)
 
 
-def wait_until_idle() -> bool:
-    """Wait until no other thread of this process computes, half a second at most; return whether one did.
+def wait_until_idle() -> float:
+    """Wait until no other thread of this process computes, half a second at most; return the seconds.
 
     Where the system does not tell of threads (it is not Linux), nothing is waited for.
     """
-    until = time.monotonic() + _SPIN_S
-    waited = False
-    while _others_compute() and time.monotonic() < until:
-        waited = True
+    waited_s = 0.0
+    while waited_s < _SPIN_S and _others_compute():
         time.sleep(_LOOK_S)
-    return waited
+        waited_s += _LOOK_S
+    return waited_s
 
 
 def _others_compute() -> bool:

@@ -54,9 +54,12 @@ def test_an_arm_of_another_process_waits_until_threads_of_this_one_sleep() -> No
 
 
 def test_threads_that_never_sleep_are_not_waited_for_for_ever() -> None:
-    thread = spin(10_000_000)
-    assert wait_until_idle()
+    thread = spin(20_000_000)
+    assert wait_until_idle() >= 0.5
+    began = time.monotonic()
+    measure({"ours": lambda: None, "theirs": lambda: 1.0}, runs=20, warmup=0, settle=False)
     assert thread.is_alive()
+    assert time.monotonic() - began < 2.0
     thread.join()
     # It may still be on its way out.
     wait_until_idle()
