@@ -38,7 +38,7 @@ MAX_ROWS = 14
 MAX_VECTORS = 4
 MAX_VECTORS_FEW_ROWS = 8
 FEW_ROWS = 2
-# Half cycles of multiply-adds that a load delays, and the load of a vector from the second cache.
+# What a load costs, in multiply-adds, and what the load of a vector from the second cache does.
 _LOAD, _STREAMED_VECTOR = 0.25, 1.25
 
 

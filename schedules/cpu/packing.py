@@ -19,10 +19,10 @@ from tvm import te, tirx
 from relaxtune.schedules.cpu.contraction import best_tile, lanes_of
 from relaxtune.schedules.targets import CpuLimits
 
-#: With so many registers, a tile may be so tall that it reads little of its panel: 14 x 2 vectors in place of 6 x 4. On
-#: a Xeon with AVX-512, BERT-base of symbolic sizes then takes 0.87 of the time at length 16, 0.90 at 64, and the same
-#: from 128 on. Where rows of C begin inside a line of the cache, as GPT-2's logits do, wider panels are faster.
-MANY_REGISTERS = 32
+#: A vector of so many bytes is a line of the caches. A tall tile then reads little of its panel: 14 x 2 vectors in
+#: place of 6 x 4. On a Xeon with AVX-512, BERT-base of symbolic sizes takes 0.87 of the time at length 16, 0.90 at 64,
+#: and the same from 128 on. Where rows of C begin inside a line, as GPT-2's logits do, wider panels are faster.
+LINE_BYTES = 64
 
 
 def panel_width(rows: int | None, columns: int, dtype: str, limits: CpuLimits) -> int:
@@ -32,7 +32,7 @@ def panel_width(rows: int | None, columns: int, dtype: str, limits: CpuLimits) -
     """
     lanes = lanes_of(dtype, limits)
     exact = columns % lanes == 0
-    streamed = rows is None and exact and limits.vector_registers >= MANY_REGISTERS
+    streamed = rows is None and exact and limits.vector_bytes >= LINE_BYTES
     return best_tile(rows, columns, lanes, limits.vector_registers, exact=exact, streamed=streamed).columns
 
 

@@ -47,7 +47,7 @@ from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul
-from relaxtune.schedules.cpu.packing import MANY_REGISTERS
+from relaxtune.schedules.cpu.packing import LINE_BYTES
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CpuLimits
@@ -62,11 +62,11 @@ _ELEMENT_BYTES = 4
 # Rows that begin multiples of this apart share a set of the first cache, which holds as many lines as fit into it.
 _SET_STRIDE_BYTES = 4096
 # A block of a panel takes this part of the second cache at most, and tiles of so many rows read it, one after another,
-# while the next one is fetched. Measured with panels of 3,072 and 4,096 rows, and 16 registers.
+# while the next one is fetched. Measured with panels of 3,072 and 4,096 rows, and vectors of 32 bytes.
 _L2_SHARE, _GROUP_ROWS = 4, 224
-# With 32 registers it takes the first cache at most, and twice as many rows read it: on a Xeon with AVX-512, BERT-base
-# then takes 0.8 of the time at length 16, 0.95 at 128, and the same at 256 (1.03 with the rows above).
-_GROUP_ROWS_MANY = 448
+# With vectors of a line it takes the first cache at most, and twice as many rows read it: on a Xeon with AVX-512,
+# BERT-base then takes 0.8 of the time at length 16, 0.95 at 128, and the same at 256 (1.03 with the rows above).
+_GROUP_ROWS_LINE = 448
 
 # Of LLVM's instruction: to read, into the second cache, data.
 _PREFETCH = (0, 2, 1)
@@ -126,10 +126,10 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     blocks = 1
     if limits.l2_bytes is not None and length is not None and con.panel is not None:
         most = limits.l2_bytes // _L2_SHARE
-        if limits.vector_registers >= MANY_REGISTERS:
+        if limits.vector_bytes >= LINE_BYTES:
             most = min(most, limits.l1_bytes or most)
         blocks = -(-length * con.panel * _ELEMENT_BYTES // most)
-    group_rows = _GROUP_ROWS_MANY if limits.vector_registers >= MANY_REGISTERS else _GROUP_ROWS
+    group_rows = _GROUP_ROWS_LINE if limits.vector_bytes >= LINE_BYTES else _GROUP_ROWS
     return Product(func, con, epilogue, vectors, lanes, rows, blocks, group_rows)
 
 

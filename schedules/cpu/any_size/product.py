@@ -15,7 +15,7 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 class Product:
     """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself.
 
-    Where k has several `blocks`, tiles of `group_rows` rows read one after another.
+    Where k has several `blocks`, tiles of `group_rows` rows in all read each block before the next one.
     """
 
     func: PrimFunc

@@ -300,12 +300,12 @@ def test_next_panel_of_a_packed_weight_is_fetched_by_the_first_tiles_of_rows(pro
     assert len([loop for loop in loops if not any(call in fetches for call in find_all(loop, Call))]) == 1
 
 
-@pytest.mark.parametrize(("registers", "blocks", "rows"), [(16, 3, 301), (32, 11, 525)])
+@pytest.mark.parametrize(("vector_bytes", "blocks", "rows"), [(32, 3, 301), (64, 11, 525)])
 def test_long_panel_is_read_block_by_block_while_groups_of_rows_keep_their_sums(
-    registers: int, blocks: int, rows: int
+    vector_bytes: int, blocks: int, rows: int
 ) -> None:
     """A panel of 4,099 rows: blocks of k, the last one shorter. The most rows are a group of tiles and a smaller."""
-    facts = {"l1_bytes": 48 << 10, "l2_bytes": 1 << 20, "vector_registers": registers}
+    facts = {"l1_bytes": 48 << 10, "l2_bytes": 1 << 20, "vector_bytes": vector_bytes}
     limits = replace(host().limits, **facts)
     func = packed(45, 4099)
     with pytest.MonkeyPatch.context() as patch:
