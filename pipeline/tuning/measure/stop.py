@@ -128,6 +128,8 @@ def signals_end_native_code() -> Iterator[None]:
         os._exit(_EXIT_INTERRUPTED)
 
     def watch() -> None:
+        # A traced thread of CPython 3.11 loops before its next call for as long as a signal waits for the main one.
+        sys.settrace(None)
         # How often a KeyboardInterrupt was raised that has to end the command.
         raised = 0
         while True:
