@@ -180,7 +180,8 @@ def measure(
     mirrored : bool
         Whether every second turn goes through the arms backwards: a place in the turn then favours none.
     settle : bool
-        Whether an arm runs once untimed before each timed run. One that takes long needs no such run.
+        Whether an arm runs untimed before each timed run: once, or for 50 ms after an arm of another process where
+        threads spun. One that takes long needs no such run.
     until : callable or None
         Asked after each turn whether the latencies so far, by arm, are enough.
     known : mapping or None
@@ -230,8 +231,7 @@ class _Processors:
 
     def hand_over(self, name: str, arm: Arm, settle: bool) -> None:
         """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
-        known = [self._elsewhere.get(arm, True) for arm in (name, self._last)]
-        apart = name != self._last and any(known)
+        apart = name != self._last and any(self._elsewhere.get(one, True) for one in (name, self._last))
         if apart and self._patient:
             waited_s = wait_until_idle()
             self._spinning |= waited_s > 0

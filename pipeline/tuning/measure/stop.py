@@ -99,8 +99,8 @@ def signals_end_native_code() -> Iterator[None]:
     Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread hears
     of the signal at once. It asks the main thread for a sign of life, and ends the process without one. Nothing is left
     half-written: artifacts are renamed into place, records are committed whole, children end with their parent. What
-    counts is what the main thread computes while this thread looks on, not seconds: a process that gets no processor,
-    or whose Python collects garbage for seconds, is not inside native code.
+    counts is what the main thread computes while this thread looks on (1.5 s), not seconds: a process whose Python
+    collects garbage is not inside native code. Where it computes nothing, native code may wait: 50 looks, 5 s.
 
     Code that is interrupted may also take the KeyboardInterrupt for an error of its own: TVM tries rules under a bare
     `except:`. The command would go on as if nothing had happened, so the thread sends the signal again, and in the end
