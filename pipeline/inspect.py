@@ -13,7 +13,7 @@ from onnx import helper
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
-from relaxtune.pipeline.artifact.compile import check_plan, compile_module
+from relaxtune.pipeline.artifact.compile import check_plan, compile_module, compiling_ahead
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
@@ -154,10 +154,11 @@ def inspect_model(request: ModelRequest, *, code: bool = False) -> Inspection:
     for lowered in (prepared.lowered, *(bucket.lowered for bucket in prepared.buckets)):
         check_plan(lowered, prepared.target)
         if code:
-            choices = select_kernels(
-                lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
-            )
-            compile_module(lowered, choices, prepared.target)
+            with compiling_ahead(prepared.target):
+                choices = select_kernels(
+                    lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
+                )
+                compile_module(lowered, choices, prepared.target)
     return _with_tasks(replace(facts, code=code), prepared)
 
 

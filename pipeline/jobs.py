@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, compiling_ahead
 from relaxtune.pipeline.artifact.directory import (
     accept,
     check_destination,
@@ -75,7 +75,7 @@ class Beforehand:
 
 def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None = None) -> Beforehand:
     """Return what finishing a model takes beside its tuned kernels; `threads` are ONNX Runtime's."""
-    with stage("compile untuned"):
+    with stage("compile untuned"), compiling_ahead(prepared.target):
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
     return Beforehand(untuned, make_reference(prepared, samples, threads))
 
@@ -121,11 +121,13 @@ def compile_model(
     urls = [*([database] if database is not None else []), *shared]
     if not urls:
         prepared = prepare_model(request)
-        return _compile(prepared, None, out, samples, choose_kernels(prepared, None), record=False, sign=sign)
+        with compiling_ahead(prepared.target):
+            return _compile(prepared, None, out, samples, choose_kernels(prepared, None), record=False, sign=sign)
     with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
         prepared = prepare_model(request)
-        prepared, choices = select_as_measured(prepared, opened)
-        return _compile(prepared, opened, out, samples, choices, record=record, places=urls, sign=sign)
+        with compiling_ahead(prepared.target):
+            prepared, choices = select_as_measured(prepared, opened)
+            return _compile(prepared, opened, out, samples, choices, record=record, places=urls, sign=sign)
 
 
 def tune_model(

@@ -56,7 +56,7 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.models.dims import evaluate_dim
     from relaxtune.models.zoo.presets import get_preset
-    from relaxtune.pipeline.artifact.compile import compile_module, portable_host
+    from relaxtune.pipeline.artifact.compile import compile_module, compiling_ahead, portable_host
     from relaxtune.pipeline.artifact.export import write_artifact
     from relaxtune.pipeline.choose.selection import select_kernels
     from relaxtune.pipeline.passes.module import LoweringOptions
@@ -74,10 +74,11 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     )
     prepared = prepare_model(request)
     target = portable_host(prepared.target)
-    choices = select_kernels(
-        prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
-    )
-    compiled = compile_module(prepared.lowered, choices, target)
+    with compiling_ahead(target):
+        choices = select_kernels(
+            prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
+        )
+        compiled = compile_module(prepared.lowered, choices, target)
     took = {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu}
     write_artifact(compiled, Path(directory))
     calls = prepared.lowered.kernels

@@ -11,13 +11,14 @@ import tvm
 from tvm import relax
 from tvm.target import codegen
 
+from relaxtune.pipeline.artifact.ahead import KernelsAhead, compiled_ahead, toolchain
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
-from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima
 from relaxtune.pipeline.codegen.token_list import with_token_list
@@ -123,7 +124,7 @@ def compile_module(
         launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
         mod, planned = _plan_memory(mod, target, graph, lowered.graph.name)
-    with _timed(seconds, "codegen"), device_toolchain(target.target), _pass_context(graph), target.target:
+    with _timed(seconds, "codegen"), toolchain(target.target), _pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(
         lowered,
@@ -138,6 +139,19 @@ def compile_module(
         determinism,
         tuple(map(tuple, variants)),
     )
+
+
+@contextmanager
+def compiling_ahead(target: ResolvedTarget) -> Iterator[None]:
+    """Begin to compile the kernels that `select_kernels` chooses inside the block, for `compile_module` inside it.
+
+    It makes the same code as without; kernels that are not compiled after all are left.
+    """
+    if target.kind != "cuda":
+        yield
+        return
+    with compiled_ahead(KernelsAhead(portable_host(target).target, _pass_context(True))):
+        yield
 
 
 def portable_host(target: ResolvedTarget) -> ResolvedTarget:
@@ -202,10 +216,8 @@ def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.
         raise LoweringError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
 
 
-@contextmanager
-def _pass_context(cuda_graph: bool) -> Iterator[None]:
-    with tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph}):
-        yield
+def _pass_context(cuda_graph: bool) -> tvm.transform.PassContext:
+    return tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph})
 
 
 @contextmanager

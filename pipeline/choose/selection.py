@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tvm import tirx
 
+from relaxtune.pipeline.artifact.ahead import begin_kernel
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
@@ -89,6 +90,7 @@ def select_kernels(
             choice = _unmeasured(function, task, target, routes, why)
         else:
             choice = _choose(function, task, lookup, target, routes, decision)
+        begin_kernel(function, choice.scheduled)
         choices.append(choice)
     _log_choices(choices)
     return tuple(choices)

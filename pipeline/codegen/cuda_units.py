@@ -7,68 +7,82 @@ then sets the time: NVRTC takes 2.5 s for BERT's, and took 5.8 s for the longest
 costs 0.08 s of processor time: 37 s for all 46, in eight units of six 34 s. How kernels are dealt out depends on the
 kernels alone, so that every machine makes the same cubins.
 
-TVM writes source in Python, with a call of its own code every few microseconds, each of which lets go of the lock. So
-one thread at a time writes source, while the others are in NVRTC: 16 threads that wrote side by side took a third more
-processor time and changed places 33,000 times (2 cores, the sources of BERT's 44 units: 1.9 s, one by one 1.4 s).
+TVM writes source in Python, which does one thing at a time, and compiles it without. So one thread writes the sources,
+one after another (1.4 s for BERT's), and others compile them. Threads that wrote as well waited for each other: 16 of
+them took a third more processor time and changed places 33,000 times (2 cores).
 """
 
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import tvm
 import tvm_ffi
 from tvm.ir import IRModule
 
-from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, registered
-from relaxtune.schedules.side_by_side import map_side_by_side
+from relaxtune.pipeline.codegen.cuda_compiler import registered
+from relaxtune.schedules.begun import Begun, begun_work
+
+#: Begins to compile a unit, for a target.
+BeginUnit: TypeAlias = Callable[[Begun, IRModule, tvm.target.Target], Future[tvm.runtime.Module]]
 
 _BUILD = "target.build.cuda"
-# Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
-_KERNELS_MIN = 20
+# TVM's build ends with it: the source of all kernels, its format, what each takes. It compiles.
+_CREATE = "ffi.Module.create.cuda"
+#: Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
+KERNELS_MIN = 20
 # TVM's names of the kernels of a function that has several: the first one has no number.
 _NUMBERED = re.compile(r"_kernel_(\d+)$")
 
 
 @contextmanager
-def units_side_by_side() -> Iterator[None]:
-    """Make TVM compile the CUDA kernels of a module side by side inside the block."""
-    build, compile_source = tvm_ffi.get_global_func(_BUILD), tvm_ffi.get_global_func(COMPILE_CALLBACK)
-    writing = threading.Lock()
+def units_side_by_side() -> Iterator[BeginUnit]:
+    """Make TVM compile the CUDA kernels of a module side by side inside the block; give what begins a unit."""
+    build, create = tvm_ffi.get_global_func(_BUILD), tvm_ffi.get_global_func(_CREATE)
 
-    def build_unit(unit: IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
-        with writing:
-            return build(unit, target)
+    def write(unit: IRModule, target: tvm.target.Target) -> tuple[object, ...]:
+        """Return what a module is made of, its source first."""
+        written: list[tuple[object, ...]] = []
 
-    def compile_unit(code: str) -> bytes:
-        # The build that calls this has written its source: it is another's turn.
-        writing.release()
-        try:
-            return compile_source(code)
-        finally:
-            writing.acquire()
+        def keep(*parts: object) -> tvm.runtime.Module:
+            written.append(parts)
+            _, _, functions, _ = parts
+            return create(b"", "cubin", functions, {})
+
+        with registered(_CREATE, keep):
+            build(unit, target)
+        return written[0]
+
+    def begin_unit(begun: Begun, unit: IRModule, target: tvm.target.Target) -> Future[tvm.runtime.Module]:
+        (kernel,) = unit.functions.values()
+        return begun.begin("build", kernel, lambda: begun.pool.submit(create, *write(unit, target)))
 
     def build_units(mod: IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
-        with target:
-            first, *others = map_side_by_side(lambda unit: build_unit(unit, target), split_units(mod))
+        units = split_units(mod)
+        if len(units) == 1:
+            return build(mod, target)
+        with target, begun_work() as begun:
+            first, *others = [one.result() for one in [begin_unit(begun, unit, target) for unit in units]]
         for other in others:
             first.import_module(other)
         return first
 
-    with registered(_BUILD, build_units), registered(COMPILE_CALLBACK, compile_unit):
-        yield
+    with registered(_BUILD, build_units):
+        yield begin_unit
 
 
-def split_units(mod: IRModule) -> list[IRModule]:
+def split_units(mod: IRModule, *, apart: bool = False) -> list[IRModule]:
     """Return each kernel of a module as a module, those that take long first; the module itself if they are not many.
 
     The kernels of a table have numbers: each is of more rows than the one before it, and takes longer to compile.
+    `apart` tells that the module is part of one with many.
     """
     kernels = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
-    if len(kernels) < _KERNELS_MIN:
+    if len(kernels) < KERNELS_MIN and not apart:
         return [mod]
     kernels.sort(key=lambda item: _number(item[0].name_hint), reverse=True)
     return [IRModule({var: kernel}, attrs=mod.attrs) for var, kernel in kernels]

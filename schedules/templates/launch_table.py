@@ -70,10 +70,15 @@ def is_table(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs) and KERNELS_ATTR in func.attrs
 
 
+def count_kernels(func: tirx.PrimFunc) -> int:
+    """Return how many kernels a scheduled function has at least: those of a table, of another one."""
+    return int(func.attrs[KERNELS_ATTR]) if is_table(func) else 1
+
+
 def split_table(table: tirx.PrimFunc) -> SplitTable:
     """Return the parts of what `launch_first` made."""
     *checks, guard = table.body.seq
-    count = int(table.attrs[KERNELS_ATTR])
+    count = count_kernels(table)
     conditions, bodies, rest = [], [], guard.then_case
     for _ in range(count - 1):
         conditions.append(rest.condition)

@@ -23,8 +23,10 @@ from tvm.ir import IRModule
 from tvm.ir.transform import PassContext
 from tvm.s_tir import SBlockRealize
 from tvm.s_tir.transform import UnifyThreadBinding
+from tvm.tirx import PrimFunc
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
+from relaxtune.schedules.begun import shared_step
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
 from relaxtune.schedules.side_by_side import context_like, map_side_by_side
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
@@ -102,9 +104,8 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, MadePasses, MadePasses]:
 def _each_side_by_side(passes: Passes, mod: IRModule) -> IRModule:
     """Return the module with passes done for each function apart."""
     finished = IRModule({}, attrs=mod.attrs)
-    for one in map_side_by_side(
-        passes, [IRModule({var: func}, attrs=mod.attrs) for var, func in mod.functions_items()]
-    ):
+    functions = [IRModule({var: func}, attrs=mod.attrs) for var, func in mod.functions_items()]
+    for one in map_side_by_side(shared_step("finish", passes), functions):
         finished.update(one)
     return finished
 
@@ -115,21 +116,43 @@ def _lower_tables(mod: IRModule) -> IRModule:
     tables = {name: split_table(func) for name, func in mod.functions.items()}
     # One function a module: of those of several, passes rename the variables that two of them share.
     parts = [IRModule({name: one}) for name, table in tables.items() for one in (table.choice, *table.kernels)]
-    lowered = iter(map_side_by_side(split_passes, parts))
+    lowered = iter(map_side_by_side(shared_step("lower", split_passes), parts))
     joined = {}
     for name, table in tables.items():
         (choice,) = next(lowered).functions.values()
         hosts, names = [], _kernel_names(name.name_hint)
         for _ in table.kernels:
-            functions = dict(next(lowered).functions.items())
-            host = functions.pop(next(one for one in functions if one.name_hint == name.name_hint))
-            renamed = {one.name_hint: next(names) for one in functions}
-            for one, device in functions.items():
-                new = renamed[one.name_hint]
-                joined[new] = device.with_attr("global_symbol", new)
+            host, renamed, kernels = _with_names(next(lowered), name.name_hint, names)
+            joined.update(kernels)
             hosts.append(with_kernel_names(host, renamed))
         joined[name.name_hint] = join_table(choice, hosts)
     return pack_passes(IRModule(joined, attrs=mod.attrs))
+
+
+def lower_kernels(name: str, table: PrimFunc) -> IRModule:
+    """Return the kernels that the pipeline makes of a function of several, without the host code that launches them."""
+    split_passes, pack_passes = _kernel_passes()
+    _, _, finish_device = PIPELINE_MAP["s_tir"]()
+    parts = [IRModule({name: one}) for one in split_table(table).kernels]
+    names, found = _kernel_names(name), dict[str, PrimFunc]()
+    for lowered in map_side_by_side(shared_step("lower", split_passes), parts):
+        _, _, kernels = _with_names(lowered, name, names)
+        found.update(kernels)
+    return _each_side_by_side(finish_device(), pack_passes(IRModule(found)))
+
+
+def _with_names(
+    lowered: IRModule, function: str, names: Iterator[str]
+) -> tuple[PrimFunc, dict[str, str], dict[str, PrimFunc]]:
+    """Return a lowered kernel's host code, the new names of what it launches, and that under those names."""
+    functions = dict(lowered.functions.items())
+    host = functions.pop(next(one for one in functions if one.name_hint == function))
+    renamed = {one.name_hint: next(names) for one in functions}
+    kernels = {
+        renamed[one.name_hint]: device.with_attr("global_symbol", renamed[one.name_hint])
+        for one, device in functions.items()
+    }
+    return host, renamed, kernels
 
 
 def _kernel_names(function: str) -> Iterator[str]:
@@ -176,4 +199,4 @@ def _copies_asynchronously(func: tvm.ir.BaseFunc) -> bool:
 
 def _has_no_blocks(func: tvm.ir.BaseFunc) -> bool:
     """Whether a function is written out in loops. A function with blocks has one around its body."""
-    return isinstance(func, tirx.PrimFunc) and is_scheduled(func) and not isinstance(func.body, SBlockRealize)
+    return isinstance(func, PrimFunc) and is_scheduled(func) and not isinstance(func.body, SBlockRealize)

@@ -35,7 +35,7 @@ def test_each_kernel_of_many_is_a_unit_on_every_machine(monkeypatch: pytest.Monk
 
 
 def test_kernels_of_most_rows_are_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_units, "_KERNELS_MIN", 2)
+    monkeypatch.setattr(cuda_units, "KERNELS_MIN", 2)
     (func, *_) = scaled(1).functions.values()
     kernels = ("add_kernel", "mul_kernel", "mul_kernel_1", "mul_kernel_2", "sub2_kernel", "sub2_kernel_1")
     order = [name for (name,) in unit_names(tvm.IRModule(dict.fromkeys(kernels, func)))]
@@ -43,7 +43,7 @@ def test_kernels_of_most_rows_are_compiled_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_module_of_several_units_has_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_units, "_KERNELS_MIN", 2)
+    monkeypatch.setattr(cuda_units, "KERNELS_MIN", 2)
     with device_toolchain(TARGET), TARGET:
         built = tvm.compile(scaled(3), TARGET).mod
     (first,) = built.imports

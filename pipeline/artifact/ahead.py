@@ -1,0 +1,128 @@
+"""Kernels that are lowered and compiled in threads while the others are still chosen.
+
+To choose the kernels of a model with symbolic sizes, and to build them, takes one thread of Python seconds, in which
+the other cores would wait; the passes of TVM and CUDA's compiler need no Python. Kernels begin once they are so many
+that each is a unit of its own (`pipeline.codegen.cuda_units`). All that needs Python, which is what writes their CUDA
+source, is done by the thread that chooses, between two choices: a second thread of Python would hold it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+
+import tvm
+from tvm import tirx
+from tvm.ir import IRModule
+from tvm.ir.transform import PassContext
+
+from relaxtune.pipeline.codegen.cuda_units import KERNELS_MIN, BeginUnit, split_units
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.schedules.begun import Begun, sharing
+from relaxtune.schedules.side_by_side import context_like
+from relaxtune.schedules.templates.launch_table import count_kernels, is_table
+from relaxtune.schedules.templates.lowering import lower_kernels
+
+
+class KernelsAhead:
+    """Compiles the kernels of tables for the next compilation, which has this target and this pass context."""
+
+    def __init__(self, target: tvm.target.Target, context: PassContext) -> None:
+        self._target, self._context = target, context
+        self._kernels, self._waiting = 0, list[tuple[str, tirx.PrimFunc]]()
+        self._lowered: list[Future[list[IRModule]]] = []
+        self._stack = ExitStack()
+        self._started: tuple[Begun, BeginUnit] | None = None
+
+    def begin(self, name: str, scheduled: tirx.PrimFunc) -> None:
+        """Begin to compile a function that the module will have under a name."""
+        self._kernels += count_kernels(scheduled)
+        if is_table(scheduled):
+            self._waiting.append((name, scheduled))
+        if self._kernels < KERNELS_MIN:
+            return
+        begun, begin_unit = self._started = self._started or self._start()
+        self._lowered += [begun.pool.submit(self._lower, begun, *waiting) for waiting in self._waiting]
+        self._waiting.clear()
+        self._compile_lowered(begun, begin_unit)
+
+    @contextmanager
+    def toolchain(self) -> Iterator[None]:
+        """Make TVM compile device code with the project's compilers inside the block, and take what began."""
+        try:
+            if self._started is None:
+                with device_toolchain(self._target):
+                    yield
+            else:
+                self._compile_lowered(*self._started)
+                with sharing(self._started[0]):
+                    yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Wait for what is under way, and leave the rest; what begins now is another compilation's."""
+        self._kernels, self._started = 0, None
+        self._waiting.clear()
+        self._lowered.clear()
+        self._stack.close()
+
+    def _start(self) -> tuple[Begun, BeginUnit]:
+        begin_unit = self._stack.enter_context(device_toolchain(self._target))
+        assert begin_unit is not None  # A GPU's.
+        begun = Begun()
+        self._stack.callback(begun.pool.shutdown, cancel_futures=True)
+        return begun, begin_unit
+
+    def _lower(self, begun: Begun, name: str, scheduled: tirx.PrimFunc) -> list[IRModule]:
+        """Return the kernels of a function, lowered, each as a unit; in a thread of its own."""
+        with self._settings(), sharing(begun):
+            mod = IRModule({name: scheduled.with_attr("global_symbol", name)})
+            mod = tirx.transform.BindTarget(self._target)(finish_kernels(mod, self._target))
+            return split_units(lower_kernels(name, mod[name]), apart=True)
+
+    def _compile_lowered(self, begun: Begun, begin_unit: BeginUnit) -> None:
+        """Write the source of what is lowered by now, and begin to compile it."""
+        ready = [one for one in self._lowered if one.done()]
+        self._lowered = [one for one in self._lowered if one not in ready]
+        # What failed is told by the compilation, which does it again.
+        for unit in [unit for one in ready if one.exception() is None for unit in one.result()]:
+            (kernel,) = unit.functions.values()
+            with self._settings():
+                begin_unit(begun, unit, kernel.attrs["target"])
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        with context_like(self._context), self._target:
+            yield
+
+
+_CURRENT: ContextVar[KernelsAhead | None] = ContextVar("kernels_ahead", default=None)
+
+
+@contextmanager
+def compiled_ahead(ahead: KernelsAhead) -> Iterator[None]:
+    """Let kernels that are chosen in this thread, inside the block, begin to compile."""
+    token = _CURRENT.set(ahead)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+        ahead.close()
+
+
+def begin_kernel(name: str, scheduled: tirx.PrimFunc | None) -> None:
+    """Begin to compile the kernel of a function, where a compilation is to follow."""
+    ahead = _CURRENT.get()
+    if ahead is not None and scheduled is not None:
+        ahead.begin(name, scheduled)
+
+
+@contextmanager
+def toolchain(target: tvm.target.Target) -> Iterator[None]:
+    """Make TVM compile device code for a target inside the block, and take what began."""
+    ahead = _CURRENT.get()
+    with device_toolchain(target) if ahead is None else ahead.toolchain():
+        yield
