@@ -1,9 +1,9 @@
 """Kernels that are lowered and compiled in threads while the others are still chosen.
 
 To choose the kernels of a model with symbolic sizes, and to build them, takes one thread of Python seconds, in which
-the other cores would wait; the passes of TVM and CUDA's compiler need no Python. Kernels begin once they are so many
-that each is a unit of its own (`pipeline.codegen.cuda_units`). All that needs Python, which is what writes their CUDA
-source, is done by the thread that chooses, between two choices: a second thread of Python would hold it up.
+the other cores would wait; the passes of TVM and CUDA's compiler need no Python. All that needs Python, which is what
+writes CUDA source, is done by the thread that chooses, between two choices: a second thread of Python would hold it up.
+Kernels are lowered at once, and compiled when they are so many that each is a unit (`pipeline.codegen.cuda_units`).
 """
 
 from __future__ import annotations
@@ -31,50 +31,44 @@ class KernelsAhead:
 
     def __init__(self, target: tvm.target.Target, context: PassContext) -> None:
         self._target, self._context = target, context
-        self._kernels, self._waiting = 0, list[tuple[str, tirx.PrimFunc]]()
+        self._kernels = 0
         self._lowered: list[Future[list[IRModule]]] = []
         self._stack = ExitStack()
-        self._started: tuple[Begun, BeginUnit] | None = None
+        self._begun: Begun | None = None
+        self._begin_unit: BeginUnit | None = None
 
     def begin(self, name: str, scheduled: tirx.PrimFunc) -> None:
         """Begin to compile a function that the module will have under a name."""
         self._kernels += count_kernels(scheduled)
         if is_table(scheduled):
-            self._waiting.append((name, scheduled))
-        if self._kernels < KERNELS_MIN:
-            return
-        begun, begin_unit = self._started = self._started or self._start()
-        self._lowered += [begun.pool.submit(self._lower, begun, *waiting) for waiting in self._waiting]
-        self._waiting.clear()
-        self._compile_lowered(begun, begin_unit)
+            self._begun = self._begun or Begun()
+            self._lowered.append(self._begun.pool.submit(self._lower, self._begun, name, scheduled))
+        if self._kernels >= KERNELS_MIN and self._begun is not None:
+            if self._begin_unit is None:
+                self._begin_unit = self._stack.enter_context(device_toolchain(self._target))
+            self._compile_lowered()
 
     @contextmanager
     def toolchain(self) -> Iterator[None]:
         """Make TVM compile device code with the project's compilers inside the block, and take what began."""
         try:
-            if self._started is None:
-                with device_toolchain(self._target):
-                    yield
-            else:
-                self._compile_lowered(*self._started)
-                with sharing(self._started[0]):
-                    yield
+            if self._begin_unit is None:
+                self._stack.enter_context(device_toolchain(self._target))
+            if self._begun is not None:
+                self._stack.enter_context(sharing(self._begun))
+            self._compile_lowered()
+            yield
         finally:
             self.close()
 
     def close(self) -> None:
         """Wait for what is under way, and leave the rest; what begins now is another compilation's."""
-        self._kernels, self._started = 0, None
-        self._waiting.clear()
+        if self._begun is not None:
+            # While the toolchain is there.
+            self._begun.pool.shutdown(cancel_futures=True)
+        self._kernels, self._begun, self._begin_unit = 0, None, None
         self._lowered.clear()
         self._stack.close()
-
-    def _start(self) -> tuple[Begun, BeginUnit]:
-        begin_unit = self._stack.enter_context(device_toolchain(self._target))
-        assert begin_unit is not None  # A GPU's.
-        begun = Begun()
-        self._stack.callback(begun.pool.shutdown, cancel_futures=True)
-        return begun, begin_unit
 
     def _lower(self, begun: Begun, name: str, scheduled: tirx.PrimFunc) -> list[IRModule]:
         """Return the kernels of a function, lowered, each as a unit; in a thread of its own."""
@@ -83,15 +77,17 @@ class KernelsAhead:
             mod = tirx.transform.BindTarget(self._target)(finish_kernels(mod, self._target))
             return split_units(lower_kernels(name, mod[name]), apart=True)
 
-    def _compile_lowered(self, begun: Begun, begin_unit: BeginUnit) -> None:
-        """Write the source of what is lowered by now, and begin to compile it."""
+    def _compile_lowered(self) -> None:
+        """Write the source of what is lowered by now, and begin to compile it, where each kernel is a unit."""
+        if self._begun is None or self._begin_unit is None:
+            return
         ready = [one for one in self._lowered if one.done()]
         self._lowered = [one for one in self._lowered if one not in ready]
         # What failed is told by the compilation, which does it again.
         for unit in [unit for one in ready if one.exception() is None for unit in one.result()]:
             (kernel,) = unit.functions.values()
             with self._settings():
-                begin_unit(begun, unit, kernel.attrs["target"])
+                self._begin_unit(self._begun, unit, kernel.attrs["target"])
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
