@@ -134,12 +134,16 @@ class Peers:
     def _ort(self, model: Any, providers: list[str]) -> Any:
         import onnxruntime
 
+        from relaxtune.models import save_model
+
         if providers[0] not in onnxruntime.get_available_providers():
             self.notes["ort"] = f"onnxruntime {onnxruntime.__version__} has no {providers[0]}"
             return None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(model.serialize(), options, providers=providers)
+        with tempfile.TemporaryDirectory() as folder:
+            path = save_model(model, Path(folder, "model.onnx"))
+            session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         return session if providers[0] in session.get_providers() else None
 
     def expected(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
