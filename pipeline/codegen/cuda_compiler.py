@@ -17,7 +17,7 @@ import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -134,12 +134,19 @@ def cuda_compiler(
     def compile_source(code: str) -> bytes:
         return compile_cubin(code, arch, toolchain, fast_math=fast_math, portable=portable, on_log=on_log)
 
-    original = tvm_ffi.get_global_func(COMPILE_CALLBACK)
-    tvm_ffi.register_global_func(COMPILE_CALLBACK, compile_source, override=True)
-    try:
+    with registered(COMPILE_CALLBACK, compile_source):
         yield toolchain
+
+
+@contextmanager
+def registered(name: str, function: Callable[..., object]) -> Iterator[None]:
+    """Put a function in the place of one of TVM's inside the block."""
+    original = tvm_ffi.get_global_func(name)
+    tvm_ffi.register_global_func(name, function, override=True)
+    try:
+        yield
     finally:
-        tvm_ffi.register_global_func(COMPILE_CALLBACK, original, override=True)
+        tvm_ffi.register_global_func(name, original, override=True)
 
 
 def compile_cubin(
