@@ -47,7 +47,8 @@ def units_side_by_side() -> Iterator[None]:
         # The build that calls this has written its source: it is another's turn.
         writing.release()
         try:
-            return compile_source(code)
+            cubin: bytes = compile_source(code)
+            return cubin
         finally:
             writing.acquire()
 

@@ -1,9 +1,9 @@
 """Statistics of rows in registers, for the epilogue of a GEMM template's kernel.
 
-The partial sums of `schedules.tir.row_norm` are read before the matmul's sum is made and used after it, which
-hides their latency, or at once where registers are short. A lane needs the statistics of rows `lane / 4` and 8 below,
-of the 16 of its warp in each block; the four lanes of a row read every fourth group each and add up what they have. The
-order of sums is fixed.
+They are read from shared memory where other warps made them. Else the partial sums of `schedules.tir.row_norm` are read
+before the matmul's sum is made and used after it, which hides their latency, or at once where registers are short. A
+lane needs the statistics of rows `lane / 4` and 8 below, of the 16 of its warp in each block; the four lanes of a row
+read every fourth group each and add up what they have. The order of sums is fixed.
 """
 
 from __future__ import annotations
