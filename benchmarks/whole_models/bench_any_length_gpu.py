@@ -1,8 +1,8 @@
 """One symbolic artifact at many sizes on a GPU, beside static artifacts, torch.compile(dynamic=True) and ONNX Runtime.
 
     python -m benchmarks.whole_models.bench_any_length_gpu [--model bert-base] [--batches 1,8,32] [--lengths 1,7,16,...]
-        [--static 1x128,8x512,...] [--arms static,torch,torch_graphs,torch_eager,ort] [--runs 30] [--budget S]
-        [--out FILE.json]
+        [--static 1x128,8x512,...] [--arms static,torch,torch_graphs,torch_eager,ort] [--runs 30] [--stream 600]
+        [--budget S] [--out FILE.json]
 
 Precision is fp16; nothing is tuned: all kernels are what is taken without a record. Each call's output is first
 compared with the float32 model (relative error, Frobenius): in torch where the benchmark has a module of it, else in
@@ -11,8 +11,9 @@ the device. Sizes come a few times before they are timed, so that ours runs as a
 and allocated. `torch` is `torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs
 (`mode="reduce-overhead"`), `torch_eager` eager torch captured in a CUDA graph of each size (not a default). Lengths are
 of the prompt, or of the cache of a decode step; images have none. `--static` names the points with a static artifact.
-Artifacts are compiled beside each other, one thread each; `cpu_s` of a
-compilation is its processor time. Needs torch; for `ort` onnxruntime-gpu.
+`--stream` then makes so many calls of random sizes, a quarter as many different ones up
+to the largest, by every arm but static ones and torch's graphs, which are of one size. Artifacts are compiled beside
+each other, one thread each; `cpu_s` of a compilation is its processor time. Needs torch; for `ort` onnxruntime-gpu.
 """
 
 from __future__ import annotations
@@ -134,12 +135,16 @@ class Peers:
     def _ort(self, model: Any, providers: list[str]) -> Any:
         import onnxruntime
 
+        from relaxtune.models import save_model
+
         if providers[0] not in onnxruntime.get_available_providers():
             self.notes["ort"] = f"onnxruntime {onnxruntime.__version__} has no {providers[0]}"
             return None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
-        session = onnxruntime.InferenceSession(model.serialize(), options, providers=providers)
+        with tempfile.TemporaryDirectory() as folder:
+            path = save_model(model, Path(folder, "model.onnx"))
+            session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         return session if providers[0] in session.get_providers() else None
 
     def expected(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -271,6 +276,35 @@ def measure(arms: Mapping[str, Arm], expected: Mapping[str, Any], runs: int) -> 
     return found
 
 
+def random_points(most: Sequence[int], count: int) -> list[Point]:
+    """Return so many points of sizes drawn from 1 to the most of each axis."""
+    rng = np.random.default_rng(0)
+    return [tuple(int(rng.integers(1, size + 1)) for size in most) for _ in range(count)]
+
+
+def time_stream(arms: Mapping[str, Sequence[Arm]], calls: int) -> dict[str, dict[str, float]]:
+    """Return for every arm what calls of sizes in random order take: median, 99th percentile and most, microseconds.
+
+    `arms` have a call for each of the sizes; all arms have the same order, one after another, as a server would.
+    """
+    found = {}
+    for name, of_sizes in arms.items():
+        order = np.random.default_rng(1).integers(0, len(of_sizes), calls)
+        for one in of_sizes[:_WARM]:
+            one()
+        times = []
+        for place in order:
+            began = time.perf_counter()
+            of_sizes[place]()
+            times.append((time.perf_counter() - began) * 1e6)
+        found[name] = {
+            "median_us": statistics.median(times),
+            "p99_us": float(np.percentile(times, 99)),
+            "most_us": max(times),
+        }
+    return found
+
+
 def main() -> None:
     """Compile, check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -282,6 +316,7 @@ def main() -> None:
     parser.add_argument("--static", type=points, default=STATIC)
     parser.add_argument("--arms", default="static,torch,torch_graphs,ort", type=lambda text: text.split(","))
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--stream", type=int, default=0, help="calls of random sizes, after the points")
     parser.add_argument("--jobs", type=int, default=12, help="artifacts that are compiled at a time")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no further size is begun")
     parser.add_argument("--lock", type=Path, help="a file that runs lock which take the GPU one after another")
@@ -356,6 +391,20 @@ def run_points(
         )
         host = found[_SYMBOLIC]["host_us"]
         print(f"{text_of(point)}: {text} us; host {host:.0f}; error {found[_SYMBOLIC]['error']:.2g}", flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    if arguments.stream and time.monotonic() - began < arguments.budget:
+        most = tuple(max(sizes) for sizes in zip(*points, strict=True))
+        arms_of: dict[str, list[Arm]] = {}
+        for point in random_points(most, arguments.stream // 4):
+            feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
+            of_point = {_SYMBOLIC: own_arm(module, feeds)[0], **peers.torch_arms(feeds)}
+            ort = peers.ort_arm(feeds)
+            of_point |= {"ort": ort} if ort is not None else {}
+            for name in of_point.keys() - {"torch_graphs", "torch_eager"}:
+                arms_of.setdefault(name, []).append(of_point[name])
+        document["stream"] = {"calls": arguments.stream, **time_stream(arms_of, arguments.stream)}
+        print("stream:", document["stream"], flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(document, indent=1) + "\n")
     for other in ("static", "torch", "torch_graphs", "torch_eager", "ort"):

@@ -15,9 +15,11 @@ them took a third more processor time and changed places 33,000 times (2 cores).
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeAlias
 
 import tvm
@@ -33,6 +35,8 @@ BeginUnit: TypeAlias = Callable[[Begun, IRModule, tvm.target.Target], Future[tvm
 _BUILD = "target.build.cuda"
 # TVM's build ends with it: the source of all kernels, its format, what each takes. It compiles.
 _CREATE = "ffi.Module.create.cuda"
+# Its `written` takes what a thread writes, in the place of compiling it.
+_THREAD = threading.local()
 #: Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
 KERNELS_MIN = 20
 # TVM's names of the kernels of a function that has several: the first one has no number.
@@ -42,19 +46,15 @@ _NUMBERED = re.compile(r"_kernel_(\d+)$")
 @contextmanager
 def units_side_by_side() -> Iterator[BeginUnit]:
     """Make TVM compile the CUDA kernels of a module side by side inside the block; give what begins a unit."""
-    build, create = tvm_ffi.get_global_func(_BUILD), tvm_ffi.get_global_func(_CREATE)
+    build, create = tvm_ffi.get_global_func(_BUILD), _create()
 
     def write(unit: IRModule, target: tvm.target.Target) -> tuple[object, ...]:
         """Return what a module is made of, its source first."""
-        written: list[tuple[object, ...]] = []
-
-        def keep(*parts: object) -> tvm.runtime.Module:
-            written.append(parts)
-            _, _, functions, _ = parts
-            return create(b"", "cubin", functions, {})
-
-        with registered(_CREATE, keep):
+        _THREAD.written = written = list[tuple[object, ...]]()
+        try:
             build(unit, target)
+        finally:
+            _THREAD.written = None
         return written[0]
 
     def begin_unit(begun: Begun, unit: IRModule, target: tvm.target.Target) -> Future[tvm.runtime.Module]:
@@ -73,6 +73,26 @@ def units_side_by_side() -> Iterator[BeginUnit]:
 
     with registered(_BUILD, build_units):
         yield begin_unit
+
+
+@cache
+def _create() -> Callable[..., tvm.runtime.Module]:
+    """Return TVM's function that compiles source. From now on a thread may keep the source instead.
+
+    Other threads may build modules of their own at that moment.
+    """
+    create: Callable[..., tvm.runtime.Module] = tvm_ffi.get_global_func(_CREATE)
+
+    def create_or_keep(*parts: object) -> tvm.runtime.Module:
+        written = getattr(_THREAD, "written", None)
+        if written is None:
+            return create(*parts)
+        written.append(parts)
+        _, _, functions, _ = parts
+        return create(b"", "cubin", functions, {})
+
+    tvm_ffi.register_global_func(_CREATE, create_or_keep, override=True)
+    return create
 
 
 def split_units(mod: IRModule, *, apart: bool = False) -> list[IRModule]:

@@ -2,12 +2,12 @@
 
 It is what each of three things would take alone, in a sum that leans to the longest, and what comes on top::
 
-    (arithmetic^4 + memory^4 + chain^4)^(1/4) + tiles, one after another + blocks + writing + reduction
+    (arithmetic^4 + memory^4 + L2^4 + chain^4)^(1/4) + tiles, one after another + blocks + writing + reduction
 
 With `stream_k`, a block's run counts as one sum, its parts as tiles, and what blocks hand over as the reduction.
 
-`chain` is one stage of the ring after another. L2's bandwidth never decided; but B that several rows of tiles read at
-about the same time takes longer than once. Of 8-bit operands, a stage has twice the elements of K and takes as long;
+`chain` is one stage of the ring after another; L2 is what all tiles load. B that several rows of tiles read at about
+the same time takes longer than once. Of 8-bit operands, a stage has twice the elements of K and takes as long;
 the constants are those of 16 bits.
 """
 
@@ -47,7 +47,10 @@ _INTEGER_WRITE = 2.0
 # them: of shapes of many tiles, the model has those 8 % too slow and these 6 % too fast.
 _STREAM_US = 3.75
 _STREAM_SUM_US = 1.02e-4
-_STREAM_DOUBT = 1.14
+_STREAM_DOUBT = 1.13
+# What it takes longer to start two warpgroups of which one has no tile: 128 x 768 x 768 by tiles of 64 x 64 took 4.4 us
+# on an H100, by one warpgroup 3.3.
+_IDLE_US = 1.0
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
 # Up to this many, a matmul waits for its weights, not for arithmetic.
@@ -74,6 +77,8 @@ class CostModel:
         In a microsecond, of a multiprocessor, of 16-bit operands.
     memory_bytes
         In a microsecond, of the GPU.
+    l2_bytes
+        In a microsecond, from L2 to all multiprocessors.
     latency_us
         Of a load; a ring hides it as far as it is deep.
     step_us
@@ -99,6 +104,7 @@ class CostModel:
 
     multiply_adds: float
     memory_bytes: float
+    l2_bytes: float
     latency_us: float
     step_us: float
     tile_us: float
@@ -118,9 +124,27 @@ class CostModel:
 # benchmarks/kernels/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest
 # (geometric mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it
 # puts first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls
-# of 1024 rows; 64 x 96 had been put first there and took up to 1.32 times as long as the fastest.
+# of 1024 rows; 64 x 96 had been put first there and took up to 1.32 times as long as the fastest. `l2_bytes` by 604
+# medians of an H100 (of models' matmuls from 1024 rows on, the spread of the errors falls from 9.4 to 8.4 %; kernels
+# load 9 to 11 TB/s at most): turns of 64 rows were predicted to take as long as those of 128, and took 1.25 times as
+# long (4096 x 768 x 3072).
 H200 = CostModel(
-    2.805e6, 4.103e6, 1.532, 0.1383, 1.214, 0.3693, 5.223e-5, 0.4387, 0.1201, 1.581e-4, 0.1958, 1.211, 1.8, 0.1683, 0.5
+    multiply_adds=2.805e6,
+    memory_bytes=4.103e6,
+    l2_bytes=13.5e6,
+    latency_us=1.532,
+    step_us=0.1383,
+    tile_us=1.214,
+    block_us=0.3693,
+    write_us=5.223e-5,
+    cluster_us=0.4387,
+    share_us=0.1201,
+    sum_us=1.581e-4,
+    reread=0.1958,
+    narrow=1.211,
+    narrow_alone=1.8,
+    beside_us=0.1683,
+    shown=0.5,
 )
 
 
@@ -152,7 +176,8 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
     columns, accumulators = plan.shares.columns, plan.shares.accumulators
     warpgroups = 1 if p.pingpong else p.consumers
     integer_factor = _INTEGER_WRITE if plan.operands.integer else 1.0
-    k_share, cluster = plan.k_share, plan.cluster
+    k_share, k_tiles, cluster = plan.k_share, plan.k_tiles, plan.cluster
+    tile_bytes = (p.multicast * plan.rows_a + p.block_n) * ROW_BYTES
 
     def predicted(rows: int) -> float:
         tiles_m, tiles, made_by = plan.grid(rows)
@@ -169,13 +194,14 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
         arithmetic *= in_turn_factor
         of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(tiles_m))
         memory = ((rows * matmul.k + of_b) * size + rows * matmul.n * written) / model.memory_bytes
+        from_l2 = tiles * k_tiles * tile_bytes / model.l2_bytes
         chain = in_turn * k_share * step_us
         if k_share > p.stages:
             chain = max(chain, in_turn * k_share * model.latency_us / p.stages)
         beside = model.beside_us if 2 * blocks <= sm_count else 0.0
         if beside and rotates and rows <= _FEW_ROWS:
             beside += _BESIDE_ATTENTION_US
-        longest: float = sum(one**_NORM for one in (arithmetic, memory, chain)) ** (1 / _NORM)
+        longest: float = sum(one**_NORM for one in (arithmetic, memory, from_l2, chain)) ** (1 / _NORM)
         # A block with one tile has nothing to hide it behind.
         in_turns = p.pingpong and tiles > made_by
         write = 0.0 if in_turns else on_one * p.block_m * columns / warpgroups * model.write_us
@@ -187,6 +213,7 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
             # than with 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
             elements = min(p.block_m, rows) * p.block_n / accumulators / p.split_k
             reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
+        idle = _IDLE_US if p.pingpong and not in_turns else 0.0
         tiles_us = in_turn * model.tile_us * (model.shown if in_turns else 1.0)
         if p.stream_k:
             tiles_us *= max(1.0, k_share / plan.k_tiles)
@@ -194,7 +221,7 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
             # One part is handed over, and as many are added up as a tile takes besides.
             parts = 1 + max(1.0, plan.k_tiles / k_share)
             reduce = _STREAM_US + parts * min(p.block_m, rows) * p.block_n / p.consumers * _STREAM_SUM_US
-        total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce - beside
+        total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce + idle - beside
         if p.stream_k:
             total *= _STREAM_DOUBT
         if p.multicast == 1:

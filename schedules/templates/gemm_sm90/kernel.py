@@ -25,12 +25,14 @@ from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm90.plan import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
+    STATISTICS_WARPS,
     WARPGROUP,
     GemmPlan,
     tensor_maps,
 )
 from relaxtune.schedules.templates.gemm_sm90.producer import Producer
 from relaxtune.schedules.templates.gemm_sm90.stream_k import StreamPart, StreamSum, StreamTiles
+from relaxtune.schedules.templates.gemm_sm90.tile_statistics import TileStatistics
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics
@@ -89,6 +91,10 @@ class _Kernel:
             self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
             self._memory = Memory(plan, self._allocate_for_output)
             self._producer = Producer(matmul, plan, self._tiles, self._memory, maps, self._rank)
+            self._tile_statistics: TileStatistics | None = None
+            if self._norm is not None and plan.statistics_apart:
+                partials = self._params[self._norm.partials]
+                self._tile_statistics = TileStatistics(matmul, self._norm, partials, plan, self._tiles, self._memory)
             self._initialise()
             if self._p.dependent:
                 T.evaluate(T.ptx.griddepcontrol.launch_dependents())
@@ -99,8 +105,14 @@ class _Kernel:
             ):
                 with T.Then():
                     self._take_registers("dec", PRODUCER_REGISTERS)
-                    with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+                    first = self._p.consumers * WARPGROUP
+                    with T.If(self._thread == first), T.Then():
                         self._producer.produce()
+                    if self._tile_statistics is not None:
+                        # Not those of the warp that loads.
+                        making = self._thread - (plan.threads - STATISTICS_WARPS * 32)
+                        with T.If(making >= 0), T.Then():
+                            self._tile_statistics.make(making)
                 with T.Else():
                     self._take_registers("inc", CONSUMER_REGISTERS)
                     self._consume()
@@ -247,12 +259,17 @@ class _Kernel:
         with T.If(leader), T.Then():
             arrive(self._memory.turn.ptr_to([1 - self._group]))
 
+    def _first_row(self) -> tirx.Expr:
+        """Return the first of this warp's rows of a tile."""
+        warp = self._thread // 32
+        group_row = 0 if self._p.pingpong else warp // 4 * (self._plan.m_blocks * 64)
+        return group_row + warp % 4 * 16
+
     def _begin_output(self, part: Part) -> None:
         p, plan = self._p, self._plan
         warp, lane = self._thread // 32, self._thread % 32
-        group_row = 0 if p.pingpong else warp // 4 * (plan.m_blocks * 64)
-        first_row = part.row * p.block_m + group_row + warp % 4 * 16
-        if self._norm is not None:
+        first_row = part.row * p.block_m + self._first_row()
+        if self._norm is not None and self._tile_statistics is None:
             self._statistics.read(first_row, lane)
             if not plan.hold_partials:
                 self._statistics.finish()
@@ -291,12 +308,16 @@ class _Kernel:
                 end = tirx.min(matmul.columns, (part.column + 1) * width)
                 ragged_columns = True
         if self._norm is not None:
-            if self._plan.hold_partials:
+            if self._tile_statistics is not None:
+                first = self._first_row()
+                row, lane = part.row * p.block_m + first, self._thread % 32
+                self._tile_statistics.read(part, self._statistics, first, row, lane)
+            elif self._plan.hold_partials:
                 self._statistics.finish()
             self._output.take_statistics(self._norm.buffer, self._statistics.statistic)
             if self._norm.output is not None:
-                first = [part.column == 0, *([self._rank == 0] if p.split_k > 1 else [])]
-                with T.If(tirx.all(*first)), T.Then():
+                writes = [part.column == 0, *([self._rank == 0] if p.split_k > 1 else [])]
+                with T.If(tirx.all(*writes)), T.Then():
                     self._statistics.write(self._params[self._norm.output])
         self._output.write(accumulators, ragged_columns=ragged_columns, column_end=end)
         if p.split_k > 1:

@@ -8,7 +8,8 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.hopper import arrive, initialise_barrier
 from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
-from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.plan import STATISTICS_SLOTS, STATISTICS_WARPS, WARPGROUP, GemmPlan
+from relaxtune.schedules.tir.row_norm import COUNT
 
 
 class Memory:
@@ -16,7 +17,9 @@ class Memory:
 
     `tile_a` and `tile_b` are stages of tiles, swizzled as wgmma takes them. `full` and `empty` have a barrier for each
     stage: its tiles have arrived; their consumers are done with them. `turn` has a barrier for each of two warpgroups
-    that take turns to multiply. `allocate_for_output` allocates what the output needs, between tiles and barriers.
+    that take turns to multiply. `statistics` has those of the rows of tiles, where warps make them; of each of its
+    slots, `made` and `read` have a barrier: statistics are there; their readers are done with them.
+    `allocate_for_output` allocates what the output needs, between tiles and barriers.
     """
 
     def __init__(self, plan: GemmPlan, allocate_for_output: Callable[[T.SMEMPool], None]) -> None:
@@ -31,6 +34,10 @@ class Memory:
         self.full = pool.alloc((p.stages,), "uint64", align=8)
         self.empty = pool.alloc((p.stages,), "uint64", align=8)
         self.turn = pool.alloc((2,), "uint64", align=8)
+        if plan.statistics_apart:
+            self.statistics = pool.alloc((STATISTICS_SLOTS, p.block_m, COUNT), "float32", align=16)
+            self.made = pool.alloc((STATISTICS_SLOTS,), "uint64", align=8)
+            self.read = pool.alloc((STATISTICS_SLOTS,), "uint64", align=8)
         pool.commit()
 
     def initialise_barriers(self) -> None:
@@ -41,6 +48,10 @@ class Memory:
             initialise_barrier(self.empty.ptr_to([stage]), plan.groups * p.multicast)
         for group in range(2):
             initialise_barrier(self.turn.ptr_to([group]), 1)
+        if plan.statistics_apart:
+            for slot in range(STATISTICS_SLOTS):
+                initialise_barrier(self.made.ptr_to([slot]), STATISTICS_WARPS * 32)
+                initialise_barrier(self.read.ptr_to([slot]), plan.groups * WARPGROUP)
         T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
         if p.pingpong:
             # The first turn is the first warpgroup's.

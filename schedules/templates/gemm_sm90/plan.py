@@ -10,10 +10,17 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES, Operands, operands_of
-from relaxtune.schedules.templates.output.output_shares import Shares, residual_registers, share_unit, shared_bytes
+from relaxtune.schedules.templates.output.output_shares import (
+    Shares,
+    residual_loads,
+    residual_registers,
+    share_unit,
+    shared_bytes,
+)
 from relaxtune.schedules.templates.output.row_statistics import statistics_registers
 from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.row_norm import COUNT
 
 WARPGROUP = 128
 # Width of a chunk of 16-bit columns -> (TMA's and wgmma's swizzle mode), the widest first.
@@ -23,12 +30,16 @@ _TMA_BOX_MAX = 256
 _STAGES_MAX = 24
 # Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
 _CLUSTER_MAX = 8
-# Registers of a thread: the file's 65536 hold 168 for each thread of three warpgroups when the kernel starts; then the
-# producer's give up theirs (setmaxnreg): 128 * (2 * 232 + 40) <= 65536. With one consumer there is no shortage.
+# Warps of the producer's warpgroup that make the statistics of a tile's rows, and the tiles that they may be ahead.
+STATISTICS_WARPS, STATISTICS_SLOTS = 2, 2
+# Registers of a thread. The file's 65536 hold 168 for each thread of three warpgroups when the kernel starts, and no
+# more than those 64512 are shared out again: the producer's give up theirs (setmaxnreg), 128 * (2 * 232 + 40) = 64512.
+# With one consumer there is no shortage.
 CONSUMER_REGISTERS = 232
 PRODUCER_REGISTERS = 40
-# What a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured.
-_REGISTERS_BESIDE = 40
+# What a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured; and more
+# where it reads residuals of a symbolic number of rows: 192 accumulators took 1.2 to 1.7 times as long as others then.
+_REGISTERS_BESIDE, _ANY_RESIDUAL = 40, 16
 # With fewer, the compiler evaluates one element after another; fewer columns at a time leave it registers.
 _REGISTERS_TO_EVALUATE = 72
 _BATCH, _SMALL_BATCH = 64, 16
@@ -144,8 +155,11 @@ class GemmPlan:
         Rows of K of B as [K, N] that one block loads at a time: all of a tile's, or its part of the cluster's.
     early
         Tiles of K of a block's first tile whose B is loaded before the kernel waits for the one before it.
+    statistics_apart
+        Whether warps of the producer's warpgroup make the statistics of a tile's rows, into shared memory.
     hold_partials
-        Whether partial sums of rows stay in registers until the tile's sum is made; else they are added up before it.
+        Else, whether partial sums of rows stay in registers until the tile's sum is made; they are added up before it
+        where they do not.
     shares
         Who writes what of a tile.
     stage_bytes, shared_bytes
@@ -170,6 +184,7 @@ class GemmPlan:
     chunked: bool
     rows_b: int
     early: int
+    statistics_apart: bool
     hold_partials: bool
     shares: Shares
     stage_bytes: int
@@ -242,9 +257,13 @@ def make_plan(
     # Sums of a stage, and of all stages where those are added up apart.
     accumulators = m_blocks * p.block_n // 2 * (2 if operands.exact_sums else 1)
     registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
-    partials = 0 if matmul.norm is None else statistics_registers(matmul.norm, m_blocks)
-    hold_partials = accumulators + _REGISTERS_BESIDE + partials <= registers
-    beside = _REGISTERS_BESIDE + (partials if hold_partials else 0)
+    # One consumer has a single warp beside it, whose one thread loads.
+    apart = matmul.norm is not None and p.consumers > 1 and not p.stream_k
+    partials = 0 if matmul.norm is None or apart else statistics_registers(matmul.norm, m_blocks)
+    any_residual = matmul.rows is not None and bool(residual_loads(matmul))
+    beside = _REGISTERS_BESIDE + (_ANY_RESIDUAL if any_residual else 0)
+    hold_partials = accumulators + beside + partials <= registers
+    beside += partials if hold_partials else 0
     if accumulators + beside > registers:
         return Refusal(f"{accumulators} accumulators a thread beside {beside} registers, {registers} exist")
     each = matmul.epilogue.accumulators
@@ -266,6 +285,7 @@ def make_plan(
     stage_bytes = (rows_a + p.block_n) * ROW_BYTES
     partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
     total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
+    total += STATISTICS_SLOTS * (4 * COUNT * p.block_m + 2 * 8) if apart else 0
     if total > limits.shared_bytes_optin:
         return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     # The widest that divides the tile.
@@ -290,6 +310,7 @@ def make_plan(
         chunked=matmul.n % chunk == 0,
         rows_b=block_k // p.multicast,
         early=min(p.stages, least) if p.dependent and constant_b else 0,
+        statistics_apart=apart,
         hold_partials=hold_partials,
         shares=shares,
         stage_bytes=stage_bytes,

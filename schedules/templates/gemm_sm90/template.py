@@ -18,7 +18,8 @@ B in L2. Its threads:
   instructions (of 8 bits `m64nNk32`). Thread t of a warpgroup holds of rows `16 * (t / 32) + (t % 32) / 4` and 8 below,
   in each 8 columns, columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
   With `pingpong`, two warpgroups take turns to make whole tiles: one multiplies while the other writes.
-- producer: one warp after them; one thread of it issues every TMA load.
+- producer: one warp after them; one thread of it issues every TMA load. With two consumers it is a warpgroup: where a
+  norm is inside, two more of its warps make statistics of rows (`schedules.templates.gemm_sm90.tile_statistics`).
 
 Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
 
@@ -29,6 +30,7 @@ Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned
     full     [stages] mbarrier: one arrival (the producer) and the bytes of both tiles
     empty    [stages] mbarrier: one arrival by each warpgroup that reads the stage, in all c blocks
     turn     [2] mbarrier: whose turn it is to multiply (`pingpong`)
+    statistics, made, read                       of the rows of two tiles, and mbarriers: they are there, they were read
     partial  in place of the ring: the accumulators, for the other blocks of the cluster (`split_k`)
     patches and copies of `schedules.templates.output.output_tile`
 

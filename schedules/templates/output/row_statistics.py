@@ -1,15 +1,15 @@
 """Statistics of rows in registers, for the epilogue of a GEMM template's kernel.
 
-The partial sums of `schedules.tir.row_norm` are read before the matmul's sum is made and used after it, which
-hides their latency, or at once where registers are short. A lane needs the statistics of rows `lane / 4` and 8 below,
-of the 16 of its warp in each block; the four lanes of a row read every fourth group each and add up what they have. The
-order of sums is fixed.
+They are read from shared memory where other warps made them. Else the partial sums of `schedules.tir.row_norm` are read
+before the matmul's sum is made and used after it, which hides their latency, or at once where registers are short. A
+lane needs the statistics of rows `lane / 4` and 8 below, of the 16 of its warp in each block; the four lanes of a row
+read every fourth group each and add up what they have. The order of sums is fixed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -51,6 +51,20 @@ def statistics_registers(norm: RowNorm, m_blocks: int) -> int:
 def _reads(norm: RowNorm) -> int:
     """Return how many groups a lane reads of a row."""
     return math.ceil(norm.groups / _LANES)
+
+
+def store_statistics(
+    norm: RowNorm, total: tirx.Expr | None, squares: tirx.Expr, target: tirx.Var, first: tirx.Expr | int
+) -> None:
+    """Emit a row's statistics from its sums, into two elements of a buffer of registers."""
+    zero, size = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 1.0 / norm.size)
+    scale, shift = (target[first + which] for which in (SCALE, SHIFT))
+    variance = squares * size
+    if total is not None:
+        T.buffer_store(target, total * size, [first + SHIFT])
+        variance = tirx.max(variance - shift * shift, zero)
+    T.buffer_store(target, tirx.rsqrt(variance + tirx.FloatImm("float32", norm.epsilon)), [first + SCALE])
+    T.buffer_store(target, zero if total is None else zero - shift * scale, [first + SHIFT])
 
 
 class RowStatistics:
@@ -107,17 +121,22 @@ class RowStatistics:
 
     def _finish(self, numbers: range) -> None:
         """Emit the statistics of the rows that were read last."""
-        zero, size = tirx.FloatImm("float32", 0.0), tirx.FloatImm("float32", 1.0 / self._norm.size)
         for number in numbers:
-            scale, shift = (self._statistics[number * COUNT + which] for which in (SCALE, SHIFT))
-            variance = self._total(number, SQUARES) * size
-            if self._norm.centred:
-                T.buffer_store(self._statistics, self._total(number, SUM) * size, [number * COUNT + SHIFT])
-                variance = tirx.max(variance - shift * shift, zero)
-            root = tirx.rsqrt(variance + tirx.FloatImm("float32", self._norm.epsilon))
-            T.buffer_store(self._statistics, root, [number * COUNT + SCALE])
-            moved = zero - shift * scale if self._norm.centred else zero
-            T.buffer_store(self._statistics, moved, [number * COUNT + SHIFT])
+            total = self._total(number, SUM) if self._norm.centred else None
+            store_statistics(self._norm, total, self._total(number, SQUARES), self._statistics, number * COUNT)
+
+    def take(self, row: tirx.Expr, lane: tirx.Expr, made: Callable[[tirx.Expr], tirx.Expr]) -> None:
+        """Emit the reading of statistics that others made; `made` gives the address of those of one of the tile's rows.
+
+        `row` is the first of this warp's 16 rows of the output; what `made` takes counts from there.
+        """
+        self._row, self._lane = row, lane
+        self._statistics = T.alloc_local([self._rows * COUNT], "float32")
+        for number in range(self._rows):
+            block, half = divmod(number, _HALVES)
+            registers = [self._statistics[number * COUNT + which] for which in range(COUNT)]
+            address = made(block * self._step + half * 8 + lane // _LANES)
+            T.evaluate(T.ptx["ld.shared.v2.f32"](*registers, address))
 
     def statistic(self, block: int, half: int, which: int) -> tirx.Expr:
         """Return a register: a statistic of a lane's row, of a block, in its first or second half of 16."""

@@ -182,7 +182,8 @@ def tuning_process(request, workspace, tmp_path) -> Iterator[subprocess.Popen[st
 
 def _wait_for(happened: Callable[[], object]) -> None:
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not happened():
+    while not happened():
+        assert time.monotonic() < deadline, "it has not happened within 120 s"
         time.sleep(0.2)
 
 

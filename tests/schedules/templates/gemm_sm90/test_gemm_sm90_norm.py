@@ -123,8 +123,22 @@ def test_partial_sums_are_added_up_at_once_when_registers_are_short() -> None:
     matmul = known(NormCase(LARGE, group=32, operand=True).func())
     assert matmul.norm is not None
     assert statistics_registers(matmul.norm, 2) == 48
-    held = [make_plan(matmul, GemmParameters(256, n, 3, 2), TARGET.limits).hold_partials for n in (128, 192)]
+    held = [make_plan(matmul, GemmParameters(128, n, 3, 1), TARGET.limits).hold_partials for n in (128, 192)]
     assert held == [True, False]
+
+
+def test_statistics_are_made_beside_two_consumers_alone() -> None:
+    matmul = known(NormCase(LARGE, group=32, operand=True).func())
+    parameters = [
+        GemmParameters(64, 128, 4, 1),
+        GemmParameters(128, 128, 4, 2),
+        GemmParameters(128, 192, 4, 2, 132, pingpong=True),
+        GemmParameters(128, 192, 4, 2, 132, stream_k=True),
+    ]
+    plans = [make_plan(matmul, one, TARGET.limits) for one in parameters]
+    assert [plan.statistics_apart for plan in plans] == [False, True, True, False]
+    plain = known(MatmulCase((4096,), 3072, 768, ("bias",)).func())
+    assert not make_plan(plain, parameters[1], TARGET.limits).statistics_apart
 
 
 def compiled(case: NormCase, parameters: GemmParameters) -> Cubin:
