@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import tvm
 from tvm import te, topi
@@ -52,6 +54,22 @@ def test_module_of_several_units_has_every_kernel(monkeypatch: pytest.MonkeyPatc
     for number in range(3):
         holders = [one for one in units if one.implements_function(f"scale_{number}_kernel")]
         assert len(holders) == 1
+
+
+def test_module_of_another_thread_is_compiled_while_a_thread_keeps_what_it_writes() -> None:
+    with device_toolchain(TARGET), TARGET, ThreadPoolExecutor(1) as pool:
+        kept = cuda_units._THREAD.written = list[tuple[object, ...]]()
+        try:
+            other = pool.submit(lambda: tvm.compile(scaled(1), TARGET).mod).result()
+            assert not kept
+            own = tvm.compile(scaled(1), TARGET).mod
+        finally:
+            cuda_units._THREAD.written = None
+    # A cubin is no text.
+    with pytest.raises(UnicodeDecodeError):
+        other.imports[0].inspect_source("cubin")
+    assert own.imports[0].inspect_source("cubin") == ""
+    assert len(kept) == 1
 
 
 def unit_names(mod: tvm.IRModule) -> list[tuple[str, ...]]:
