@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -56,13 +56,18 @@ _CURRENT: ContextVar[Begun | None] = ContextVar("begun", default=None)
 
 
 @contextmanager
-def sharing(begun: Begun) -> Iterator[None]:
-    """Share the results of steps in this thread, inside the block, with all that share the same ones."""
-    token = _CURRENT.set(begun)
+def holding(variable: ContextVar[Result], value: Result) -> Iterator[None]:
+    """Let a variable have a value in this thread, inside the block."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _CURRENT.reset(token)
+        variable.reset(token)
+
+
+def sharing(begun: Begun) -> AbstractContextManager[None]:
+    """Share the results of steps in this thread, inside the block, with all that share the same ones."""
+    return holding(_CURRENT, begun)
 
 
 @contextmanager

@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.whole_models.random_sizes import random_points, time_stream
+
 LENGTHS = (1, 7, 16, 50, 64, 100, 128, 200, 256, 333, 384, 512)
 STATIC = tuple((batch, length) for batch in (1, 8, 32) for length in (16, 128, 512))
 _SYMBOLIC = "symbolic"
@@ -191,8 +193,8 @@ class Peers:
             arms["torch_eager"] = replay
         return arms
 
-    def ort_arm(self, feeds: Mapping[str, np.ndarray]) -> Arm | None:
-        """Return a call with inputs and outputs on the device."""
+    def ort_arm(self, feeds: Mapping[str, np.ndarray], *, checks: bool) -> Arm | None:
+        """Return a call with inputs and outputs on the device; the first one copies them to the host if it `checks`."""
         import onnxruntime
 
         if self._session is None:
@@ -211,8 +213,13 @@ class Peers:
             checked.append(held)
             return {one.name: array for one, array in zip(session.get_outputs(), arrays, strict=False)}
 
-        checked: list[object] = []
+        checked: list[object] = [] if checks else [held]
         return run
+
+    def arms(self, symbolic: Arm, feeds: Mapping[str, np.ndarray], *, checks: bool) -> dict[str, Arm]:
+        """Return the arms of a call: that of the symbolic artifact, and the peers'."""
+        ort = self.ort_arm(feeds, checks=checks)
+        return {_SYMBOLIC: symbolic, **self.torch_arms(feeds), **({} if ort is None else {"ort": ort})}
 
 
 def own_arm(module: Any, feeds: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
@@ -273,35 +280,6 @@ def measure(arms: Mapping[str, Arm], expected: Mapping[str, Any], runs: int) -> 
             times[name].append((time.perf_counter() - began) * 1e6)
     for name, values in times.items():
         found[name] |= {"median_us": statistics.median(values), "p99_us": float(np.percentile(values, 99))}
-    return found
-
-
-def random_points(most: Sequence[int], count: int) -> list[Point]:
-    """Return so many points of sizes drawn from 1 to the most of each axis."""
-    rng = np.random.default_rng(0)
-    return [tuple(int(rng.integers(1, size + 1)) for size in most) for _ in range(count)]
-
-
-def time_stream(arms: Mapping[str, Sequence[Arm]], calls: int) -> dict[str, dict[str, float]]:
-    """Return for every arm what calls of sizes in random order take: median, 99th percentile and most, microseconds.
-
-    `arms` have a call for each of the sizes; all arms have the same order, one after another, as a server would.
-    """
-    found = {}
-    for name, of_sizes in arms.items():
-        order = np.random.default_rng(1).integers(0, len(of_sizes), calls)
-        for one in of_sizes[:_WARM]:
-            one()
-        times = []
-        for place in order:
-            began = time.perf_counter()
-            of_sizes[place]()
-            times.append((time.perf_counter() - began) * 1e6)
-        found[name] = {
-            "median_us": statistics.median(times),
-            "p99_us": float(np.percentile(times, 99)),
-            "most_us": max(times),
-        }
     return found
 
 
@@ -376,12 +354,9 @@ def run_points(
             break
         feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
         symbolic, launch = own_arm(module, feeds)
-        arms: dict[str, Arm] = {_SYMBOLIC: symbolic}
+        arms = peers.arms(symbolic, feeds, checks=True)
         if point in jobs:
             arms["static"] = own_arm(Module.load(folder / text_of(point)), feeds)[0]
-        arms |= peers.torch_arms(feeds)
-        ort = peers.ort_arm(feeds)
-        arms |= {"ort": ort} if ort is not None else {}
         found = measure(arms, peers.expected(feeds), arguments.runs)
         found[_SYMBOLIC]["host_us"] = host_us(launch, symbolic, arguments.runs)
         document["points"][text_of(point)] = found
@@ -398,9 +373,7 @@ def run_points(
         arms_of: dict[str, list[Arm]] = {}
         for point in random_points(most, arguments.stream // 4):
             feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
-            of_point = {_SYMBOLIC: own_arm(module, feeds)[0], **peers.torch_arms(feeds)}
-            ort = peers.ort_arm(feeds)
-            of_point |= {"ort": ort} if ort is not None else {}
+            of_point = peers.arms(own_arm(module, feeds)[0], feeds, checks=False)
             for name in of_point.keys() - {"torch_graphs", "torch_eager"}:
                 arms_of.setdefault(name, []).append(of_point[name])
         document["stream"] = {"calls": arguments.stream, **time_stream(arms_of, arguments.stream)}

@@ -20,7 +20,7 @@ from tvm.ir.transform import PassContext
 
 from relaxtune.pipeline.codegen.cuda_units import KERNELS_MIN, BeginUnit, split_units
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
-from relaxtune.schedules.begun import Begun, sharing
+from relaxtune.schedules.begun import Begun, holding, sharing
 from relaxtune.schedules.side_by_side import context_like
 from relaxtune.schedules.templates.launch_table import count_kernels, is_table
 from relaxtune.schedules.templates.lowering import lower_kernels
@@ -101,12 +101,11 @@ _CURRENT: ContextVar[KernelsAhead | None] = ContextVar("kernels_ahead", default=
 @contextmanager
 def compiled_ahead(ahead: KernelsAhead) -> Iterator[None]:
     """Let kernels that are chosen in this thread, inside the block, begin to compile."""
-    token = _CURRENT.set(ahead)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
-        ahead.close()
+    with holding(_CURRENT, ahead):
+        try:
+            yield
+        finally:
+            ahead.close()
 
 
 def begin_kernel(name: str, scheduled: tirx.PrimFunc | None) -> None:

@@ -71,7 +71,7 @@ def is_table(func: tirx.PrimFunc) -> bool:
 
 
 def count_kernels(func: tirx.PrimFunc) -> int:
-    """Return how many kernels a scheduled function has at least: those of a table, of another one."""
+    """Return how many kernels a scheduled function has: those of a table; one, or more that are not counted, else."""
     return int(func.attrs[KERNELS_ATTR]) if is_table(func) else 1
 
 

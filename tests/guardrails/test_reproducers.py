@@ -149,7 +149,7 @@ CASES = (
     Case(
         "B6", "passes that fail on valid graphs", "a pass's failure ended the compilation",
         "it is logged and the pipeline goes on; tests make it fatal",
-        ("pipeline/passes/test_lower.py::test_lower_goes_on_without_a_pass_that_fails_and_says_so",
+        ("pipeline/passes/test_failing_passes.py::test_lower_goes_on_without_a_pass_that_fails_and_says_so",
          "pipeline/importer/converters/test_norms_and_reductions.py::test_layer_norm_whose_scale_and_bias_broadcast",
          "pipeline/importer/test_forms_stock_lacks.py::"
          "test_a_symbolic_axis_is_read_from_the_last_element_to_the_first",
