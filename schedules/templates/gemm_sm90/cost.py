@@ -126,8 +126,8 @@ class CostModel:
 # puts first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls
 # of 1024 rows; 64 x 96 had been put first there and took up to 1.32 times as long as the fastest. `l2_bytes` by 604
 # medians of an H100 (benchmarks/results/h100-model-matmuls.json; from 1024 rows on, the spread of the errors falls from
-# 9.4 to 8.4 %; kernels load 9 to 11 TB/s at most): turns of 64 rows were predicted to take as long as those of 128, and took 1.25 times as
-# long (4096 x 768 x 3072).
+# 9.4 to 8.4 %; kernels load 9 to 11 TB/s at most): turns of 64 rows were predicted to take as long as those of 128, and
+# took 1.25 times as long (4096 x 768 x 3072).
 H200 = CostModel(
     multiply_adds=2.805e6,
     memory_bytes=4.103e6,
