@@ -149,7 +149,6 @@ def signals_end_native_code() -> Iterator[None]:
             if number[0] not in (signal.SIGINT, signal.SIGTERM) or _is_first():
                 continue
             alive.clear()
-            signal.pthread_kill(main, _PROBE)
             if not _shows_life(alive, main):
                 end(_NATIVE)
             raised = raised or 1
@@ -169,10 +168,12 @@ def signals_end_native_code() -> Iterator[None]:
 
 
 def _shows_life(alive: threading.Event, main: int) -> bool:
-    """Return whether the event comes before the main thread has computed for too long."""
+    """Return whether the event comes, which a probe is to set, before the main thread has computed for too long."""
     clock = time.pthread_getcpuclockid(main)
     computed, before = 0.0, time.clock_gettime(clock)
     for _ in range(_LOOKS_MAX):
+        # At each look: a signal that comes right before the main thread begins to wait does not end that wait.
+        signal.pthread_kill(main, _PROBE)
         # Not what `wait` returns: it knows nothing of an event that came after its time was up.
         alive.wait(_LOOK_S)
         if alive.is_set():

@@ -6,11 +6,13 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
+from relaxtune.pipeline.tuning.measure import stop as stop_module
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests, signals_end_native_code
 
 # TVM visits what is in a minimum twice: a chain of forty is never simplified.
@@ -108,6 +110,20 @@ def test_python_that_runs_is_left_to_its_handlers() -> None:
         signal.raise_signal(signal.SIGTERM)
         assert stop.asked
     assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
+
+
+def test_a_probe_that_came_right_before_a_wait_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive, sent = threading.Event(), list[int]()
+
+    def kill(_thread: int, number: int) -> None:
+        # The first is seen by nobody.
+        sent.append(number)
+        if len(sent) == 2:
+            alive.set()
+
+    monkeypatch.setattr(signal, "pthread_kill", kill)
+    assert stop_module._shows_life(alive, threading.get_ident())
+    assert sent == [signal.SIGURG, signal.SIGURG]
 
 
 class _Interrupts:
