@@ -27,7 +27,7 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import target_features
-from relaxtune.schedules.templates.gemv.few_rows import NORMED_ROWS_MAX, makes_few_rows
+from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
 from relaxtune.schedules.tir.blocks import is_buffer
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, substitute
@@ -211,7 +211,7 @@ class _Fuser:
         matmul = call.function.matmul
         rows_max = self._state.options.norm_rows_max
         few = matmul.b_transposed and makes_few_rows(matmul.m, self._features)
-        group = _group(matmul, min(rows_max, NORMED_ROWS_MAX) if few else rows_max, math.inf if few else _GROUPS_MAX)
+        group = _group(matmul, rows_max, math.inf if few else _GROUPS_MAX)
         if matmul.norm is not None or matmul.partials is not None or group is None:
             return None
         function = self._make(call, group, lambda func: keep_partial_sums(func, matmul, group))

@@ -62,6 +62,11 @@ _STEP_CYCLES, _TILE_CYCLES = 500, 3000
 # what each block that shares keys adds to the exchange of sums. A fit to 45 medians of an H200
 # (`h200-attention-decode-sm80.json`): 8 tiles of 4,096 keys took 42.0 us whole and 10.2 by eight blocks each.
 _COPY_CYCLES, _COPIED_BYTES, _EXCHANGE_CYCLES = 220, 14, 900
+# What a step takes more where caches grow: they are written from shared memory. A second warp, of no rows, halves what
+# copies and writes take. A fit to 80 medians of an H200 (`h200-decode-sm80.json`): with 1,024 keys, the first proposal
+# takes 7.4 us for one sequence and 21.4 for 16 (at best 7.4 and 21.1); before, of one warp and without these, it took
+# 8.3 and 26.9.
+_KEEP_CYCLES = 1000
 
 
 class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
@@ -119,9 +124,10 @@ def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:
     """Yield tiles that may suit a shape; some do not fit."""
     packs = (True, False) if spec.group > 1 and spec.queries * spec.group <= 128 else (False,)
     for pack in packs:
-        rows = spec.queries * (spec.group if pack else 1)
+        # A cache that grows has work for a second warp.
+        rows = max(spec.queries * (spec.group if pack else 1), 16 if spec.growth is None else 17)
         for warps, m_steps in ((1, 1), (2, 1), (4, 1), (4, 2), (8, 1), (8, 2)):
-            if warps * m_steps > 1 and warps * m_steps * 16 >= 2 * max(rows, 16):
+            if warps * m_steps > 1 and warps * m_steps * 16 >= 2 * rows:
                 continue
             for block_k in (32, 64, 128):
                 if block_k > 32 and block_k >= 2 * spec.keys:
@@ -164,10 +170,13 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
         share = gpu.bandwidth_gb_s * 1e3 / gpu.clock_mhz / min(tiles, sm_count)
         # Caches that grow are written as often as they are read.
         moved = p.block_k * (plan.width + plan.value_width) * CHUNK * ELEMENT_BYTES * (1 if spec.growth is None else 2)
-        alone = max(alone, _COPY_CYCLES + moved / min(_COPIED_BYTES * p.warps, share / together))
+        copying = _COPY_CYCLES + (0 if spec.growth is None else _KEEP_CYCLES)
+        alone = max(alone, copying + moved / min(_COPIED_BYTES * p.warps, share / together))
     once = _TILE_CYCLES + (_EXCHANGE_CYCLES * p.split if p.split > 1 else 0)
     steps = math.ceil(_mean_steps(plan) / p.split)
-    return rounds * (once + steps * max(busy, alone)) * (1 + 0.05 * (p.stages - 2))
+    # Stages more take shared memory, and are worth it where keys come from memory.
+    worth = 0.05 if spec.growth is None else -0.01
+    return rounds * (once + steps * max(busy, alone)) * (1 + worth * (p.stages - 2))
 
 
 def _mean_steps(plan: AttentionPlan) -> float:

@@ -8,11 +8,6 @@ from relaxtune.schedules.targets import Feature
 
 #: Each weight is read once and multiplied by all rows.
 ROWS_MAX = 16
-#: So many rows have norms inside; of more, all blocks together read more statistics than a norm's own kernel costs. On
-#: an H200, Llama-1B's decode step with norms inside, and with norms of their own, took 0.996 and 1.052 ms with one row,
-#: 1.520 and 1.463 with 16 (`benchmarks/results/h200-decode-sm80.json`). Nothing between them was measured; by a
-#: straight line, 8 rows are even. Both are of a time when loads of weights were not kept in flight.
-NORMED_ROWS_MAX = 4
 
 
 def makes_few_rows(rows: int | None, features: AbstractSet[Feature]) -> bool:

@@ -26,8 +26,8 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.split_sum import SplitSum
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
-from relaxtune.schedules.templates.gemv.norms import GroupSums, SharedStatistics
-from relaxtune.schedules.templates.gemv.output import GemvOutput
+from relaxtune.schedules.templates.gemv.norms import SharedStatistics
+from relaxtune.schedules.templates.gemv.output import gemv_output
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
@@ -67,7 +67,9 @@ class _Kernel:
         tile, share = (block, None) if p.split == 1 else (block // p.split, block % p.split)
         self._first_row, self._first_k = tile * plan.rows, None if share is None else share * plan.k
         pool = shared_pool()
-        self._end = self._output(pool)
+        norm = self._matmul.norm
+        statistics = None if norm is None else SharedStatistics(norm, self._matmul.m, self._params, pool)
+        self._end, self._statistics = gemv_output(self._matmul, self._renamed, self._params, p, statistics), statistics
         self._shared = pool.alloc(self._end.shape, "float32", align=16)
         if p.staged:
             self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
@@ -86,7 +88,6 @@ class _Kernel:
         if not self._ahead:
             self._load_weights(first)
         last = [] if share is None else [share == p.split - 1]
-        statistics = self._end.statistics
         if statistics is not None:
             with when(last):
                 statistics.copy(thread, plan.threads)
@@ -105,7 +106,7 @@ class _Kernel:
 
     def _write(self, tile: tirx.Expr, thread: tirx.Expr) -> None:
         """Emit the adding up of the warps' sums, and what is done with them."""
-        first_warp, statistics = tirx.IntImm("int32", 0), self._end.statistics
+        first_warp, statistics = tirx.IntImm("int32", 0), self._statistics
         self._end.share(self._shared, self._sums, thread, first_warp)
         if statistics is not None:
             wait_for_copies_of_block(0)
@@ -116,15 +117,6 @@ class _Kernel:
     def _along(self, k: tirx.Expr) -> tirx.Expr:
         """Return a place along K, from the place in what this block makes of it."""
         return k if self._first_k is None else self._first_k + k
-
-    def _output(self, pool: T.SMEMPool) -> GemvOutput:
-        """Return what is done with the sums, after the allocation of what it needs of norms."""
-        matmul, params, p = self._matmul, self._params, self._p
-        norm, partials = matmul.norm, matmul.partials
-        statistics = None if norm is None else SharedStatistics(norm, matmul.m, params, pool)
-        groups = None if partials is None else GroupSums(partials, matmul.m, params[partials.output])
-        output = flat_view(params[matmul.output])
-        return GemvOutput(matmul, self._renamed, output, p.tiles, p.warps, statistics=statistics, groups=groups)
 
     def _step(self, turn: tirx.Expr, number: int) -> tirx.Expr:
         """Return the step along K that this warp makes: those of all warps lie side by side."""

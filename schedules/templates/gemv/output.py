@@ -6,8 +6,10 @@ The sums are added in the order of the warps, so that results repeat bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import tvm_ffi
 from tvm import tirx
@@ -16,13 +18,50 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
-from relaxtune.schedules.templates.gemv.norms import GroupSums, SharedStatistics
+from relaxtune.schedules.templates.emit.split_sum import SplitSum
+from relaxtune.schedules.templates.gemv.norms import GroupSums, Statistics
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
 from relaxtune.schedules.tir.expressions import dtype_of, substitute
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, output_column
+
+# Numbers that blocks hand over together.
+_TOGETHER = 4
+
+
+class Shares(Protocol):
+    """Parameters of a kernel whose warps share the sum over K."""
+
+    @property
+    def tiles(self) -> int:
+        """Of 16 rows of W, that a warp makes together."""
+        ...
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        ...
+
+
+def gemv_output(
+    matmul: MatmulFunction,
+    renamed: Mapping[tirx.Var, tirx.Var],
+    params: list[tirx.Var],
+    shares: Shares,
+    statistics: Statistics | None,
+    factor: float = 1.0,
+) -> GemvOutput:
+    """Return what a kernel does with its sums.
+
+    `params` are the kernel's, `renamed` has one for each of the function.
+    """
+    partials = matmul.partials
+    groups = None if partials is None else GroupSums(partials, matmul.m, params[partials.output])
+    output = flat_view(params[matmul.output])
+    return GemvOutput(matmul, renamed, output, shares.tiles, shares.warps, factor, statistics, groups)
 
 
 @dataclass(frozen=True)
@@ -40,7 +79,7 @@ class GemvOutput:
     tiles: int
     warps: int
     factor: float = 1.0
-    statistics: SharedStatistics | None = None
+    statistics: Statistics | None = None
     groups: GroupSums | None = None
 
     @property
@@ -72,6 +111,7 @@ class GemvOutput:
         first_row: Callable[[tirx.Expr], tirx.Expr],
         first: Callable[[tirx.Expr], tirx.Expr],
         parts: int = 1,
+        warps: int | None = None,
     ) -> None:
         """Emit the adding up of all warps' sums, the epilogue, and the writing of the output.
 
@@ -86,6 +126,8 @@ class GemvOutput:
             the first axis of `shared`.
         parts : int
             Of W that are written together.
+        warps : int
+            Whose sums are added up; by default all.
         """
         matmul, threads = self.matmul, self.warps * WARP
         each = matmul.epilogue.accumulators
@@ -101,7 +143,7 @@ class GemvOutput:
                 guards.append(stored < matmul.columns)
             written = T.alloc_local([1], "float32") if self.groups is not None else None
             with when(guards):
-                sums = [self._total(shared, first(part), m, one) for one in self._sources(row)]
+                sums = [self._total(shared, first(part), m, one, warps or self.warps) for one in self._sources(row)]
                 head = matmul.epilogue.head
                 column = output_column(stored, head) if head else stored
                 value = self._value(sums, m, column)
@@ -112,6 +154,41 @@ class GemvOutput:
             if self.groups is not None and written is not None:
                 self.groups.write(written[0], m, stored, guards)
 
+    @contextmanager
+    def of_the_last(
+        self,
+        split: SplitSum,
+        shared: tirx.Var,
+        thread: tirx.Expr,
+        first: Callable[[tirx.Expr], tirx.Expr],
+        parts: int,
+    ) -> Iterator[None]:
+        """Emit the adding up of all warps' sums of some parts of W, and of the blocks that share K.
+
+        What is emitted inside is done by the last of these blocks; the sums are those of a part's first warp then.
+        """
+        m, threads = self.matmul.m, self.warps * WARP
+        fours = self._rows // _TOGETHER
+        count = parts * m * fours
+        turns = math.ceil(count / threads)
+        totals = T.alloc_local([_TOGETHER * turns], "float32")
+
+        def each(body: Callable[[int, list[tirx.Expr]], None]) -> None:
+            for turn in range(turns):
+                place = turn * threads + thread
+                part, line, row = place // (m * fours), place // fours % m, place % fours * _TOGETHER
+                with when([place < count] if (turn + 1) * threads > count else []):
+                    for index in range(_TOGETHER):
+                        body(turn * _TOGETHER + index, [first(part), line, row + index])
+
+        for index in range(_TOGETHER * turns):
+            T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
+        each(lambda index, at: T.buffer_store(totals, self._total(shared, at[0], at[1], at[2], self.warps), [index]))
+        with split.of_the_last(totals, _TOGETHER * turns):
+            # Each thread overwrites what it alone has read.
+            each(lambda index, at: T.buffer_store(shared, totals[index], at))
+            yield
+
     def _sources(self, row: tirx.Expr) -> list[tirx.Expr]:
         """Return the rows of W in a tile that a column of the output is made of."""
         epilogue = self.matmul.epilogue
@@ -120,9 +197,9 @@ class GemvOutput:
             return [row, row // HEAD_UNIT * HEAD_UNIT + (row + HEAD_UNIT // 2) % HEAD_UNIT]
         return [row] if epilogue.accumulators == 1 else [gate_column(row), value_column(row)]
 
-    def _total(self, shared: tirx.Var, first: tirx.Expr, m: tirx.Expr, row: tirx.Expr) -> tirx.Expr:
+    def _total(self, shared: tirx.Var, first: tirx.Expr, m: tirx.Expr, row: tirx.Expr, warps: int) -> tirx.Expr:
         total: tirx.Expr = shared[first, m, row]
-        for warp in range(1, self.warps):
+        for warp in range(1, warps):
             total = total + shared[first + warp, m, row]
         if self.factor != 1:
             total = total * tirx.FloatImm("float32", self.factor)

@@ -1,9 +1,15 @@
-"""Matmuls of up to 16 rows by 8- or 4-bit weights that stream through shared memory, for GPUs of sm_80 on.
+"""Matmuls of up to 16 rows by weights that stream through shared memory, for GPUs of sm_80 on.
 
 The function, the notation and the arithmetic are those of `template.py`. There a block makes one tile of
 rows of W from registers; here as many blocks as fit onto the GPU at once share all tiles, and the steps of W that come
 next, of the tiles that follow too, are on their way to shared memory meanwhile, `depth` of each warp. Each lane copies
-the bytes that it multiplies, so that no lane waits for another's. A warp keeps its part of x in registers.
+the bytes that it multiplies, so that no lane waits for another's. A warp keeps its part of x in registers, or with
+`held` some steps of it, and loads the next one when it has used one. Norms of x are made of these registers.
+
+Weights of 16 bits stream where the target has no wgmma: kernels for those start early, and `template.py` is as fast. On
+an H100 in its sm_80 form, Llama-1B's decode step takes 0.96 of the time of `template.py` with one sequence, 0.86 with
+16 (`benchmarks/results/h100-decode-sm80.json`, with attention's shares of that time). Lines of the L2 cache that are
+asked for whole are 3 % of it, and x that is loaded on the way, in place of blocks that share K, 2 %.
 
 With `dependent`, that begins before the kernel before has ended. What is on its way then does not depend on registers.
 With `early`, x, which has to wait for the kernel before, is asked for before the last of these steps instead of behind
@@ -16,12 +22,12 @@ kernel sees the end of the one before a microsecond late.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemv.plan import TILE
 from relaxtune.schedules.templates.gemv.stream_kernel import build_gemv_stream_kernel
@@ -29,7 +35,7 @@ from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters,
 from relaxtune.schedules.templates.gemv.template import GemvTemplate
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
-_FEW_WARPS = 4
+_FEW_WARPS, _MANY_WARPS = 4, 16
 # Tiles, warps, depth, blocks a multiprocessor, steps asked for before x, and whether sums are collected. The first one
 # is the fastest in 14 cases on an H200 of 16 shares that do neither (6 % longer than a case's best of these, 16 % at
 # most). The next four have nearly all best times of 7 cases with up to 45 shares, where the first takes 10 % longer,
@@ -51,6 +57,28 @@ _SHARES = (
     (1, _FEW_WARPS, 1, 1, 0, False),
     (1, 8, 8, 1, 3, True),
 )
+# Of 16-bit weights: tiles, warps, depth, blocks a multiprocessor, blocks that share K, and steps of x in registers:
+# those that were among the fastest of 38 to 57 for ten matmuls of Llama-1B's decode step on an H100. For 12 of 13 small
+# matmuls the first one takes 5 % more than the best of `template.py` at most, for most of them less.
+_PLAIN_SHARES = (
+    (1, 8, 8, 1, 1, 0),
+    (1, 8, 4, 2, 1, 0),
+    (1, 16, 3, 1, 1, 0),
+    (1, 16, 4, 1, 1, 0),
+    (1, 16, 4, 1, 4, 0),
+    (1, 16, 4, 1, 1, 4),
+    (1, 16, 4, 1, 1, 8),
+    (2, 8, 4, 1, 1, 0),
+    (2, 16, 2, 1, 1, 0),
+    (1, 8, 4, 2, 4, 0),
+    (2, 16, 2, 1, 4, 0),
+    (1, 8, 8, 1, 2, 0),
+    (1, 4, 8, 2, 1, 0),
+    (1, 8, 2, 2, 1, 0),
+    (1, _FEW_WARPS, 1, 1, 1, 0),
+)
+# Of the rounds that blocks make, what is left idle in the last one.
+_UNEVEN_MAX = 1.1
 
 
 class GemvStream(GemvTemplate[GemvStreamParameters]):
@@ -64,16 +92,23 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
         """Return the parameters worth measuring, the most promising first, or why there are none."""
         limits = cuda_limits(target)
         refusal = Refusal(f"K is {found.k}, too short for {_FEW_WARPS} warps to share")
-        proposed: list[GemvStreamParameters] = []
-        for tiles, warps, depth, resident, early, collected in _SHARES:
-            blocks = min(math.ceil(found.n / (TILE * tiles)), limits.likely_sm_count * resident)
-            parameters = GemvStreamParameters(tiles, warps, depth, blocks, True, early, collected)
-            plan = make_stream_plan(found, parameters, limits)
+        proposed: list[GemvStreamPlan] = []
+        for p in _proposals(found, limits.likely_sm_count, Feature.DEPENDENT_LAUNCH in target.features):
+            plan = make_stream_plan(found, p, limits)
             if isinstance(plan, Refusal):
                 refusal = plan
-            elif _is_sensible(plan) and plan.parameters not in proposed:
-                proposed.append(plan.parameters)
-        return proposed or refusal
+            elif _is_sensible(plan) and plan not in proposed:
+                proposed.append(plan)
+        if found.stored is None:
+            proposed.sort(key=lambda plan: (_is_uneven(plan), not _shares_x(plan)))
+        return [plan.parameters for plan in proposed] or refusal
+
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
+        """Return the function's matmul when the template can make it with some parameters."""
+        found = super().recognise(func, target)
+        if isinstance(found, MatmulFunction) and found.stored is None and Feature.WGMMA in target.features:
+            return Refusal("the weights have 16 bits, expected 8 or 4 (template gemv reads those as fast)")
+        return found
 
     def make(
         self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemvStreamParameters
@@ -81,6 +116,30 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
         """Return the scheduled PrimFunc, or why it cannot be made."""
         plan = make_stream_plan(found, parameters, cuda_limits(target))
         return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(func, found, plan)
+
+
+def _proposals(matmul: MatmulFunction, sm_count: int, dependent: bool) -> Iterator[GemvStreamParameters]:
+    """Yield shares that may suit a shape; some do not fit."""
+    if matmul.stored is None:
+        for tiles, warps, depth, resident, split, held in _PLAIN_SHARES:
+            blocks = split * min(math.ceil(matmul.n / (TILE * tiles)), sm_count * resident // split)
+            collected = split > 1
+            yield GemvStreamParameters(tiles, warps, depth, blocks, dependent, 0, collected, split, held)
+        return
+    for tiles, warps, depth, resident, early, collected in _SHARES:
+        blocks = min(math.ceil(matmul.n / (TILE * tiles)), sm_count * resident)
+        yield GemvStreamParameters(tiles, warps, depth, blocks, dependent, early, collected)
+
+
+def _is_uneven(plan: GemvStreamPlan) -> bool:
+    """Whether the last round of tiles leaves many blocks idle."""
+    return plan.rounds * plan.parameters.groups > _UNEVEN_MAX * plan.row_tiles
+
+
+def _shares_x(plan: GemvStreamPlan) -> bool:
+    """Whether many warps share x where it takes as many loads as the block's only tile of W."""
+    p = plan.parameters
+    return plan.rounds == 1 and plan.column_tiles > 1 and (p.tiles, p.warps) == (1, _MANY_WARPS)
 
 
 def _is_sensible(plan: GemvStreamPlan) -> bool:

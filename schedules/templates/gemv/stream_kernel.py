@@ -6,7 +6,12 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
+from relaxtune.schedules.templates.emit.async_copy import (
+    copy_async,
+    copy_async_where,
+    end_copies,
+    wait_for_copies,
+)
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     build_function,
@@ -16,11 +21,14 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     wait_for_predecessor,
 )
 from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.split_sum import SplitSum
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs, emit_products
-from relaxtune.schedules.templates.gemv.output import GemvOutput
+from relaxtune.schedules.templates.gemv.norms import StatisticsOfRegisters
+from relaxtune.schedules.templates.gemv.output import gemv_output
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, TILE, WARP
 from relaxtune.schedules.templates.gemv.stream_plan import SCALES, GemvStreamPlan
-from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 
 # Elements of x in 16 bytes.
 _VECTOR = 8
@@ -44,30 +52,37 @@ class _Kernel:
         self._matmul, self._plan, self._p = matmul, plan, plan.parameters
         self._stored = plan.stored
         self._x = flat_view(params[self._matmul.a])
-        renamed, output = dict(zip(func.params, params, strict=True)), flat_view(params[self._matmul.output])
-        factor = LEVELS_FACTOR if plan.levels else 1.0
-        self._end = GemvOutput(self._matmul, renamed, output, self._p.tiles, self._p.warps, factor)
-        self._weight, self._scales = flat_view(params[self._stored.packed]), flat_view(params[self._stored.scales])
+        self._params, self._renamed = params, dict(zip(func.params, params, strict=True))
+        read = {matmul.b} if plan.stored is None else {plan.stored.packed, plan.stored.scales}
+        self._weight = flat_view(params[matmul.b if plan.stored is None else plan.stored.packed])
+        self._scales = None if plan.stored is None else flat_view(params[plan.stored.scales])
         # What the kernel before does not write may be read before it has ended.
-        read = {self._stored.packed, self._stored.scales}
         self._early = self._p.dependent and read <= constant_params(func)
 
     def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
         plan, p = self._plan, self._p
-        self._block, self._warp, self._lane = block, thread // WARP, thread % WARP
+        self._block = block if p.split == 1 else block // p.split
+        self._share = None if p.split == 1 else block % p.split
+        self._thread, self._warp, self._lane = thread, thread // WARP, thread % WARP
         self._group, self._part = self._lane // LANES, self._lane % LANES
         pool = shared_pool()
         # Every lane copies what it reads itself: 16 bytes beside those of its neighbours.
         self._ring = pool.alloc((p.depth, p.warps, p.tiles * 2, WARP * _WORDS), "uint32", align=16)
-        shape = (p.depth, p.warps, plan.scale_rows, plan.rows)
-        self._ring_scales = pool.alloc(shape, "float16", align=16)
+        if plan.scale_rows:
+            shape = (p.depth, p.warps, plan.scale_rows, plan.rows)
+            self._ring_scales = pool.alloc(shape, "float16", align=16)
+        factor = LEVELS_FACTOR if plan.levels else 1.0
+        norm = self._matmul.norm
+        rows = self._matmul.m
+        self._statistics = None if norm is None else StatisticsOfRegisters(norm, rows, self._params, pool, p.warps)
+        self._end = gemv_output(self._matmul, self._renamed, self._params, p, self._statistics, factor)
         warps, m, rows = self._end.shape
-        shared = pool.alloc((plan.buffers * warps, m, rows), "float32", align=16)
+        self._shared = pool.alloc((plan.buffers * warps, m, rows), "float32", align=16)
         pool.commit()
-        self._words_x = T.alloc_local([plan.turns * plan.column_tiles * plan.words_x], "uint32")
+        self._words_x = T.alloc_local([plan.held * plan.column_tiles * plan.words_x], "uint32")
         self._offsets = T.alloc_local([plan.turns * plan.column_tiles * 2], "float32") if plan.levels else None
         self._words = T.alloc_local([p.tiles * 2 * _WORDS], "uint32")
-        sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
+        self._sums = T.alloc_local([p.tiles * plan.column_tiles * 4], "float32")
         first = tirx.IntImm("int32", 0)
         before = p.early or p.depth
         if self._early:
@@ -77,26 +92,42 @@ class _Kernel:
             # ptxas moves the loads of x above these copies. Held behind them, kernels of one row took 1 to 4 % less on
             # an H200, and of 16 rows 4 to 5 % more.
             self._begin(first, 0, before)
-        self._load_x()
+        for turn in range(plan.held):
+            self._load_x(turn)
         if before < p.depth:
             # Behind x, which is needed first.
             keep_loads_before()
             self._begin(first, before, p.depth)
         self._prepare_x()
         if plan.rounds == 1:
-            self._make_tile(first, sums, shared, thread)
+            self._make_tile(first)
+        else:
+            with T.serial(plan.rounds, unroll=False) as index:
+                whole = plan.row_tiles % p.groups == 0
+                with when([] if whole else [index * p.groups + self._block < plan.row_tiles]):
+                    self._make_tile(index)
+        if plan.collected or p.split > 1:
+            self._write_all()
+
+    def _write_all(self) -> None:
+        """Emit the writing of all tiles of this block, or of the blocks that share their sums, by the last of them."""
+        plan, p, shared, thread = self._plan, self._p, self._shared, self._thread
+
+        def first(part: tirx.Expr) -> tirx.Expr:
+            return part * p.warps
+
+        T.evaluate(T.cuda.cta_sync())
+        if self._share is None:
+            self._end.write(shared, thread, self._first_row, first, plan.rounds)
             return
-        with T.serial(plan.rounds, unroll=False) as index:
-            whole = plan.row_tiles % p.blocks == 0
-            with when([] if whole else [index * p.blocks + block < plan.row_tiles]):
-                self._make_tile(index, sums, shared, thread)
-        if plan.collected:
+        split = SplitSum(p.split, p.blocks, plan.threads, thread, self._block * p.split + self._share)
+        with self._end.of_the_last(split, shared, thread, first, plan.rounds):
             T.evaluate(T.cuda.cta_sync())
-            self._end.write(shared, thread, self._first_row, lambda part: part * p.warps, plan.rounds)
+            self._end.write(shared, thread, self._first_row, first, plan.rounds, warps=1)
 
     def _first_row(self, index: tirx.Expr) -> tirx.Expr:
         """Return the first row of W in a tile of this block."""
-        return (index * self._p.blocks + self._block) * self._plan.rows
+        return (index * self._p.groups + self._block) * self._plan.rows
 
     def _begin(self, first: tirx.Expr, start: int, stop: int) -> None:
         """Emit the asking for some of the first steps, as many as there are places at most."""
@@ -107,39 +138,49 @@ class _Kernel:
         """Emit the copies of a step of a tile, or of a later one where there are fewer turns, as one group."""
         plan = self._plan
         later = turn // plan.turns
-        tile = (index + later) * self._p.blocks + self._block
+        tile = (index + later) * self._p.groups + self._block
         known = isinstance(index, tirx.IntImm)
         if not known or int(index) + later < plan.rounds:
-            exists = known and plan.row_tiles >= (int(index) + later + 1) * self._p.blocks
+            exists = known and plan.row_tiles >= (int(index) + later + 1) * self._p.groups
             with when([] if exists else [tile < plan.row_tiles]):
                 self._fetch_weights(tile, turn % plan.turns, slot)
-                self._fetch_scales(tile, turn % plan.turns, slot)
+                if plan.stored is not None and self._scales is not None:
+                    self._fetch_scales(plan.stored, self._scales, tile, turn % plan.turns, slot)
         end_copies()
 
     def _inside(self, turn: int) -> list[tirx.Expr]:
         """Return the condition for this lane's part of a step to lie in W, none where it always does."""
-        plan, p, k = self._plan, self._p, self._matmul.k
-        whole = (turn + 1) * p.warps * plan.step <= k
-        return [] if whole else [((turn * p.warps + self._warp) * LANES + self._part) * plan.length < k]
+        plan, p = self._plan, self._p
+        whole = (turn + 1) * p.warps * plan.step <= plan.k
+        return [] if whole else [((turn * p.warps + self._warp) * LANES + self._part) * plan.length < plan.k]
+
+    def _along(self, k: tirx.Expr, elements: int) -> tirx.Expr:
+        """Return a place along K, from the place in what this block makes of it, of so many elements."""
+        return k if self._share is None else self._share * elements + k
 
     def _fetch_weights(self, tile: tirx.Expr, turn: int, slot: tirx.Expr | int) -> None:
         plan, matmul, p = self._plan, self._matmul, self._p
-        row_bytes = matmul.k * self._stored.bits // 8
+        row_bytes, size = matmul.k * matmul.weight_bits // 8, 1 if self._plan.stored is not None else 2
+        vector, share = LOAD_BYTES // size, row_bytes // size // p.split
         for half in range(2 * p.tiles):
             row = tile * plan.rows + self._group
-            place = row * row_bytes + (self._warp * LANES + self._part) * LOAD_BYTES
+            place = row * (row_bytes // size) + self._along((self._warp * LANES + self._part) * vector, share)
             offset = half * COLUMNS * row_bytes + turn * p.warps * LANES * LOAD_BYTES
             conditions = self._inside(turn)
             if matmul.n % plan.rows:
                 conditions.append(row + half * COLUMNS < matmul.n)
             if conditions:
-                place, offset = tirx.Select(tirx.all(*conditions), place + offset, tirx.IntImm("int32", 0)), 0
+                place = tirx.Select(tirx.all(*conditions), place + offset // size, tirx.IntImm("int32", 0))
+                offset = 0
             to = self._ring.ptr_to([slot, self._warp, half, self._lane * _WORDS])
-            copy_async(to, self._weight.ptr_to([place]), conditions, offset)
+            # A step is half a line of 16-bit weights, and another warp's copy has the other half.
+            copy_async(to, self._weight.ptr_to([place]), conditions, offset, lines=plan.stored is None)
 
-    def _fetch_scales(self, tile: tirx.Expr, turn: int, slot: tirx.Expr | int) -> None:
+    def _fetch_scales(
+        self, stored: Quantisation, scales: tirx.Var, tile: tirx.Expr, turn: int, slot: tirx.Expr | int
+    ) -> None:
         """Emit the copy of a step's scales, 8 of them by each of the first lanes."""
-        plan, matmul, p, group = self._plan, self._matmul, self._p, self._stored.group
+        plan, matmul, p, group = self._plan, self._matmul, self._p, stored.group
         vectors = plan.rows // SCALES
         scale_row, vector = self._lane // vectors, self._lane % vectors
         each, offset = p.warps * plan.step, 0
@@ -153,31 +194,32 @@ class _Kernel:
         conditions = [self._lane < plan.scale_rows * vectors]
         if matmul.n % plan.rows:
             conditions.append(row < matmul.n)
-        source = self._scales.ptr_to([k // group * matmul.n + row])
+        source = scales.ptr_to([k // group * matmul.n + row])
         to = self._ring_scales.ptr_to([slot, self._warp, scale_row, vector * SCALES])
         copy_async_where(conditions, to, source, offset)
 
-    def _load_x(self) -> None:
-        """Emit the loads of the part of x that this warp multiplies by; zeros behind its end."""
+    def _load_x(self, turn: int) -> None:
+        """Emit the loads of a step of the x that this warp multiplies by; zeros behind its end."""
         plan, matmul = self._plan, self._matmul
-        count = plan.column_tiles * plan.words_x
-        for turn in range(plan.turns):
-            first = turn * count
-            inside = self._inside(turn)
-            for tile in range(plan.column_tiles):
-                start = first + tile * plan.words_x
-                if inside:
-                    for word in range(plan.words_x):
-                        T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
-                # Columns of the sums that are no rows of x are not used, whatever is in them.
-                row = tile * COLUMNS + self._group
-                row = row if (tile + 1) * COLUMNS <= matmul.m else tirx.min(row, matmul.m - 1)
-                step = turn * self._p.warps + self._warp
-                place = row * matmul.k + (step * LANES + self._part) * plan.length
-                with when(inside):
-                    for vector in range(plan.words_x // _WORDS):
-                        to = self._words_x.ptr_to([start + vector * _WORDS])
-                        load_bytes(to, self._x.ptr_to([place + vector * _VECTOR]), LOAD_BYTES)
+        first, inside = self._place_of_x(turn), self._inside(turn)
+        for tile in range(plan.column_tiles):
+            start = first + tile * plan.words_x
+            if inside:
+                for word in range(plan.words_x):
+                    T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
+            # Columns of the sums that are no rows of x are not used, whatever is in them.
+            row = tile * COLUMNS + self._group
+            row = row if (tile + 1) * COLUMNS <= matmul.m else tirx.min(row, matmul.m - 1)
+            step = turn * self._p.warps + self._warp
+            place = row * matmul.k + self._along((step * LANES + self._part) * plan.length, plan.k)
+            with when(inside):
+                for vector in range(plan.words_x // _WORDS):
+                    to = self._words_x.ptr_to([start + vector * _WORDS])
+                    load_bytes(to, self._x.ptr_to([place + vector * _VECTOR]), LOAD_BYTES)
+
+    def _place_of_x(self, turn: int) -> int:
+        """Return the first word of a step of x."""
+        return turn % self._plan.held * self._plan.column_tiles * self._plan.words_x
 
     def _prepare_x(self) -> None:
         """Emit what products need of x beside its elements, and in which order they need them."""
@@ -190,16 +232,17 @@ class _Kernel:
                 to = self._offsets.ptr_to([turn * plan.column_tiles * 2])
                 emit_offsets(plan.column_tiles, to, self._words_x.ptr_to([first]))
 
-    def _make_tile(self, index: tirx.Expr, sums: tirx.Var, shared: tirx.Var, thread: tirx.Expr) -> None:
-        plan, p = self._plan, self._p
+    def _make_tile(self, index: tirx.Expr) -> None:
+        plan, p, sums = self._plan, self._p, self._sums
         for number in range(p.tiles * plan.column_tiles * 4):
             T.buffer_store(sums, tirx.FloatImm("float32", 0.0), [number])
         for turn in range(plan.turns):
             wait_for_copies(p.depth - 1)
             slot = (index * plan.turns + turn) % p.depth
             scales = self._read(slot)
-            # All lanes have read the scales before they are overwritten.
-            T.evaluate(T.cuda.warp_sync())
+            if scales:
+                # All lanes have read the scales before they are overwritten.
+                T.evaluate(T.cuda.warp_sync())
             self._fetch(index, turn + p.depth, slot)
             for tile in range(p.tiles):
                 rows = [self._words.ptr_to([(tile * 2 + half) * _WORDS]) for half in range(2)]
@@ -209,23 +252,32 @@ class _Kernel:
                     plan.grouped,
                     sums.ptr_to([tile * plan.column_tiles * 4]),
                     (rows[0], rows[1]),
-                    self._words_x.ptr_to([turn * plan.column_tiles * plan.words_x]),
-                    (scales[tile * 2], scales[tile * 2 + 1]),
+                    self._words_x.ptr_to([self._place_of_x(turn)]),
+                    (scales[tile * 2], scales[tile * 2 + 1]) if scales else None,
                     None if self._offsets is None else self._offsets.ptr_to([turn * plan.column_tiles * 2]),
                 )
+            if plan.held < plan.turns and (plan.rounds > 1 or turn + plan.held < plan.turns):
+                self._load_x((turn + plan.held) % plan.turns)
+        if self._statistics is not None:
+            # At the end of the first tile: the steps of the next one are on their way.
+            with when([] if plan.rounds == 1 else [index == 0]):
+                kind = MMA_KINDS[self._matmul.input_dtype]
+                self._statistics.make(self._words_x, plan.turns * plan.words_x, kind, self._block, self._thread)
         place = index % plan.buffers * p.warps
-        self._end.share(shared, sums, thread, place)
-        if not plan.collected:
+        self._end.share(self._shared, sums, self._thread, place)
+        if self._share is None and not plan.collected:
             T.evaluate(T.cuda.cta_sync())
-            self._end.write(shared, thread, lambda _: self._first_row(index), lambda _: place)
+            self._end.write(self._shared, self._thread, lambda _: self._first_row(index), lambda _: place)
 
     def _read(self, slot: tirx.Expr) -> list[tirx.Expr]:
-        """Emit the reading of a step from shared memory; return its scales."""
+        """Emit the reading of a step from shared memory; return its scales, where W has some."""
         p = self._p
         for half in range(2 * p.tiles):
             registers = [self._words[half * _WORDS + word] for word in range(_WORDS)]
             source = self._ring.ptr_to([slot, self._warp, half, self._lane * _WORDS])
             T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+        if not self._plan.scale_rows:
+            return []
         halves = T.alloc_local([2 * p.tiles], "float16")
         scale_row = tirx.IntImm("int32", 0) if self._plan.grouped else self._part
         for half in range(2 * p.tiles):

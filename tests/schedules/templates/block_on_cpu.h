@@ -3,6 +3,7 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include <bit>
 #include <deque>
 #include <vector>
 
@@ -40,6 +41,9 @@ inline float max(float a, float b) { return a > b ? a : b; }
 inline float min(float a, float b) { return a < b ? a : b; }
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float __half2float(half x) { return x; }
+inline half __ushort_as_half(unsigned short bits) { return std::bit_cast<half>(bits); }
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline T __ldcg(T* from) { return *from; }
 

@@ -149,7 +149,7 @@ def test_fuse_norms_leaves_five_launches_a_layer_of_bert(target: str) -> None:
     assert nodes == {node for name in off.kernels for call in off.kernels[name] for node in call.onnx_nodes}
 
 
-@pytest.mark.parametrize(("text", "template"), [("cuda:sm_90a", "gemm_sm90"), ("cuda:sm_80", "gemv")])
+@pytest.mark.parametrize(("text", "template"), [("cuda:sm_90a", "gemm_sm90"), ("cuda:sm_80", "gemv_stream")])
 def test_fuse_norms_takes_norms_of_few_rows_into_the_matmuls_that_are_made_first(text: str, template: str) -> None:
     target = resolve_target(text)
     lowered = lower(import_model(small_model("llama-tiny-decode")), target.target, FP16)
@@ -158,11 +158,11 @@ def test_fuse_norms_takes_norms_of_few_rows_into_the_matmuls_that_are_made_first
     assert {list_candidates(lowered.mod[name], target)[0][0].template for name in normed} == {template}
 
 
-@pytest.mark.parametrize(("rows", "fused"), [(4, True), (5, False)])
-def test_fuse_norms_leaves_norms_of_more_rows_to_kernels_of_their_own_on_mma_sync(rows: int, fused: bool) -> None:
+@pytest.mark.parametrize("rows", [4, 16, 17])
+def test_fuse_norms_takes_norms_of_several_sequences_on_mma_sync(rows: int) -> None:
     model = small_model("llama-tiny-decode", batch=rows)
     lowered = lower(import_model(model), resolve_target("cuda:sm_80").target, FP16)
-    assert any(name.endswith("_norms") for name in lowered.kernels) == fused
+    assert any(name.endswith("_norms") for name in lowered.kernels)
 
 
 def test_fuse_norms_is_off_where_templates_are() -> None:

@@ -8,7 +8,7 @@ import tvm
 
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import Template
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv
@@ -72,9 +72,16 @@ def test_every_candidate_that_streams_is_right(name: str, part: int) -> None:
     check_candidates(GemvStream(), CASES[name], part)
 
 
-def check_candidates(template: Template, case: GemvCase, part: int) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.bits == 16 and case.dtype == "float16"])
+def test_every_candidate_without_wgmma_that_streams_is_right(name: str, part: int) -> None:
+    target = resolve_target(f"cuda:{resolve_target('cuda').arch.removesuffix('a')}")
+    check_candidates(GemvStream(), CASES[name], part, target)
+
+
+def check_candidates(template: Template, case: GemvCase, part: int, target: ResolvedTarget | None = None) -> None:
     """Run a part of a template's candidates on fresh inputs."""
-    target = resolve_target("cuda")
+    target = target or resolve_target("cuda")
     func = case.func()
     found = template.candidates(func, target)
     assert not isinstance(found, Refusal), found

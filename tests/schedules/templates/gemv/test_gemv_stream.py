@@ -113,7 +113,10 @@ def test_levels_are_multiplied_where_sums_are_scaled_and_registers_suffice(
 @pytest.mark.parametrize(
     ("case", "parameters", "reason"),
     [
-        (GemvCase(), GemvStreamParameters(), "the weights have 16 bits, expected 8 or 4"),
+        (GemvCase(), GemvStreamParameters(blocks=32, split=3), "split is 3, of 16-bit weights expected a divisor"),
+        (LARGE, GemvStreamParameters(blocks=128, split=2), "split is 2, of 16-bit weights expected a divisor"),
+        (GemvCase(), GemvStreamParameters(blocks=8, split=2), "expected sums of all tiles to be collected"),
+        (GemvCase(), GemvStreamParameters(blocks=33), "blocks is 33, expected 32 at most"),
         (LARGE, GemvStreamParameters(depth=3, early=4), "no more early steps than the depth"),
         (LARGE, GemvStreamParameters(tiles=0), "expected 1 or more"),
         (LARGE, GemvStreamParameters(warps=64), "64 warps"),
