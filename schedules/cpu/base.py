@@ -109,23 +109,27 @@ def schedule_elementwise(sch: Schedule, block: ScheduledBlock, limits: CpuLimits
 def _schedule_crossed(sch: Schedule, block: ScheduledBlock, crossed: int, lanes: int, limits: CpuLimits) -> bool:
     """Walk a block as `transposition` says; return False, and change nothing, where a remainder stands in the way.
 
-    A last vector that is not full needs a loop of its own, which takes blocks of y that no thread loop has taken in.
+    A last vector that is not full needs blocks of y that no thread loop has taken in: a loop of its own, or a check in
+    each lane where y is symbolic.
     """
     loops, extents = sch.get_loops(block.rv), loop_extents(sch, block.rv)
     others = [position for position in range(len(loops) - 1) if position != crossed]
-    remainder = (extents[-1] or 0) % lanes != 0
-    jobs = math.prod(math.inf if extents[position] is None else extents[position] or 0 for position in others)
-    if remainder and (jobs < 2 * limits.cores or not can_partition_loops(sch)):
+    symbolic = extents[-1] is None
+    remainder = extents[-1] is None or extents[-1] % lanes != 0
+    # Beside a symbolic y, a symbolic axis is as a rule a batch, of 1.
+    unknown = 1 if symbolic else math.inf
+    jobs = math.prod(unknown if extents[position] is None else extents[position] or 0 for position in others)
+    if remainder and (jobs < 2 * limits.cores or not (symbolic or can_partition_loops(sch))):
         return False
     parallel = worth_parallel(work_of(sch, block.rv))
     blocks, vector = sch.split(loops[-1], [None, lanes])
     sch.reorder(*(loops[position] for position in others), blocks, loops[crossed], vector)
     sch.vectorize(vector)
     shared = [loops[position] for position in others]
-    if remainder:
-        sch.annotate(blocks, PARTITION_HINT, 1)
-    else:
+    if not remainder:
         shared.append(blocks)
+    elif not symbolic:
+        sch.annotate(blocks, PARTITION_HINT, 1)
     if parallel:
         sch.parallel(sch.fuse(*shared))
     return True

@@ -8,9 +8,15 @@ where they lie a multiple of a large power of two apart. Here one vector of y is
     parallel others, y blocks
       x                  one step along the lines that the vector's lanes lie on: they stay in the first cache
         y vector
+
+y may have a symbolic size. On two cores of a Xeon with AVX-512, the keys of 12 heads of 64 at 384 tokens, called again
+and again, take 32 to 122 us so and 347 us row by row, those of 12 heads of 32 take 15 to 30 us and 202 us. Inside a
+model, where another core has just written what is read: 0.9 of the time in BERT-base, 0.5 in MiniLM.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import tvm
 import tvm_ffi
@@ -28,19 +34,18 @@ STEPS_MIN = 4
 def find_crossed_axis(sch: Schedule, block: ScheduledBlock, lanes: int) -> int | None:
     """Return the position of the axis x above among the block's iterators, None for a block that reads no such way.
 
-    Loops of symbolic size, and of less than a vector, are left to the plain schedule.
+    An axis y of less than a vector is left to the plain schedule.
     """
     extents = loop_extents(sch, block.rv)
-    last = extents[-1] if extents else None
-    if last is None or len(extents) < 2 or last < lanes:
+    if len(extents) < 2 or (extents[-1] is not None and extents[-1] < lanes):
         return None
     iters = [iter_var.var for iter_var in block.stmt.iter_vars]
     for load in _plain_loads(block):
-        if _stride(load, iters[-1]) in (None, 0, 1):
+        if _stride(load, iters[-1], iters) in (None, 0, 1):
             continue
         for position in reversed(range(len(iters) - 1)):
             extent = extents[position]
-            if extent is not None and extent >= STEPS_MIN and _stride(load, iters[position]) == 1:
+            if extent is not None and extent >= STEPS_MIN and _stride(load, iters[position], iters) == 1:
                 return position
     return None
 
@@ -51,18 +56,19 @@ def _plain_loads(block: ScheduledBlock) -> list[TensorLoad]:
     return [load for load in loads if not any(list_loads(index) for index in load.indices)]
 
 
-def _stride(load: TensorLoad, var: tirx.Var) -> int | None:
-    """Return how many elements further the load reads for one step of a variable from 0, None where not constant."""
-    shape = [int(axis) for axis in load.source.shape if isinstance(axis, tirx.IntImm)]
-    if len(shape) != len(load.indices):
-        return None
-    stride, total = 1, 0
-    for index, extent in zip(reversed(list(load.indices)), reversed(shape), strict=True):
-        first, second = (_at(index, var, step) for step in (0, 1))
-        if first is None or second is None:
-            return None
-        total += (second - first) * stride
-        stride *= extent
+def _stride(load: TensorLoad, var: tirx.Var, axes: Sequence[tirx.Var]) -> int | None:
+    """Return how many elements further the load reads for one step of an axis from 0, None where not constant."""
+    stride: int | None = 1
+    total = 0
+    for index, extent in zip(reversed(list(load.indices)), reversed(load.source.shape), strict=True):
+        used = used_vars(index)
+        if var in used:
+            # At 0, a size would not be one.
+            first, second = (_at(index, var, step) if used <= set(axes) else None for step in (0, 1))
+            if stride is None or first is None or second is None:
+                return None
+            total += (second - first) * stride
+        stride = stride * int(extent) if stride is not None and isinstance(extent, tirx.IntImm) else None
     return total
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+import tvm
 from tvm import DataType, tirx
 from tvm.ir import Call, Expr
 
@@ -56,6 +57,8 @@ def register_vector_math() -> None:
     for name, function in functions.items():
         tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=_lowering(function), level=_LEVEL)
     tirx.register_intrin_lowering("tirx.pow", target="llvm", f=_lower_power, level=_LEVEL)
+    # TVM marks all of them but erf: it takes vectors with an erf apart, of which LLVM makes vectors of 32 bytes.
+    tvm.ir.register_op_attr("tirx.erf", "TVectorizable", True)
 
 
 class _Lanes:

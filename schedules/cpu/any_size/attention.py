@@ -91,9 +91,9 @@ def _find(sch: Schedule, limits: CpuLimits) -> Attention | None:
     sizes = first.block.sizes
     return Attention(
         func,
-        Product(func, first, None, _VECTORS, lanes, rows, 1),
+        Product(func, first, None, _VECTORS, lanes, rows),
         Rows(func, tuple(blocks), sizes[: first.column], sizes[first.column], numbers, None, lanes),
-        Product(func, second, last, vectors, lanes, rows, 1),
+        Product(func, second, last, vectors, lanes, rows),
         kept,
         places,
         rows,

@@ -20,7 +20,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
     unfolded,
     wide,
 )
-from relaxtune.schedules.cpu.any_size.matmul import ProductKernel, Values
+from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel, Values
 from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.any_size.rows import Rows, RowsKernel
 from relaxtune.schedules.sizes import Size

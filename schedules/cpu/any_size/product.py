@@ -1,11 +1,12 @@
-"""What a kernel of a matrix product of symbolic size is made of: its roles, its largest tile, its blocks of k."""
+"""What a kernel of a matrix product of symbolic size is made of: its roles, its largest tile, its cut."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm.tirx import PrimFunc
 
+from relaxtune.schedules.cpu.any_size.cut import Cut
 from relaxtune.schedules.cpu.contraction import TiledContraction
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
@@ -13,10 +14,7 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 @dataclass(frozen=True)
 class Product:
-    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself.
-
-    Where k has several `blocks`, tiles of `group_rows` rows in all read each block before the next one.
-    """
+    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
 
     func: PrimFunc
     con: TiledContraction
@@ -24,14 +22,7 @@ class Product:
     vectors: int
     lanes: int
     rows: int
-    blocks: int
-    group_rows: int = 0
-
-    @property
-    def block_length(self) -> int:
-        """Length of a block of k; 0 where there is one."""
-        length = self.block.extents[self.con.reduce[0]]
-        return 0 if length is None or self.blocks == 1 else -(-length // self.blocks)
+    cut: Cut = field(default_factory=Cut)
 
     @property
     def block(self) -> ScheduledBlock:

@@ -9,6 +9,8 @@ from tvm import te, tirx, topi
 
 from relaxtune.schedules.cpu.partitioning import narrow_partitioned
 from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.tir.blocks import static_extent
+from relaxtune.schedules.tir.expressions import find_all
 from tests.schedules.kernel_cases import Case, check, host, loop_kinds, prim_func, run
 
 
@@ -48,6 +50,25 @@ def test_transpose_takes_a_vector_of_rows_along_their_cache_lines():
     lanes = host().limits.vector_bytes // 4
     assert f"T.parallel(T.int64({3 * 128 // lanes}))" in script
     assert script.index("range(T.int64(64))") < script.index(f"T.vectorized(T.int64({lanes}))")
+
+
+def test_transpose_takes_a_vector_of_symbolic_rows_along_their_cache_lines():
+    """The keys of each head, out of a projection of queries, keys and values; enough heads for all cores."""
+    heads, depth = 2 * host().limits.cores, 20
+    batch, sequence = te.var("batch", "int64"), te.var("sequence", "int64")
+    a = te.placeholder((batch, sequence, 3 * heads * depth), "float32", name="A")
+    keys = te.compute(
+        (batch, heads, depth, sequence), lambda b, h, d, s: a[b, s, heads * depth + h * depth + d], name="keys"
+    )
+    func = prim_func([a, keys])
+    for b, s in ((1, 1), (2, 37), (1, 64)):
+        x = np.random.default_rng(0).standard_normal((b, s, 3 * heads * depth)).astype("float32")
+        middle = x[..., heads * depth : 2 * heads * depth].reshape(b, s, heads, depth)
+        case = Case(func, [x], [middle.transpose(0, 2, 3, 1)])
+        assert run(case) == "cpu-elementwise"
+    loops = find_all(apply_fallback(case.module, host().target)["main"].body, tirx.For)
+    inside = [loop for loop in loops if static_extent(loop.extent) == depth]
+    assert [loop.kind for loop in find_all(inside[0].body, tirx.For)] == [tirx.ForKind.VECTORIZED]
 
 
 @given(

@@ -1,0 +1,357 @@
+"""The loops of `matmul`: jobs, groups of row tiles, blocks of k, registers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.tirx import PrimFunc
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.cpu.any_size.emit import (
+    Buffers,
+    build_function,
+    places,
+    row_buffer,
+    share_jobs,
+    unfolded,
+    wide,
+)
+from relaxtune.schedules.cpu.any_size.product import Product
+from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, tiles_of_rows
+from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.tir.blocks import same_sizes, shape_of
+from relaxtune.schedules.tir.contraction import are_axes
+from relaxtune.schedules.tir.expressions import substitute
+
+# What LLVM's prefetch is told: to read, into the first or the second cache, data.
+_INTO_FIRST, _INTO_SECOND = (0, 3, 1), (0, 2, 1)
+# While a job reads its first panel, each step of k fetches a line of the next tile of the left operand, which another
+# core may have written. On two cores of a Xeon with AVX-512, matmuls of 128 and 384 rows take 0.97 to 0.99 of the time.
+# A line has so many elements, and a tile at most so many rows.
+_LINE = 16
+
+Values = Mapping[tirx.Var, tirx.Expr]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Row tiles, from a first one on, of a job's panels; whether they are the job's last ones."""
+
+    first_panel: tirx.Expr
+    panels: tirx.Expr
+    first_tile: tirx.Expr
+    tiles: tirx.Expr
+    is_last: tirx.Expr
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One block of k for one tile.
+
+    The tile's sums are kept from block to block in `sums`, from `at` on. `place` counts the tiles, `readers` of them,
+    that read the block; the first ones fetch the next one, which is a panel's, from a step of k on. `turn` counts the
+    panels of the job.
+    """
+
+    block: tirx.Expr
+    place: tirx.Expr
+    readers: tirx.Expr
+    next_panel: tirx.Expr
+    next_begin: tirx.Expr
+    turn: tirx.Expr
+    sums: tirx.Var
+    at: tirx.Expr
+
+
+def _follow_one_another(product: Product) -> bool:
+    """Whether all rows of the left operand lie at one distance, each from the one before, across all axes of rows."""
+    con, block = product.con, product.block
+    rows = [block.axes[axis] for axis in con.rows]
+    axes = [*rows, block.axes[con.reduce[0]]]
+    shape = shape_of(con.left.source)
+    if not rows or shape is None or not are_axes(con.left.indices[-len(axes) :], axes):
+        return False
+    return same_sizes(shape[-len(axes) + 1 : -1], [block.sizes[axis] for axis in con.rows[1:]])
+
+
+class ProductKernel:
+    """Writes the loops of a product."""
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+        self._last_tiles = fewer_rows(product.rows)
+        self._follow_one_another = _follow_one_another(product)
+        #: Those of the kernel being written, by those of the function.
+        self.buffers: Buffers = {}
+
+    def build(self) -> PrimFunc:
+        """Return the kernel with the parameters and attributes of its function."""
+        return build_function(self._product.func, self._emit)
+
+    def _emit(self, buffers: Buffers) -> None:
+        columns, width = self._product.columns, self._product.width
+        self.buffers = buffers
+        if isinstance(columns, int):
+            self._share(-(-columns // (width * self._product.cut.panels)), self._columns_of_job)
+            return
+        with T.If(columns >= width):
+            with T.Then():
+                self._share(tirx.floordiv(columns + (width - 1), width), self._columns_of_job)
+            with T.Else():
+                self._share(1, self._few_columns)
+
+    def _share(self, jobs: Size, body: Callable[[Values, tirx.Expr], None]) -> None:
+        """Run a body for each place of the batch axes and each job of columns."""
+        con, block = self._product.con, self._product.block
+
+        def job(found: list[tirx.Expr]) -> None:
+            *batch, number = found
+            body({block.axes[axis]: place for axis, place in zip(con.batch, batch, strict=True)}, number)
+
+        share_jobs([*(block.sizes[axis] for axis in con.batch), jobs], job)
+
+    def _columns_of_job(self, values: Values, number: tirx.Expr) -> None:
+        """Compute all rows of a job's panels, a group of row tiles after another."""
+        product, cut = self._product, self._product.cut
+        tiles = tiles_of_rows(wide(math.prod(product.block.sizes[axis] for axis in product.con.rows)), product.rows)
+        first = T.Bind(number * cut.panels)
+        panels: tirx.Expr = wide(1)
+        if cut.panels > 1:
+            panels = T.Bind(tirx.min(wide(cut.panels), -(-product.columns // product.width) - first))
+        groups = T.Bind(unfolded((tiles.count + (cut.tiles - 1)) // cut.tiles))
+        size = unfolded((tiles.count + (groups - 1)) // tirx.max(groups, wide(1)))
+        with T.serial(0, groups) as group:
+            tile = unfolded(group * size)
+            here = unfolded(tirx.min(size, tiles.count - tile))
+            self._group(values, tiles, _Group(first, panels, tile, here, group == groups - 1))
+
+    def _group(self, values: Values, tiles: RowTiles, group: _Group) -> None:
+        """Compute a group of row tiles of all panels, a part of k after another."""
+        product, cut = self._product, self._product.cut
+        tile_size = product.rows * product.width
+        kept = cut.tiles * tile_size
+        sums = row_buffer(kept * (cut.panels if cut.parts > 1 else 1))
+        with T.serial(0, wide(cut.parts)) as part, T.serial(0, group.panels) as turn:
+            panel = T.Bind(group.first_panel + turn)
+            # A panel begins where it begins; its last columns may be no columns of C.
+            begin = panel * product.width
+            start = T.Bind(begin if product.con.panel else tirx.min(begin, product.columns - product.width))
+            at = unfolded(turn * kept if cut.parts > 1 else wide(0))
+            with T.serial(0, wide(cut.blocks)) as block, T.serial(0, group.tiles) as place:
+                number = unfolded(group.first_tile + place)
+                # A tile that is a group fetches the next panel with others of this one.
+                turns = (place, group.tiles) if cut.tiles > 1 else (number, tiles.count)
+                following = self._following(group, part, turn, block)
+                step = _Step(part * cut.blocks + block, *turns, *following, turn, sums, at + place * tile_size)
+                self._tile(values, start, tiles, number, step)
+            with T.If(part == cut.parts - 1), T.Then(), T.serial(0, group.tiles) as place:
+                number = unfolded(group.first_tile + place)
+                first = unfolded(tiles.first(number))
+                with T.serial(0, unfolded(tiles.rows_of(number))) as row:
+                    known = {**values, **self._row(T.Bind(tirx.min(first + row, tiles.rows - 1)))}
+                    self._finish(known, start, sums, at + (place * product.rows + row) * product.width)
+
+    def _following(
+        self, group: _Group, part: tirx.Expr, turn: tirx.Expr, block: tirx.Expr
+    ) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the panel that is read after a block, and from which step of k on."""
+        cut = self._product.cut
+        panel = group.first_panel + turn
+        if cut.tiles == 1:
+            return panel + 1, wide(0)
+        in_part = block < cut.blocks - 1
+        in_panels = turn < group.panels - 1
+        in_parts = part < cut.parts - 1
+        again = group.first_panel + tirx.Select(tirx.any(in_parts, tirx.Not(group.is_last)), wide(0), group.panels)
+        other = tirx.Select(in_panels, panel + 1, again)
+        begins = tirx.Select(in_panels, part, tirx.Select(in_parts, part + 1, wide(0)))
+        length = wide(cut.length)
+        begin = tirx.Select(in_part, part * cut.blocks + block + 1, begins * cut.blocks) * length
+        return unfolded(tirx.Select(in_part, panel, other)), unfolded(begin)
+
+    def _tile(self, values: Values, start: tirx.Expr, tiles: RowTiles, number: tirx.Expr, step: _Step) -> None:
+        """Multiply a tile by the code for its rows; whole ones that fetch more or less have code of their own."""
+        product = self._product
+        first = T.Bind(unfolded(tiles.first(number)))
+
+        def clamped(rows: int) -> list[Values]:
+            return [self._row(tirx.min(first + row, tiles.rows - 1)) for row in range(rows)]
+
+        def whole() -> list[Values]:
+            return [self._row_in_place(first + row) for row in range(product.rows)]
+
+        with T.If(tiles.is_whole(number)):
+            with T.Then():
+                rows = whole if self._follow_one_another else lambda: clamped(product.rows)
+                if product.cut.all_fetch and self._follow_one_another:
+                    with T.If(step.turn == 0):
+                        with T.Then():
+                            self._multiply(values, start, rows(), step, next_rows=first + product.rows)
+                        with T.Else():
+                            self._multiply(values, start, rows(), step)
+                elif product.con.panel is None or product.cut.all_fetch:
+                    self._multiply(values, start, rows(), step)
+                else:
+                    with T.If(step.place < tirx.min(step.readers, wide(product.cut.fetching))):
+                        with T.Then():
+                            self._multiply(values, start, rows(), step)
+                        with T.Else():
+                            self._multiply(values, start, rows(), step, fetch=False)
+            with T.Else():
+                for rest, least in zip(self._last_tiles, [*self._last_tiles[1:], 0], strict=True):
+                    with T.If(tirx.all(tiles.each > least, tiles.each <= rest)), T.Then():
+                        self._multiply(values, start, clamped(rest), step)
+
+    def _multiply(
+        self,
+        values: Values,
+        start: tirx.Expr,
+        rows: list[Values],
+        step: _Step,
+        *,
+        fetch: bool = True,
+        next_rows: tirx.Expr | None = None,
+    ) -> None:
+        """Add the products of one block of k to the sums of some rows."""
+        product, con = self._product, self._product.con
+        lanes, vectors, cut = product.lanes, product.vectors, product.cut
+        column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
+        # A buffer a row: TVM puts up to 1 KiB on the stack, where LLVM makes registers of it.
+        sums = [row_buffer(product.width) for _ in rows]
+
+        def each(body: Callable[[int, tirx.Expr], None]) -> None:
+            for row in range(len(rows)):
+                for vector in range(vectors):
+                    with T.vectorized(0, lanes) as lane:
+                        body(row, vector * lanes + lane)
+
+        def clear() -> None:
+            each(lambda row, at: T.buffer_store(sums[row], tirx.FloatImm("float32", 0.0), [at]))
+
+        begin, size = wide(0), wide(product.block.sizes[con.reduce[0]])
+        if cut.is_whole:
+            clear()
+        else:
+            begin = unfolded(step.block * cut.length)
+            size = unfolded(tirx.min(wide(cut.length), size - begin))
+            with T.If(step.block == 0):
+                with T.Then():
+                    clear()
+                with T.Else():
+                    each(lambda row, at: T.buffer_store(sums[row], step.sums[step.at + row * product.width + at], [at]))
+        line = self._next_block(size, step) if fetch and con.panel is not None else None
+        with T.serial(0, size) as k:
+            known = {**values, reduced: begin + k}
+
+            def multiply(row: int, at: tirx.Expr) -> None:
+                here = {**known, **rows[row], column: start + wide(at)}
+                term = self.load(con.left, here) * self.load(con.right, here)
+                T.buffer_store(sums[row], sums[row][at] + term, [at])
+
+            each(multiply)
+            if line is not None:
+                _prefetch(line(k), _INTO_SECOND)
+            if next_rows is not None:
+                row = self._row_in_place(next_rows + k % _LINE)
+                _prefetch(self.load(con.left, {**known, **row, reduced: begin + k // _LINE * _LINE}), _INTO_FIRST)
+        each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
+
+    def _next_block(self, size: tirx.Expr, step: _Step) -> Callable[[tirx.Expr], tirx.Expr]:
+        """Return the element of the next block to fetch at a step of k: each tile's share is contiguous."""
+        product = self._product
+        fetching = unfolded(tirx.min(step.readers, wide(product.cut.fetching)))
+        stride = unfolded((product.width + (fetching - 1)) // fetching)
+        share = unfolded(step.place % fetching * size * stride)
+        panels = self.buffers[product.con.right.source]
+        return lambda k: panels[step.next_panel, step.next_begin, share + k * stride]
+
+    def _finish(self, values: Values, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
+        """Store the epilogue of one row, whose sums begin at a place of their buffer."""
+        lanes, column = self._product.lanes, self._product.block.axes[self._product.con.column]
+
+        def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
+            offset = vector * lanes + lane
+            self.store(sums[at + offset], {**values, column: start + offset})
+
+        self._columns_of_tile(start, finish)
+
+    def _columns_of_tile(self, start: tirx.Expr, finish: Callable[[tirx.Expr | int, tirx.Expr], None]) -> None:
+        """Run a body for the columns of a tile that are columns of C."""
+        product = self._product
+
+        def whole() -> None:
+            with T.serial(0, product.vectors) as vector, T.vectorized(0, product.lanes) as lane:
+                finish(vector, lane)
+
+        columns = product.columns
+        if product.con.panel is None or (isinstance(columns, int) and columns % product.width == 0):
+            whole()
+            return
+        with T.If(start + product.width <= columns):
+            with T.Then():
+                whole()
+            with T.Else(), T.serial(0, columns - start) as lane:
+                finish(0, lane)
+
+    def _few_columns(self, values: Values, _tile: tirx.Expr) -> None:
+        """Compute row after row, for fewer columns than a tile has."""
+        product, con = self._product, self._product.con
+        column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
+        rows = T.Bind(wide(math.prod(product.block.sizes[axis] for axis in con.rows)))
+        with T.serial(0, rows) as number:
+            acc = row_buffer(product.width)
+            place = {**values, **self._row(number)}
+            with T.serial(0, product.columns) as j:
+                T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [j])
+            with T.serial(0, wide(product.block.sizes[con.reduce[0]])) as k, T.serial(0, product.columns) as j:
+                here = {**place, reduced: k, column: j}
+                T.buffer_store(acc, acc[j] + self.load(con.left, here) * self.load(con.right, here), [j])
+            with T.serial(0, product.columns) as j:
+                self.store(acc[j], {**place, column: j})
+
+    def _row(self, number: tirx.Expr) -> Values:
+        """Return the place of a row along each axis of rows."""
+        con, block = self._product.con, self._product.block
+        found = places(number, [block.sizes[axis] for axis in con.rows])
+        return {block.axes[axis]: place for axis, place in zip(con.rows, found, strict=True)}
+
+    def _row_in_place(self, number: tirx.Expr) -> Values:
+        """Return a row of the left operand by its number, as a place along the last axis of rows.
+
+        That place may be past the axis's end. Its address is the row's nevertheless, a constant away from the next
+        row's.
+        """
+        con, axes = self._product.con, self._product.block.axes
+        return {**{axes[axis]: wide(0) for axis in con.rows}, axes[con.rows[-1]]: number}
+
+    def load(self, load: TensorLoad, values: Values) -> tirx.Expr:
+        """Return what a load reads at a place."""
+        return self.buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
+
+    def store(self, total: tirx.Expr, values: Values) -> None:
+        """Store the epilogue of a sum at a place, given as values of the product's axes."""
+        product = self._product
+        if product.epilogue is None:
+            store, value = product.block.store, total
+            at = values
+        else:
+            # The epilogue walks the sums in their order.
+            at = {own: values[axis] for own, axis in zip(product.epilogue.axes, product.block.spatial, strict=True)}
+            store = product.epilogue.store
+            sums = product.block.store.buffer
+
+            def replaced(load: TensorLoad) -> tirx.Expr:
+                return total if load.source.same_as(sums) else self.load(load, {})
+
+            value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
+        indices = [substitute(index, at) for index in store.indices]
+        T.buffer_store(self.buffers[store.buffer], value, indices)
+
+
+def _prefetch(place: TensorLoad, purpose: tuple[int, int, int]) -> None:
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(place), *map(T.int32, purpose)))
