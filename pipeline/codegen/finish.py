@@ -18,7 +18,7 @@ from relaxtune.pipeline.codegen.cuda_units import BeginUnit, units_side_by_side
 from relaxtune.pipeline.codegen.cuda_vectors import fit_vectors
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.schedules.cpu.partitioning import narrow_partitioned
-from relaxtune.schedules.cpu.vector_math import register_vector_math
+from relaxtune.schedules.cpu.vector_math import keep_erf_in_vectors, register_vector_math
 from relaxtune.schedules.gpu.binding import list_unbound_blocks
 from relaxtune.schedules.marks import is_kernel
 from relaxtune.schedules.targets import is_portable
@@ -44,7 +44,7 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
     """
     if target.kind.name != "cuda":
         register_vector_math()
-        return narrow_partitioned(scheduled)
+        return narrow_partitioned(keep_erf_in_vectors(scheduled))
     unbound = [
         str(var.name_hint)
         for var, func in scheduled.functions_items()

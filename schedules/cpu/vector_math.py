@@ -20,11 +20,15 @@ import functools
 from collections.abc import Callable, Sequence
 
 import tvm
+import tvm_ffi
 from tvm import DataType, tirx
 from tvm.ir import Call, Expr
 
+from relaxtune.schedules.tir.expressions import call_name, call_names, dtype_of
+
 # TVM's own rules are registered at levels 10 and 99.
 _LEVEL = 110
+_VECTOR_ERF = "relaxtune.erf"
 
 _EXP_LOW, _EXP_HIGH = -87.33654, 88.72283  # ln of the smallest normal and of the largest float32
 _LOG2_E = 1.4426950408889634
@@ -57,8 +61,37 @@ def register_vector_math() -> None:
     for name, function in functions.items():
         tirx.register_intrin_lowering(f"tirx.{name}", target="llvm", f=_lowering(function), level=_LEVEL)
     tirx.register_intrin_lowering("tirx.pow", target="llvm", f=_lower_power, level=_LEVEL)
-    # TVM marks all of them but erf: it takes vectors with an erf apart, of which LLVM makes vectors of 32 bytes.
-    tvm.ir.register_op_attr("tirx.erf", "TVectorizable", True)
+    tvm_ffi.get_global_func("ir.RegisterOp")(_VECTOR_ERF, "erf, of vectors too")
+    for key, value in (
+        ("TVectorizable", True),
+        ("TScriptPrinterName", "erf"),
+        ("TCallEffectKind", tvm.ir.Op.get("tirx.erf").get_attr("TCallEffectKind")),
+    ):
+        tvm.ir.register_op_attr(_VECTOR_ERF, key, value)
+    tirx.register_intrin_lowering(_VECTOR_ERF, target="llvm", f=_lowering(_erf), level=_LEVEL)
+
+
+def keep_erf_in_vectors(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return the module with erf as an operation that TVM makes vectors of, in a process with `register_vector_math`.
+
+    TVM marks the other functions so. It takes vectors with its own erf apart, of which LLVM makes vectors of 32 bytes;
+    to mark that one would change a GPU's code in this process, too.
+    """
+    vector_erf = tvm.ir.Op.get(_VECTOR_ERF)
+
+    def replaced(call: Call) -> Call:
+        if call_name(call) != "tirx.erf" or dtype_of(call) not in ("float32", "float16"):
+            return call
+        return Call(vector_erf, list(call.args), ret_ty=call.ty)
+
+    kept = {
+        var: func.with_body(tvm_ffi.structural_map(func.body, (Call, replaced)))
+        for var, func in mod.functions_items()
+        if isinstance(func, tirx.PrimFunc) and "tirx.erf" in call_names(func.body)
+    }
+    if not kept:
+        return mod
+    return tvm.IRModule({**dict(mod.functions_items()), **kept}, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 class _Lanes:

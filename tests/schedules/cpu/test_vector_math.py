@@ -2,10 +2,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tvm
 from scipy import special
 from tvm import te, tirx
+from tvm.ir import Call
+from tvm.script import tirx as T
 
-from tests.schedules.kernel_cases import Case, run
+from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.tir.expressions import call_name, find_all
+from tests.schedules.kernel_cases import Case, host, run
 
 REFERENCE = {
     **{"exp": np.exp, "erf": special.erf, "tanh": np.tanh, "sigmoid": special.expit},
@@ -17,15 +23,11 @@ COUNT = 1 << 16
 
 
 def evaluate(name: str, x: np.ndarray) -> np.ndarray:
-    import tvm
-
-    from relaxtune.schedules.fallback import apply_fallback
-    from tests.schedules.kernel_cases import host
-
     a = te.placeholder(x.shape, str(x.dtype), name="A")
     func = te.create_prim_func([a, te.compute(x.shape, lambda i: getattr(tirx, name)(a[i]), name="B")])
     module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
-    library = tirx.build(apply_fallback(module, host().target), target=host().target)
+    scheduled = finish_kernels(apply_fallback(module, host().target), host().target)
+    library = tirx.build(scheduled, target=host().target)
     out = tvm.runtime.tensor(np.full(x.shape, np.nan, x.dtype))
     library["main"](tvm.runtime.tensor(x), out)
     return out.numpy()
@@ -60,6 +62,20 @@ def test_function_keeps_its_type_when_it_is_not_float32(name, dtype, rtol, count
     got = evaluate(name, x)
     assert got.dtype == x.dtype
     np.testing.assert_allclose(got, REFERENCE[name](x.astype("float64")), rtol=rtol, atol=rtol)
+
+
+@T.prim_func(private=True, s_tir=True)
+def vector_of_erf(x: T.Buffer((16,), "float32"), y: T.Buffer((16,), "float32")) -> None:
+    for lane in T.vectorized(16):
+        y[lane] = T.erf(x[lane]) * x[lane]
+
+
+def test_vectors_with_an_erf_stay_whole_on_a_cpu_and_a_gpu_does_not_see_it():
+    module = finish_kernels(tvm.IRModule({"main": vector_of_erf}), host().target)
+    func = tirx.transform.VectorizeLoop()(tirx.transform.BindTarget(host().target)(module))["main"]
+    names = {call_name(call): tvm.DataType(call.ty.dtype).lanes for call in find_all(func.body, Call)}
+    assert [lanes for name, lanes in names.items() if name.endswith(".erf")] == [16]
+    assert tvm.ir.Op.get("tirx.erf").get_attr("TVectorizable") is None
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 0.5, 2.5, -1.0])
