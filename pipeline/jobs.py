@@ -325,7 +325,7 @@ def _compile(
                         wrong = drawn[validation.failed_sample or 0]
                         refute_kernels(prepared, choices, wrong, database, places)
         elif samples:
-            logger.warning("not validated: %s cannot run on this machine", prepared.target.arch)
+            logger.warning("not validated: %s is not this machine's device", prepared.target.arch)
         directory = settle(place, out, missed, sign)
     if database is not None and record:
         artifact = artifact_of(manifest, directory, job_id)
