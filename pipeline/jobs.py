@@ -14,6 +14,7 @@ from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, compiling_ahead
+from relaxtune.pipeline.artifact.device_choice import runs_here
 from relaxtune.pipeline.artifact.directory import (
     accept,
     check_destination,
@@ -162,7 +163,7 @@ def require_device(prepared: PreparedModel) -> None:
     PipelineError
         Its target is another.
     """
-    if not prepared.can_run:
+    if not prepared.can_measure:
         raise PipelineError(not_here(prepared.target))
 
 
@@ -300,7 +301,7 @@ def _compile(
         buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
     if on_compiled is not None:
         on_compiled()
-    validates = bool(samples) and prepared.can_run
+    validates = bool(samples) and runs_here(prepared.target)
     place = rejected_place(out) if validates or missed is not None or sign is not None else out
     loaded = None
     with stage("export"):
@@ -325,7 +326,7 @@ def _compile(
                         wrong = drawn[validation.failed_sample or 0]
                         refute_kernels(prepared, choices, wrong, database, places)
         elif samples:
-            logger.warning("not validated: %s is not this machine's device", prepared.target.arch)
+            logger.warning("not validated: code for %s does not run on this machine", prepared.target.arch)
         directory = settle(place, out, missed, sign)
     if database is not None and record:
         artifact = artifact_of(manifest, directory, job_id)

@@ -102,8 +102,8 @@ class PreparedModel:
     buckets: tuple[PreparedBucket, ...] = ()
 
     @property
-    def can_run(self) -> bool:
-        """Whether code for the target can run on this machine."""
+    def can_measure(self) -> bool:
+        """Whether code for the target can be measured on this machine."""
         return self.environment.device_name != UNKNOWN_DEVICE
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import re
+from collections.abc import Set
 from pathlib import Path
 
 import tvm
@@ -13,8 +14,9 @@ from tvm.target import codegen
 
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import driver_release, load_cuda_runtime
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import ArtifactError
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.targets.capabilities import native_arch, runs_on, translates_to
 
 logger = logging.getLogger(__name__)
@@ -83,16 +85,30 @@ def _check_driver(needed: str, directory: Path) -> None:
         )
 
 
+def runs_here(target: ResolvedTarget) -> bool:
+    """Whether this machine runs what is compiled for a target, so that it can be checked.
+
+    A processor runs code for all that have no more instruction sets. What is to be measured needs the device itself.
+    """
+    if target.kind == "cuda":
+        return detect_environment(target).device_name != UNKNOWN_DEVICE
+    here = str(codegen.llvm_get_system_triple())
+    machines = {triple.partition("-")[0] for triple in (here, str(target.target.attrs.get("mtriple", here)))}
+    return len(machines) == 1 and not _missing(vector_features(target.target))
+
+
+def _missing(needed: Set[str]) -> list[str]:
+    """Return the instruction sets that this machine lacks."""
+    return sorted(needed - vector_features(resolve_target("llvm").target))
+
+
 def _check_cpu(manifest: Manifest, directory: Path) -> None:
     host = manifest.versions.get("machine", platform.machine())
     if host != platform.machine():
         raise ArtifactError(
             f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
         )
-    needed = set(manifest.target.cpu_features)
-    if not needed:
-        return
-    missing = sorted(needed - vector_features(resolve_target("llvm").target))
+    missing = _missing(set(manifest.target.cpu_features))
     if missing:
         raise ArtifactError(
             f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "

@@ -16,6 +16,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import bucket_shapes
 from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.device_choice import runs_here
 from relaxtune.pipeline.artifact.directory import verify_artifact
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
@@ -26,7 +27,6 @@ from relaxtune.pipeline.artifact_jobs import manifest_model
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
 from relaxtune.pipeline.choose.selection import untuned_function
-from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
@@ -135,7 +135,7 @@ def rebuild_artifact(
     with_buckets = [CompiledBucket(one.bucket, code) for one, code in zip(buckets, compiled[1:], strict=True)]
     again = write_artifact(compiled[0], out, with_buckets)
     outputs = None
-    if detect_environment(target).device_name != UNKNOWN_DEVICE:
+    if runs_here(target):
         outputs = _outputs(directory, out, model)
     return _compared(manifest, again, outputs)
 

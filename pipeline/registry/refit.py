@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from relaxtune.models import OnnxModel, load_model, save_model
+from relaxtune.pipeline.artifact.device_choice import runs_here
 from relaxtune.pipeline.artifact.directory import (
     check_destination,
     judging,
@@ -29,7 +30,6 @@ from relaxtune.pipeline.artifact.loading import read_weights
 from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import find_obstacles
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import stage
@@ -132,7 +132,7 @@ def refit_artifact(
     changed = tuple(name for name, array in before if array.tobytes() != arrays[name].tobytes())
     seconds = time.perf_counter() - began
     again = _with_weights(manifest, modules, arrays, model, seconds)
-    runs = bool(samples) and detect_environment(target).device_name != UNKNOWN_DEVICE
+    runs = bool(samples) and runs_here(target)
     place = rejected_place(out) if runs or sign is not None else out
     with stage("export"):
         written = write_directory(place, lambda staging: _write(directory, staging, again, arrays))
