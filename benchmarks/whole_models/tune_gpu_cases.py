@@ -97,7 +97,7 @@ def tune_case(case: Case, arguments: argparse.Namespace) -> TuningSummary:
     prepared = prepare_short(case, layers, arguments.target) if layers is not None else None
     if prepared is None:
         prepared = prepare_model(_request(case, arguments))
-    if not prepared.can_run:
+    if not prepared.can_measure:
         raise PipelineError(f"{case.name} is tuned on its device, and {prepared.target.arch} is not on this machine")
     arguments.artifacts.mkdir(parents=True, exist_ok=True)
     with _turn(arguments), SqlDatabase.open(_database(arguments)) as database:
