@@ -27,7 +27,8 @@ from relaxtune.schedules.templates.rows.elementwise import Elementwise
 from relaxtune.schedules.templates.rows.template import Rows
 
 # Where several make a function and none was measured, the first one's first proposal is taken. Of 8- and 4-bit weights
-# with K from 2048 on, those that stream were faster in each case on an H200 (`benchmarks/results/h200-gemv.json`).
+# with K from 2048 on, those that stream were faster in each case on an H200 (`benchmarks/results/h200-gemv.json`); of
+# 16-bit weights where there is no wgmma, in nearly each on an H100 (`h100-decode-sm80.json`).
 _KERNELS: Mapping[str, Template] = {
     template.name: template
     for template in (

@@ -99,7 +99,7 @@ def runs_here(target: ResolvedTarget) -> bool:
 
 def _missing(needed: Set[str]) -> list[str]:
     """Return the instruction sets that this machine lacks."""
-    return sorted(needed - vector_features(resolve_target("llvm").target))
+    return sorted(needed - vector_features(resolve_target("llvm").target)) if needed else []
 
 
 def _check_cpu(manifest: Manifest, directory: Path) -> None:

@@ -6,12 +6,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.templates.emit.async_copy import (
-    copy_async,
-    copy_async_where,
-    end_copies,
-    wait_for_copies,
-)
+from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     build_function,
