@@ -44,12 +44,11 @@ from tests import warm_python
 from tests.pipeline.batch.plan_cases import FIRST, PLAN, dense, plan_of, write_models
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The models of the plans, and the database that all of them share."""
-    made = tmp_path_factory.mktemp("batch")
-    write_models(made)
-    return made
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The models of a plan, and a database without records: near shapes that saved nothing would end its tasks."""
+    write_models(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -262,7 +261,7 @@ def test_a_batch_is_iterated_over_and_may_be_left(folder: Path, database: Tuning
     assert get_batch(database, "loop").outcome == "interrupted"
 
 
-def test_a_plan_is_shown_without_a_database_and_makes_none(folder: Path, tmp_path: Path, capsys) -> None:
+def test_a_plan_is_shown_without_a_database_and_makes_none(tmp_path: Path, capsys) -> None:
     onnx.save(dense(), tmp_path / "first.onnx")
     plan = tmp_path / "new.toml"
     plan.write_text('[[cells]]\nmodels = ["first.onnx"]\ntargets = ["llvm"]\nshapes = ["x=4x32"]\n', encoding="utf-8")
@@ -313,7 +312,7 @@ def test_a_cell_of_another_machine_says_so(folder: Path) -> None:
     assert (result.exit_code, result.tuning) == (1, ())
 
 
-def test_places_that_cannot_be_written_are_told_before_anything_starts(folder: Path, tmp_path: Path) -> None:
+def test_places_that_cannot_be_written_are_told_before_anything_starts(folder: Path) -> None:
     plan = folder / "taken.toml"
     plan.write_text(PLAN.replace('"made"', '"first.onnx"'), encoding="utf-8")
     with pytest.raises(relaxtune.ArtifactError, match=r"first\.onnx"):
