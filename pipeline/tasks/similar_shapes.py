@@ -35,7 +35,7 @@ class NearRecords:
         Of the search, and of templates.
     saved
         The largest part of its fallback's latency that the search saved at a near shape, from 0 to 1; None where that
-        is known of none.
+        is known of none. That it saved nothing is known only of a shape with `_RECORDS_MAX` valid candidates.
     """
 
     traces: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ def _of_task(hashes: Sequence[str], *by_route: Mapping[str, Sequence[TuningRecor
     saved: list[float] = []
     for one in hashes:
         fallback_us, best_us = (found[one][0].latency_us if found[one] else None for found in (fallbacks, searched))
-        if fallback_us and best_us is not None:
+        if fallback_us and best_us is not None and (best_us < fallback_us or len(searched[one]) == _RECORDS_MAX):
             saved.append(max(0.0, 1.0 - best_us / fallback_us))
     traces, parameters = (
         tuple(dict.fromkeys(record.decision for one in hashes for record in found[one]))

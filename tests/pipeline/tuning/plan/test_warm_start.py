@@ -21,7 +21,7 @@ from relaxtune.schedules.search.space import make_space
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import ir_to_json, replay_decision
-from relaxtune.tuning_db.records import RecordFilter, Route
+from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, choose_among, matmul_task
 
@@ -206,6 +206,32 @@ def test_a_near_shape_tells_what_the_first_round_may_save(place: Place, tuned: T
     assert state.expected_gain_us() == 50.0 * LONG.weight
     state.near = NearRecords(saved=0.1)
     assert state.expected_gain_us() == pytest.approx(10.0 * LONG.weight)
+
+
+@pytest.mark.parametrize(("candidates", "saved"), [(7, None), (8, 0.0)])
+def test_only_as_many_candidates_as_are_looked_at_tell_that_nothing_was_saved(
+    place: Place, candidates: int, saved: float | None
+) -> None:
+    near = describe_workload(SHORT)
+
+    def record(route: Route, decision: str, latency_us: float) -> TuningRecord:
+        return TuningRecord(
+            workload_hash=near.workload_hash,
+            signature_key=near.signature_key,
+            target=place.key,
+            environment=place.environment,
+            route=route,
+            decision=decision,
+            status=Status.OK,
+            latencies_us=(latency_us,),
+        )
+
+    slower = [record(Route.METASCHEDULE, f"trace {number}", 12.0) for number in range(candidates)]
+    with SqlDatabase.open("sqlite://") as database:
+        database.record_all(workloads=[near], records=[record(Route.FALLBACK, "default", 10.0), *slower])
+        (found,) = near_records([[near]], database, place.key, place.environment)
+    assert len(found.traces) == candidates
+    assert found.saved == saved
 
 
 def test_what_a_near_shape_gained_from_is_tried_before_any_second_round() -> None:
