@@ -13,7 +13,8 @@ from onnx import helper
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
-from relaxtune.pipeline.artifact.compile import check_plan, compile_module, compiling_ahead
+from relaxtune.pipeline.artifact.ahead import tables_ahead
+from relaxtune.pipeline.artifact.compile import check_plan, compile_module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
@@ -154,7 +155,7 @@ def inspect_model(request: ModelRequest, *, code: bool = False) -> Inspection:
     for lowered in (prepared.lowered, *(bucket.lowered for bucket in prepared.buckets)):
         check_plan(lowered, prepared.target)
         if code:
-            with compiling_ahead(prepared.target):
+            with tables_ahead(lowered.mod, prepared.target):
                 choices = select_kernels(
                     lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
                 )

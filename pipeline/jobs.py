@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, compiling_ahead
+from relaxtune.pipeline.artifact.ahead import TableMakers, tables_ahead
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.device_choice import runs_here
 from relaxtune.pipeline.artifact.directory import (
     accept,
@@ -76,7 +77,7 @@ class Beforehand:
 
 def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None = None) -> Beforehand:
     """Return what finishing a model takes beside its tuned kernels; `threads` are ONNX Runtime's."""
-    with stage("compile untuned"), compiling_ahead(prepared.target):
+    with stage("compile untuned"):
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
     return Beforehand(untuned, make_reference(prepared, samples, threads))
 
@@ -120,15 +121,17 @@ def compile_model(
     if record and database is None:
         raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
     urls = [*([database] if database is not None else []), *shared]
-    if not urls:
-        prepared = prepare_model(request)
-        with compiling_ahead(prepared.target):
-            return _compile(prepared, None, out, samples, choose_kernels(prepared, None), record=False, sign=sign)
-    with open_databases(urls, mode=Mode.TUNE if record else Mode.READ_ONLY, create=False) as opened:
-        prepared = prepare_model(request)
-        with compiling_ahead(prepared.target):
+    with ExitStack() as stack:
+        mode = Mode.TUNE if record else Mode.READ_ONLY
+        opened = stack.enter_context(open_databases(urls, mode=mode, create=False)) if urls else None
+        makers = stack.enter_context(closing(TableMakers()))
+        prepared = prepare_model(request, on_imported=makers.expect)
+        stack.enter_context(tables_ahead(prepared.lowered.mod, prepared.target, makers))
+        if opened is None:
+            choices = choose_kernels(prepared, None)
+        else:
             prepared, choices = select_as_measured(prepared, opened)
-            return _compile(prepared, opened, out, samples, choices, record=record, places=urls, sign=sign)
+        return _compile(prepared, opened, out, samples, choices, record=record, places=urls, sign=sign)
 
 
 def tune_model(

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack, closing
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.models.dims import evaluate_dim
     from relaxtune.models.zoo.presets import get_preset
-    from relaxtune.pipeline.artifact.compile import compile_module, compiling_ahead, portable_host
+    from relaxtune.pipeline.artifact.ahead import TableMakers, tables_ahead
+    from relaxtune.pipeline.artifact.compile import compile_module, portable_host
     from relaxtune.pipeline.artifact.export import write_artifact
     from relaxtune.pipeline.choose.selection import select_kernels
     from relaxtune.pipeline.passes.module import LoweringOptions
@@ -75,9 +77,10 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
         LoweringOptions(unpad=unpad),
         profile={axis: profile[axis] for axis in axes_of(model) if axis not in sizes},
     )
-    prepared = prepare_model(request)
-    target = portable_host(prepared.target)
-    with compiling_ahead(target):
+    with closing(TableMakers()) as makers, ExitStack() as stack:
+        prepared = prepare_model(request, on_imported=makers.expect)
+        target = portable_host(prepared.target)
+        stack.enter_context(tables_ahead(prepared.lowered.mod, target, makers))
         choices = select_kernels(
             prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
         )
@@ -88,7 +91,7 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     return {
         **took,
         "codegen_s": compiled.seconds["codegen"],
-        "default_schedules": sum(choice.scheduled is None for choice in choices),
+        "default_schedules": sum(choice.made is None for choice in choices),
         "functions": len(choices),
         "launches": sum(compiled.launches.get(name, 1) * len(where) for name, where in calls.items()),
         "library_bytes": sum(path.stat().st_size for path in Path(directory).rglob("*.so")),

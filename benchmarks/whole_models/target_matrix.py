@@ -51,7 +51,7 @@ MODELS = (*(f"{name}-2-layers:fp16" for name in _FULL_WIDTH), "whisper-base-2-la
 @contextmanager
 def overheard() -> Iterator[tuple[list[str], DynamicSharedMemory]]:
     """Yield what ptxas tells, and the shared memory that launches ask for, of the models compiled inside the block."""
-    logs, dynamic, context = list[str](), DynamicSharedMemory(), compiling._pass_context
+    logs, dynamic, context = list[str](), DynamicSharedMemory(), compiling.pass_context
 
     @contextmanager
     def watched(cuda_graph: bool) -> Iterator[None]:
@@ -61,7 +61,7 @@ def overheard() -> Iterator[tuple[list[str], DynamicSharedMemory]]:
 
     with (
         mock.patch.object(ahead, "device_toolchain", partial(device_toolchain, on_log=logs.append)),
-        mock.patch.object(compiling, "_pass_context", watched),
+        mock.patch.object(compiling, "pass_context", watched),
     ):
         yield logs, dynamic
 

@@ -1,123 +1,261 @@
-"""Kernels that are lowered and compiled in threads while the others are still chosen.
+"""Kernels that other processes make while a compilation goes on, of models with symbolic sizes.
 
-To choose the kernels of a model with symbolic sizes, and to build them, takes one thread of Python seconds, in which
-the other cores would wait; the passes of TVM and CUDA's compiler need no Python. All that needs Python, which is what
-writes CUDA source, is done by the thread that chooses, between two choices: a second thread of Python would hold it up.
-Kernels are lowered at once, and compiled when they are so many that each is a unit (`pipeline.codegen.cuda_units`).
+Such a model has tables of kernels (49 kernels of BERT-base, 13 where sizes are known). To build them, to lower them and
+to write their source is Python's work and takes one thread seconds, whatever the cores. So each table is made by a
+process of its own (`pipeline.artifact.kernel_maker`) as soon as its decision is known; CUDA's compiler, which needs
+no Python, runs here in threads, from the moment that a table comes back. What cannot be made there is made here,
+when the compilation comes to it, and so it tells the errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
+from typing import TypeAlias
 
 import tvm
 from tvm import tirx
-from tvm.ir import IRModule
-from tvm.ir.transform import PassContext
 
-from relaxtune.pipeline.codegen.cuda_units import KERNELS_MIN, BeginUnit, split_units
-from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
-from relaxtune.schedules.begun import Begun, holding, sharing
-from relaxtune.schedules.side_by_side import context_like
-from relaxtune.schedules.templates.launch_table import count_kernels, is_table
-from relaxtune.schedules.templates.lowering import lower_kernels
+from relaxtune.models import OnnxModel
+from relaxtune.pipeline.artifact.kernel_maker import MAKER_MODULE, TableReply, TableRequest
+from relaxtune.pipeline.codegen.cuda_units import KERNELS_MIN, compile_unit
+from relaxtune.pipeline.codegen.finish import device_toolchain
+from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.processes.fork_client import ForkServer
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
+from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets.host import usable_cpus
+from relaxtune.schedules.templates.launch_table import count_kernels
+from relaxtune.schedules.templates.made_table import MadeTable, holding_tables
+from relaxtune.schedules.templates.ranges import symbolic_rows
+
+logger = logging.getLogger(__name__)
+
+#: A scheduled function, or a table that another process made.
+Made: TypeAlias = tirx.PrimFunc | MadeTable
+
+#: Functions of symbolic sizes from which on other processes make their tables: fewer are made while these start.
+FUNCTIONS_MIN = 6
+# Each table takes one; BERT-base has ten that take long.
+_PROCESSES_MAX = 12
 
 
-class KernelsAhead:
-    """Compiles the kernels of tables for the next compilation, which has this target and this pass context."""
+class TablesAhead:
+    """Processes that make the tables of one compilation, and threads that compile what they made.
 
-    def __init__(self, target: tvm.target.Target, context: PassContext) -> None:
-        self._target, self._context = target, context
-        self._kernels = 0
-        self._lowered: list[Future[list[IRModule]]] = []
+    Parameters
+    ----------
+    target : tvm.target.Target
+        What is compiled for.
+    server : ForkServer
+        Has imported `MAKER_MODULE`, or does so. It is not closed here.
+
+    Raises
+    ------
+    LoweringError
+        CUDA's toolchain is missing.
+    """
+
+    def __init__(self, target: tvm.target.Target, server: ForkServer) -> None:
+        self._server = server
         self._stack = ExitStack()
-        self._begun: Begun | None = None
-        self._begin_unit: BeginUnit | None = None
+        self._stack.enter_context(device_toolchain(target))
+        cores = max(1, len(usable_cpus()))
+        self._makers = ThreadPoolExecutor(min(cores, _PROCESSES_MAX), thread_name_prefix="relaxtune-tables")
+        self._compilers = ThreadPoolExecutor(cores, thread_name_prefix="relaxtune-cuda")
+        self._child = threading.local()
+        self._children: list[ChildProcess] = []
+        self._lock = threading.Lock()
+        self._open = True
+        self._begun = self._kernels = 0
+        self._waiting: list[tuple[TableReply, dict[str, Future[tvm.runtime.Module]]]] = []
+        self._tables: dict[str, MadeTable] = {}
 
-    def begin(self, name: str, scheduled: tirx.PrimFunc) -> None:
-        """Begin to compile a function that the module will have under a name."""
-        self._kernels += count_kernels(scheduled)
-        if is_table(scheduled):
-            self._begun = self._begun or Begun()
-            self._lowered.append(self._begun.pool.submit(self._lower, self._begun, name, scheduled))
-        if self._kernels >= KERNELS_MIN and self._begun is not None:
-            if self._begin_unit is None:
-                self._begin_unit = self._stack.enter_context(device_toolchain(self._target))
-            self._compile_lowered()
+    def begin(
+        self,
+        function: str,
+        func: tirx.PrimFunc,
+        target: ResolvedTarget,
+        decision: str,
+        make: Callable[[], tirx.PrimFunc],
+    ) -> Callable[[], Made]:
+        """Begin to make the table that a decision makes of a function; return what waits for it.
+
+        Parameters
+        ----------
+        function : str
+            Its name in the module.
+        make : callable
+            Makes it here.
+        """
+        self._begun += 1
+        key, units = f"{function} {self._begun}", dict[str, Future[tvm.runtime.Module]]()
+        asked = self._makers.submit(self._ask, TableRequest(function, func, target, decision, key), units)
+
+        def take() -> Made:
+            reply = asked.result()
+            if reply is None:
+                return make()
+            shell, *lowered = reply.parts
+            self._tables[key] = MadeTable(key, shell, len(lowered), lowered, units, make)
+            return self._tables[key]
+
+        return take
+
+    def choose_made(self, made: Sequence[Made | None]) -> frozenset[str]:
+        """Return the keys of the tables that the next compilation may take: all if each kernel is a unit, else none."""
+        if not self._open or sum(map(_count, made)) < KERNELS_MIN:
+            return frozenset()
+        with self._lock:
+            self._compile_waiting()
+        return frozenset(self._tables)
 
     @contextmanager
-    def toolchain(self) -> Iterator[None]:
-        """Make TVM compile device code with the project's compilers inside the block, and take what began."""
+    def compiling(self) -> Iterator[None]:
+        """Let a compilation in this thread, inside the block, take the tables; then none is made any more."""
         try:
-            if self._begin_unit is None:
-                self._stack.enter_context(device_toolchain(self._target))
-            if self._begun is not None:
-                self._stack.enter_context(sharing(self._begun))
-            self._compile_lowered()
-            yield
+            with holding_tables(self._tables):
+                yield
         finally:
             self.close()
 
     def close(self) -> None:
-        """Wait for what is under way, and leave the rest; what begins now is another compilation's."""
-        if self._begun is not None:
-            # While the toolchain is there.
-            self._begun.pool.shutdown(cancel_futures=True)
-        self._kernels, self._begun, self._begin_unit = 0, None, None
-        self._lowered.clear()
+        """End the processes, and wait for what is being compiled."""
+        with self._lock:
+            self._open = False
+            ChildProcess.kill_all(self._children)
+        self._makers.shutdown(cancel_futures=True)
+        # While the toolchain is there.
+        self._compilers.shutdown(cancel_futures=True)
+        self._tables.clear()
         self._stack.close()
 
-    def _lower(self, begun: Begun, name: str, scheduled: tirx.PrimFunc) -> list[IRModule]:
-        """Return the kernels of a function, lowered, each as a unit; in a thread of its own."""
-        with self._settings(), sharing(begun):
-            mod = IRModule({name: scheduled.with_attr("global_symbol", name)})
-            mod = tirx.transform.BindTarget(self._target)(finish_kernels(mod, self._target))
-            return split_units(lower_kernels(name, mod[name]), apart=True)
+    @property
+    def open(self) -> bool:
+        """Whether tables are made."""
+        return self._open
 
-    def _compile_lowered(self) -> None:
-        """Write the source of what is lowered by now, and begin to compile it, where each kernel is a unit."""
-        if self._begun is None or self._begin_unit is None:
-            return
-        ready = [one for one in self._lowered if one.done()]
-        self._lowered = [one for one in self._lowered if one not in ready]
-        # What failed is told by the compilation, which does it again.
-        for unit in [unit for one in ready if one.exception() is None for unit in one.result()]:
-            (kernel,) = unit.functions.values()
-            with self._settings():
-                self._begin_unit(self._begun, unit, kernel.attrs["target"])
+    def _ask(self, request: TableRequest, units: dict[str, Future[tvm.runtime.Module]]) -> TableReply | None:
+        """Have a process make a table, and begin to compile it; None where it is to be made here."""
+        try:
+            child = self._get_child()
+            child.send(request)
+            reply = child.receive()
+        except (ChildDiedError, OSError) as e:
+            self._child.process = None
+            logger.info("the table of %s is made here: %s", request.function, e)
+            return None
+        if reply.error is not None:
+            # Making it here tells what is wrong, or works.
+            logger.debug("the table of %s is made here: %s", request.function, reply.error)
+        if not isinstance(reply.value, TableReply):
+            return None
+        with self._lock:
+            self._kernels += len(reply.value.units)
+            self._waiting.append((reply.value, units))
+            if self._open and self._kernels >= KERNELS_MIN:
+                self._compile_waiting()
+        return reply.value
 
-    @contextmanager
-    def _settings(self) -> Iterator[None]:
-        with context_like(self._context), self._target:
-            yield
+    def _compile_waiting(self) -> None:
+        """Begin to compile what has arrived, each kernel as a unit. The lock is held."""
+        for arrived, futures in self._waiting:
+            for name, written in arrived.units.items():
+                futures[name] = self._compilers.submit(compile_unit, written)
+        self._waiting.clear()
+
+    def _get_child(self) -> ChildProcess:
+        """Return this thread's process."""
+        child: ChildProcess | None = getattr(self._child, "process", None)
+        if child is None:
+            with self._lock:
+                if not self._open:
+                    raise OSError("the compilation is over")
+                child = ChildProcess(MAKER_MODULE, {}, self._server)
+                self._children.append(child)
+            child.receive()
+            self._child.process = child
+        return child
 
 
-_CURRENT: ContextVar[KernelsAhead | None] = ContextVar("kernels_ahead", default=None)
+class TableMakers:
+    """Starts what makes tables as soon as a model turns out to need them: it imports while the model is lowered."""
+
+    def __init__(self) -> None:
+        self.server: ForkServer | None = None
+
+    def expect(self, model: OnnxModel, target: ResolvedTarget) -> None:
+        """Be told of the model that is being prepared."""
+        symbolic = any(not isinstance(size, int) for spec in model.inputs for size in spec.shape)
+        if symbolic and target.kind == "cuda" and self.server is None and ForkServer.available():
+            self.server = ForkServer([MAKER_MODULE])
+
+    def close(self) -> None:
+        """End the process."""
+        if self.server is not None:
+            self.server.close()
+
+
+_CURRENT: ContextVar[TablesAhead | None] = ContextVar("tables_ahead", default=None)
 
 
 @contextmanager
-def compiled_ahead(ahead: KernelsAhead) -> Iterator[None]:
-    """Let kernels that are chosen in this thread, inside the block, begin to compile."""
-    with holding(_CURRENT, ahead):
+def tables_ahead(lowered: tvm.ir.IRModule, target: ResolvedTarget, makers: TableMakers | None = None) -> Iterator[None]:
+    """Let other processes make the tables that are chosen in this thread, inside the block, for its first compilation.
+
+    Parameters
+    ----------
+    makers : TableMakers or None
+        Was told of the model; it is not closed here.
+    """
+    functions = [func for func in lowered.functions.values() if isinstance(func, tirx.PrimFunc)]
+    symbolic = sum(symbolic_rows(func) is not None for func in functions) if target.kind == "cuda" else 0
+    if symbolic < FUNCTIONS_MIN or not ForkServer.available():
+        yield
+        return
+    with ExitStack() as stack:
+        server = makers.server if makers is not None else None
+        server = server or stack.enter_context(closing(ForkServer([MAKER_MODULE])))
+        try:
+            ahead = stack.enter_context(closing(TablesAhead(target.target, server)))
+        except LoweringError:
+            # The compilation says so.
+            yield
+            return
+        token = _CURRENT.set(ahead)
         try:
             yield
         finally:
-            ahead.close()
+            _CURRENT.reset(token)
 
 
-def begin_kernel(name: str, scheduled: tirx.PrimFunc | None) -> None:
-    """Begin to compile the kernel of a function, where a compilation is to follow."""
+def begin_table(
+    function: str, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, make: Callable[[], tirx.PrimFunc]
+) -> Callable[[], Made]:
+    """Begin to make a table where a compilation is to follow; `make` otherwise. See `TablesAhead.begin`."""
     ahead = _CURRENT.get()
-    if ahead is not None and scheduled is not None:
-        ahead.begin(name, scheduled)
+    return make if ahead is None or not ahead.open else ahead.begin(function, func, target, decision, make)
+
+
+def choose_made(made: Sequence[Made | None]) -> frozenset[str]:
+    """Return the keys of the tables of these that the compilation which begins may take as they were made."""
+    ahead = _CURRENT.get()
+    return frozenset() if ahead is None else ahead.choose_made(made)
 
 
 @contextmanager
 def toolchain(target: tvm.target.Target) -> Iterator[None]:
-    """Make TVM compile device code for a target inside the block, and take what began."""
+    """Make TVM compile device code for a target inside the block, and take what was made ahead."""
     ahead = _CURRENT.get()
-    with device_toolchain(target) if ahead is None else ahead.toolchain():
+    with device_toolchain(target) if ahead is None or not ahead.open else ahead.compiling():
         yield
+
+
+def _count(made: Made | None) -> int:
+    if made is None:
+        return 1
+    return made.kernels if isinstance(made, MadeTable) else count_kernels(made)

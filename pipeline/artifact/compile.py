@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ import tvm
 from tvm import relax
 from tvm.target import codegen
 
-from relaxtune.pipeline.artifact.ahead import KernelsAhead, compiled_ahead, toolchain
+from relaxtune.pipeline.artifact.ahead import choose_made, toolchain
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
@@ -30,6 +30,7 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.gpu.binding import count_launches
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
+from relaxtune.schedules.templates.made_table import MadeTable
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,11 @@ def compile_module(
     target = portable_host(target)
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
-        mod = with_variants(apply_choices(lowered.mod, choices), variants, lowered.mod)
-        mod = with_maxima(mod, lowered.maxima)
         graph = cuda_graph and target.kind == "cuda"
+        # Kernels of a module without a graph are launched in another way than they were made for.
+        elsewhere = choose_made([choice.made for choice in choices]) if graph else frozenset()
+        mod = with_variants(apply_choices(lowered.mod, choices, elsewhere), variants, lowered.mod)
+        mod = with_maxima(mod, lowered.maxima)
         if graph:
             mod = capture_whole_function(mod, lowered.input_count)
         mod = with_token_list(mod, lowered)
@@ -122,9 +125,9 @@ def compile_module(
             mod = without_dependent_launch(mod)
         on_gpu = lowered.kernels if target.kind == "cuda" else ()
         launches = {name: count_launches(mod[name]) for name in on_gpu}
-    with _timed(seconds, "plan_memory"), _pass_context(graph), target.target:
+    with _timed(seconds, "plan_memory"), pass_context(graph), target.target:
         mod, planned = _plan_memory(mod, target, graph, lowered.graph.name)
-    with _timed(seconds, "codegen"), toolchain(target.target), _pass_context(graph), target.target:
+    with _timed(seconds, "codegen"), toolchain(target.target), pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(
         lowered,
@@ -141,19 +144,6 @@ def compile_module(
     )
 
 
-@contextmanager
-def compiling_ahead(target: ResolvedTarget) -> Iterator[None]:
-    """Begin to compile the kernels that `select_kernels` chooses inside the block, for `compile_module` inside it.
-
-    It makes the same code as without; kernels that are not compiled after all are left.
-    """
-    if target.kind != "cuda":
-        yield
-        return
-    with compiled_ahead(KernelsAhead(portable_host(target).target, _pass_context(True))):
-        yield
-
-
 def portable_host(target: ResolvedTarget) -> ResolvedTarget:
     """Return a GPU target whose host code runs on any processor of its kind, not on this machine's only.
 
@@ -168,12 +158,19 @@ def portable_host(target: ResolvedTarget) -> ResolvedTarget:
     return replace(target, target=tvm.target.Target(target.target, host=generic))
 
 
-def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.ir.IRModule:
-    """Return the module with the PrimFuncs of the choices replaced by their scheduled form."""
+def apply_choices(
+    mod: tvm.ir.IRModule, choices: Sequence[KernelChoice], elsewhere: Collection[str] = ()
+) -> tvm.ir.IRModule:
+    """Return the module with the PrimFuncs of the choices replaced by their scheduled form.
+
+    Tables whose keys are among `elsewhere` stay shells (`schedules.templates.made_table`).
+    """
     result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
     for choice in choices:
-        if choice.scheduled is not None:
-            result[result.get_global_var(choice.function)] = choice.scheduled
+        stays = isinstance(choice.made, MadeTable) and choice.made.key in elsewhere
+        scheduled = choice.outline if stays else choice.scheduled
+        if scheduled is not None:
+            result[result.get_global_var(choice.function)] = scheduled
     return result
 
 
@@ -186,7 +183,7 @@ def check_plan(lowered: LoweredModule, target: ResolvedTarget) -> None:
         They cannot: compiling the module would end with this error.
     """
     target = portable_host(target)
-    with _pass_context(False), target.target:
+    with pass_context(False), target.target:
         _plan_memory(with_maxima(lowered.mod, lowered.maxima), target, False, lowered.graph.name)
 
 
@@ -216,7 +213,8 @@ def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.
         raise LoweringError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
 
 
-def _pass_context(cuda_graph: bool) -> tvm.transform.PassContext:
+def pass_context(cuda_graph: bool) -> tvm.transform.PassContext:
+    """Return the settings of TVM's passes with which modules are compiled."""
     return tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph})
 
 

@@ -25,6 +25,7 @@ from tvm.ir import Call, StringImm
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.made_table import facts_of
 from relaxtune.tuning_db.records import Route
 
 # TVM's atomics, CUDA's functions, and the PTX instructions `atom` and `red` (not `reduce` or `redux`).
@@ -66,6 +67,9 @@ def describe_determinism(
 
 def uses_atomics(func: tirx.PrimFunc) -> bool:
     """Whether a scheduled function has an atomic operation: an intrinsic, or an inlined instruction."""
+    elsewhere = facts_of(func)
+    if elsewhere is not None:
+        return elsewhere.atomics
     # As one text: the parts of a PTX instruction are strings beside its name.
     calls: set[str] = set()
 

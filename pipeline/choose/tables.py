@@ -6,10 +6,11 @@ The same records give the same table: tuning and compiling from records alone bo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
+from relaxtune.pipeline.artifact.ahead import begin_table
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
 from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
@@ -32,8 +33,10 @@ def choose_table(
     tasks: Sequence[tuple[int, TuningTask]],
     lookup: CandidateLookup,
     target: ResolvedTarget,
-) -> KernelChoice | None:
-    """Return the table of a function's fastest recorded kernels, None where none was recorded or it cannot be made.
+) -> Callable[[], KernelChoice | None] | None:
+    """Begin the table of a function's fastest recorded kernels; return what waits for it, None where none is recorded.
+
+    That returns None where the table cannot be made.
 
     Parameters
     ----------
@@ -52,21 +55,27 @@ def choose_table(
     table = RANGES.measured(func, target, {rows: record.decision for rows, record in found.items()})
     if isinstance(table, Refusal):
         return None
-    try:
-        scheduled = apply_decision(func, target, table.to_json())
-    except (TemplateError, *TVM_ERRORS) as e:
-        logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
-        return None
+    decision = table.to_json()
+    make = begin_table(function, func, target, decision, lambda: as_scheduled(apply_decision(func, target, decision)))
     measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
-    return KernelChoice(
-        function=function,
-        task=None,
-        route=Route.TEMPLATE,
-        decision=table.to_json(),
-        note=f"table of kernels measured at rows {measured}",
-        of_sizes=True,
-        scheduled=as_scheduled(scheduled),
-    )
+
+    def take() -> KernelChoice | None:
+        try:
+            made = make()
+        except (TemplateError, *TVM_ERRORS) as e:
+            logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
+            return None
+        return KernelChoice(
+            function=function,
+            task=None,
+            route=Route.TEMPLATE,
+            decision=decision,
+            note=f"table of kernels measured at rows {measured}",
+            of_sizes=True,
+            made=made,
+        )
+
+    return take
 
 
 def _fastest(

@@ -8,8 +8,9 @@ costs 0.08 s of processor time: 37 s for all 46, in eight units of six 34 s. How
 kernels alone, so that every machine makes the same cubins.
 
 TVM writes source in Python, which does one thing at a time, and compiles it without. So one thread writes the sources,
-one after another (1.4 s for BERT's), and others compile them. Threads that wrote as well waited for each other: 16 of
-them took a third more processor time and changed places 33,000 times (2 cores).
+one after another, and others compile them. Threads that wrote as well waited for each other: 16 of them took a third
+more processor time and changed places 33,000 times (2 cores). Tables of kernels are written by other processes
+(`pipeline.artifact.ahead`).
 """
 
 from __future__ import annotations
@@ -17,20 +18,18 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
 
 import tvm
 import tvm_ffi
 from tvm.ir import IRModule
 
 from relaxtune.pipeline.codegen.cuda_compiler import registered
-from relaxtune.schedules.begun import Begun, begun_work
-
-#: Begins to compile a unit, for a target.
-BeginUnit: TypeAlias = Callable[[Begun, IRModule, tvm.target.Target], Future[tvm.runtime.Module]]
+from relaxtune.schedules.targets.host import usable_cpus
+from relaxtune.schedules.templates.made_table import is_elsewhere, unit_elsewhere
 
 _BUILD = "target.build.cuda"
 # TVM's build ends with it: the source of all kernels, its format, what each takes. It compiles.
@@ -43,36 +42,69 @@ KERNELS_MIN = 20
 _NUMBERED = re.compile(r"_kernel_(\d+)$")
 
 
+@dataclass(frozen=True)
+class UnitSource:
+    """What TVM's code generation makes of a unit, before CUDA's compiler.
+
+    Attributes
+    ----------
+    source
+        CUDA's.
+    format
+        Of the source, in TVM's words.
+    functions
+        Kernel -> `runtime.FunctionInfo`: what it takes. A map of TVM's.
+    """
+
+    source: bytes
+    format: str
+    functions: object
+
+
+def write_unit(unit: IRModule, target: tvm.target.Target) -> UnitSource:
+    """Return the source of a unit; TVM's CUDA runtime is loaded (`cuda_compiler.ensure_cuda_runtime`)."""
+    _create()
+    _THREAD.written = written = list[UnitSource]()
+    try:
+        tvm_ffi.get_global_func(_BUILD)(unit, target)
+    finally:
+        _THREAD.written = None
+    return written[0]
+
+
+def compile_unit(written: UnitSource) -> tvm.runtime.Module:
+    """Return the module of a unit, compiled as TVM's callback says by now."""
+    module: tvm.runtime.Module = _create()(written.source, written.format, written.functions, {})
+    return module
+
+
 @contextmanager
-def units_side_by_side() -> Iterator[BeginUnit]:
-    """Make TVM compile the CUDA kernels of a module side by side inside the block; give what begins a unit."""
-    build, create = tvm_ffi.get_global_func(_BUILD), _create()
-
-    def write(unit: IRModule, target: tvm.target.Target) -> tuple[object, ...]:
-        """Return what a module is made of, its source first."""
-        _THREAD.written = written = list[tuple[object, ...]]()
-        try:
-            build(unit, target)
-        finally:
-            _THREAD.written = None
-        return written[0]
-
-    def begin_unit(begun: Begun, unit: IRModule, target: tvm.target.Target) -> Future[tvm.runtime.Module]:
-        (kernel,) = unit.functions.values()
-        return begun.begin("build", kernel, lambda: begun.pool.submit(create, *write(unit, target)))
+def units_side_by_side() -> Iterator[None]:
+    """Make TVM compile the CUDA kernels of a module side by side inside the block."""
+    build = tvm_ffi.get_global_func(_BUILD)
+    # TVM keeps who compiles from the first call on.
+    _create()
 
     def build_units(mod: IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
         units = split_units(mod)
-        if len(units) == 1:
+        if units == [mod]:
             return build(mod, target)
-        with target, begun_work() as begun:
-            first, *others = [one.result() for one in [begin_unit(begun, unit, target) for unit in units]]
+
+        def begin(unit: IRModule) -> Future[tvm.runtime.Module]:
+            ((name, kernel),) = unit.functions.items()
+            elsewhere = unit_elsewhere(name.name_hint, kernel)
+            if elsewhere is not None:
+                return elsewhere
+            return pool.submit(compile_unit, write_unit(unit, target))
+
+        with target, ThreadPoolExecutor(max(1, len(usable_cpus()))) as pool:
+            first, *others = [one.result() for one in [begin(unit) for unit in units]]
         for other in others:
             first.import_module(other)
         return first
 
     with registered(_BUILD, build_units):
-        yield begin_unit
+        yield
 
 
 @cache
@@ -83,12 +115,11 @@ def _create() -> Callable[..., tvm.runtime.Module]:
     """
     create: Callable[..., tvm.runtime.Module] = tvm_ffi.get_global_func(_CREATE)
 
-    def create_or_keep(*parts: object) -> tvm.runtime.Module:
+    def create_or_keep(source: bytes, form: str, functions: object, others: object) -> tvm.runtime.Module:
         written = getattr(_THREAD, "written", None)
         if written is None:
-            return create(*parts)
-        written.append(parts)
-        _, _, functions, _ = parts
+            return create(source, form, functions, others)
+        written.append(UnitSource(bytes(source), str(form), functions))
         return create(b"", "cubin", functions, {})
 
     tvm_ffi.register_global_func(_CREATE, create_or_keep, override=True)
@@ -99,10 +130,10 @@ def split_units(mod: IRModule, *, apart: bool = False) -> list[IRModule]:
     """Return each kernel of a module as a module, those that take long first; the module itself if they are not many.
 
     The kernels of a table have numbers: each is of more rows than the one before it, and takes longer to compile.
-    `apart` tells that the module is part of one with many.
+    `apart` tells that the module is part of one with many. Kernels that were made elsewhere are units in any case.
     """
     kernels = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
-    if len(kernels) < KERNELS_MIN and not apart:
+    if len(kernels) < KERNELS_MIN and not apart and not any(is_elsewhere(kernel) for _, kernel in kernels):
         return [mod]
     kernels.sort(key=lambda item: _number(item[0].name_hint), reverse=True)
     return [IRModule({var: kernel}, attrs=mod.attrs) for var, kernel in kernels]

@@ -14,7 +14,7 @@ from tvm import tirx
 
 from relaxtune.pipeline.codegen.cuda_compile import OnLog, uses_fast_math
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
-from relaxtune.pipeline.codegen.cuda_units import BeginUnit, units_side_by_side
+from relaxtune.pipeline.codegen.cuda_units import units_side_by_side
 from relaxtune.pipeline.codegen.cuda_vectors import fit_vectors
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.schedules.cpu.partitioning import narrow_partitioned
@@ -59,10 +59,9 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
 
 
 @contextmanager
-def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> Iterator[BeginUnit | None]:
+def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> Iterator[None]:
     """Make TVM compile device code with the project's compilers inside the block; nothing for a CPU.
 
-    Gives what begins a kernel of many, for a GPU (`pipeline.codegen.cuda_units`).
     `on_log` is told the registers, shared memory and spills of the kernels, in ptxas' words.
 
     Raises
@@ -71,12 +70,12 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
         The CUDA toolchain is missing.
     """
     if target.kind.name != "cuda":
-        yield None
+        yield
         return
     with (
         cuda_compiler(
             str(target.attrs["arch"]), fast_math=uses_fast_math(target), portable=is_portable(target), on_log=on_log
         ),
-        units_side_by_side() as begin_unit,
+        units_side_by_side(),
     ):
-        yield begin_unit
+        yield

@@ -26,10 +26,10 @@ from tvm.s_tir.transform import UnifyThreadBinding
 from tvm.tirx import PrimFunc
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
-from relaxtune.schedules.begun import shared_step
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
 from relaxtune.schedules.side_by_side import context_like, map_side_by_side
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
+from relaxtune.schedules.templates.made_table import lowered_elsewhere
 
 MIXED_PIPELINE = "relaxtune_mixed"
 _ASYNC_CONFIG = {"tirx.use_async_copy": True, "tirx.disable_storage_rewrite": True}
@@ -105,7 +105,7 @@ def _each_side_by_side(passes: Passes, mod: IRModule) -> IRModule:
     """Return the module with passes done for each function apart."""
     finished = IRModule({}, attrs=mod.attrs)
     functions = [IRModule({var: func}, attrs=mod.attrs) for var, func in mod.functions_items()]
-    for one in map_side_by_side(shared_step("finish", passes), functions):
+    for one in map_side_by_side(passes, functions):
         finished.update(one)
     return finished
 
@@ -114,31 +114,39 @@ def _lower_tables(mod: IRModule) -> IRModule:
     """Return the functions of several kernels lowered as TVM's "tirx" pipeline does it, but each kernel apart."""
     split_passes, pack_passes = _kernel_passes()
     tables = {name: split_table(func) for name, func in mod.functions.items()}
+    elsewhere = {name: lowered_elsewhere(func) for name, func in mod.functions.items()}
     # One function a module: of those of several, passes rename the variables that two of them share.
-    parts = [IRModule({name: one}) for name, table in tables.items() for one in (table.choice, *table.kernels)]
-    lowered = iter(map_side_by_side(shared_step("lower", split_passes), parts))
+    parts = [
+        IRModule({name: one})
+        for name, table in tables.items()
+        for one in (table.choice, *(table.kernels if elsewhere[name] is None else ()))
+    ]
+    lowered = iter(map_side_by_side(split_passes, parts))
     joined = {}
     for name, table in tables.items():
         (choice,) = next(lowered).functions.values()
         hosts, names = [], _kernel_names(name.name_hint)
-        for _ in table.kernels:
-            host, renamed, kernels = _with_names(next(lowered), name.name_hint, names)
+        for one in elsewhere[name] or [next(lowered) for _ in table.kernels]:
+            host, renamed, kernels = _with_names(one, name.name_hint, names)
             joined.update(kernels)
             hosts.append(with_kernel_names(host, renamed))
         joined[name.name_hint] = join_table(choice, hosts)
     return pack_passes(IRModule(joined, attrs=mod.attrs))
 
 
-def lower_kernels(name: str, table: PrimFunc) -> IRModule:
-    """Return the kernels that the pipeline makes of a function of several, without the host code that launches them."""
+def lower_kernels(name: str, table: PrimFunc) -> tuple[list[IRModule], IRModule]:
+    """Return what the pipeline makes of each kernel of a table, one after another, and the device code, finished.
+
+    The device code has the names of the compiled module.
+    """
     split_passes, pack_passes = _kernel_passes()
     _, _, finish_device = PIPELINE_MAP["s_tir"]()
-    parts = [IRModule({name: one}) for one in split_table(table).kernels]
+    lowered = [split_passes(IRModule({name: one})) for one in split_table(table).kernels]
     names, found = _kernel_names(name), dict[str, PrimFunc]()
-    for lowered in map_side_by_side(shared_step("lower", split_passes), parts):
-        _, _, kernels = _with_names(lowered, name, names)
+    for one in lowered:
+        _, _, kernels = _with_names(one, name, names)
         found.update(kernels)
-    return _each_side_by_side(finish_device(), pack_passes(IRModule(found)))
+    return lowered, _each_side_by_side(finish_device(), pack_passes(IRModule(found)))
 
 
 def _with_names(

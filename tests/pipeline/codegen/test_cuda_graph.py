@@ -5,7 +5,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.pipeline.artifact.compile import _pass_context, _plan_memory
+from relaxtune.pipeline.artifact.compile import pass_context, _plan_memory
 from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
@@ -24,7 +24,7 @@ def lowered_cuda(bert_tiny: OnnxModel, target: ResolvedTarget) -> LoweredModule:
 
 
 def planned(mod: tvm.ir.IRModule, target: ResolvedTarget) -> tvm.ir.IRModule:
-    with _pass_context(True), target.target:
+    with pass_context(True), target.target:
         return _plan_memory(mod, target, True, "case")[0]
 
 
