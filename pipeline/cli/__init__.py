@@ -20,7 +20,9 @@ def main() -> None:
     try:
         # What runs the command is heavy; a signal may come while it is imported.
         from relaxtune.pipeline.cli import app
+        from relaxtune.pipeline.cli.tvm_alone import leave_torch_out_of_tvm
 
+        leave_torch_out_of_tvm()
         app.main()
     except SystemExit as ended:
         _end(ended.code)
