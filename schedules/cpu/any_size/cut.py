@@ -38,7 +38,7 @@ class Cut:
 
     k has `parts`; all panels of a job read one part of the group's rows before the next one, and keep their sums. A
     part has `blocks` of `length` steps; all tiles of a group read one block of a panel before the next one. The first
-    `fetching` tiles fetch that one.
+    `fetching` tiles fetch that one. Many rows are shared among the `cores`, and jobs are of a core's rows.
     """
 
     panels: int = 1
@@ -47,6 +47,7 @@ class Cut:
     blocks: int = 1
     length: int = 0
     fetching: int = _FETCHING
+    cores: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -73,7 +74,7 @@ def find_cut(con: TiledContraction, limits: CpuLimits, rows: int) -> Cut:
     blocks = _ceil(_ceil(length * step_bytes, limits.l1_bytes // _L1_SHARE), parts)
     columns = con.block.extents[con.column]
     panels = 1 if columns is None else _panels_of_job(columns // con.panel, length // parts * step_bytes, limits)
-    return Cut(panels, tiles, parts, blocks, _ceil(length, parts * blocks), fetching=tiles)
+    return Cut(panels, tiles, parts, blocks, _ceil(length, parts * blocks), tiles, limits.cores)
 
 
 def _panels_of_job(panels: int, panel_bytes: int, limits: CpuLimits) -> int:

@@ -5,7 +5,7 @@
 Rows `m` of all axes are counted by one number M, which is known when the kernel is called; so may be columns and k.
 A tile of rows x vectors of C is kept in vector registers over the whole reduction:
 
-    parallel b..., job of column tiles             one tile, or panels of packed weights: `cut` says how many
+    parallel b..., part of M, job of column tiles  one tile, or panels of packed weights: `cut` says how many
       group of row tiles                           one tile, or several
         part of k
           column tile                              the last one begins early enough to be whole
@@ -17,9 +17,9 @@ A tile of rows x vectors of C is kept in vector registers over the whole reducti
                 sums[column tile, row tile] = acc  constant indices, so that the accumulators are registers
             C = epilogue(sums)                     after the last part
 
-Rows and columns that two tiles share are computed twice, to the same value. Where a tile of fewer rows ends past the
-last row, that one is computed again. Columns of fewer than a tile run through a plain loop, which LLVM makes vectors
-of.
+A part of M is all of it, or the rows of one core: see `row_tiles`. Rows and columns that two tiles share are computed
+twice, to the same value. Where a tile of fewer rows ends past the last row, that one is computed again. Columns of
+fewer than a tile run through a plain loop, which LLVM makes vectors of.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
     wide,
 )
 from relaxtune.schedules.cpu.any_size.product import Product
-from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, tiles_of_rows
+from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, parts_of_rows, tiles_of_rows
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.blocks import same_sizes, shape_of
 from relaxtune.schedules.tir.contraction import are_axes
@@ -36,6 +36,16 @@ _INTO_FIRST, _INTO_SECOND = (0, 3, 1), (0, 2, 1)
 _LINE = 16
 
 Values = Mapping[tirx.Var, tirx.Expr]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a core computes at once: a place of the batch axes, rows from `begin` to `end`, and a number of columns."""
+
+    values: Values
+    begin: tirx.Expr
+    end: tirx.Expr
+    number: tirx.Expr
 
 
 @dataclass(frozen=True)
@@ -105,21 +115,31 @@ class ProductKernel:
             with T.Else():
                 self._share(1, self._few_columns)
 
-    def _share(self, jobs: Size, body: Callable[[Values, tirx.Expr], None]) -> None:
-        """Run a body for each place of the batch axes and each job of columns."""
-        con, block = self._product.con, self._product.block
+    def _share(self, jobs: Size, body: Callable[[_Job], None]) -> None:
+        """Run a body for each place of the batch axes, each part of the rows, and each job of columns."""
+        con, block, cores = self._product.con, self._product.block, self._product.cut.cores
+        rows = wide(math.prod(block.sizes[axis] for axis in con.rows))
+        parts: Size = 1
+        if cores > 1:
+            rows = T.Bind(unfolded(rows))
+            parts = T.Bind(unfolded(parts_of_rows(rows, cores)))
 
         def job(found: list[tirx.Expr]) -> None:
-            *batch, number = found
-            body({block.axes[axis]: place for axis, place in zip(con.batch, batch, strict=True)}, number)
+            *batch, part, number = found
+            begin, end = wide(0), rows
+            if cores > 1:
+                begin, end = (T.Bind(unfolded(place * rows // parts)) for place in (part, part + 1))
+            values = {block.axes[axis]: place for axis, place in zip(con.batch, batch, strict=True)}
+            body(_Job(values, begin, end, number))
 
-        share_jobs([*(block.sizes[axis] for axis in con.batch), jobs], job)
+        # The parts of the rows follow one another, so that each core has the same rows in all kernels.
+        share_jobs([*(block.sizes[axis] for axis in con.batch), parts, jobs], job)
 
-    def _columns_of_job(self, values: Values, number: tirx.Expr) -> None:
-        """Compute all rows of a job's panels, a group of row tiles after another."""
+    def _columns_of_job(self, job: _Job) -> None:
+        """Compute a job's rows of its panels, a group of row tiles after another."""
         product, cut = self._product, self._product.cut
-        tiles = tiles_of_rows(wide(math.prod(product.block.sizes[axis] for axis in product.con.rows)), product.rows)
-        first = T.Bind(number * cut.panels)
+        tiles = tiles_of_rows(job.begin, job.end, product.rows)
+        first = T.Bind(job.number * cut.panels)
         panels: tirx.Expr = wide(1)
         if cut.panels > 1:
             panels = T.Bind(tirx.min(wide(cut.panels), -(-product.columns // product.width) - first))
@@ -128,7 +148,7 @@ class ProductKernel:
         with T.serial(0, groups) as group:
             tile = unfolded(group * size)
             here = unfolded(tirx.min(size, tiles.count - tile))
-            self._group(values, tiles, _Group(first, panels, tile, here, group == groups - 1))
+            self._group(job.values, tiles, _Group(first, panels, tile, here, group == groups - 1))
 
     def _group(self, values: Values, tiles: RowTiles, group: _Group) -> None:
         """Compute a group of row tiles of all panels, a part of k after another."""
@@ -153,7 +173,7 @@ class ProductKernel:
                 number = unfolded(group.first_tile + place)
                 first = unfolded(tiles.first(number))
                 with T.serial(0, unfolded(tiles.rows_of(number))) as row:
-                    known = {**values, **self._row(T.Bind(tirx.min(first + row, tiles.rows - 1)))}
+                    known = {**values, **self._row(T.Bind(tirx.min(first + row, tiles.end - 1)))}
                     self._finish(known, start, sums, at + (place * product.rows + row) * product.width)
 
     def _following(
@@ -180,7 +200,7 @@ class ProductKernel:
         first = T.Bind(unfolded(tiles.first(number)))
 
         def clamped(rows: int) -> list[Values]:
-            return [self._row(tirx.min(first + row, tiles.rows - 1)) for row in range(rows)]
+            return [self._row(tirx.min(first + row, tiles.end - 1)) for row in range(rows)]
 
         def whole() -> list[Values]:
             return [self._row_in_place(first + row) for row in range(product.rows)]
@@ -298,14 +318,13 @@ class ProductKernel:
             with T.Else(), T.serial(0, columns - start) as lane:
                 finish(0, lane)
 
-    def _few_columns(self, values: Values, _tile: tirx.Expr) -> None:
+    def _few_columns(self, job: _Job) -> None:
         """Compute row after row, for fewer columns than a tile has."""
         product, con = self._product, self._product.con
         column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
-        rows = T.Bind(wide(math.prod(product.block.sizes[axis] for axis in con.rows)))
-        with T.serial(0, rows) as number:
+        with T.serial(job.begin, job.end) as number:
             acc = row_buffer(product.width)
-            place = {**values, **self._row(number)}
+            place = {**job.values, **self._row(number)}
             with T.serial(0, product.columns) as j:
                 T.buffer_store(acc, tirx.FloatImm("float32", 0.0), [j])
             with T.serial(0, wide(product.block.sizes[con.reduce[0]])) as k, T.serial(0, product.columns) as j:

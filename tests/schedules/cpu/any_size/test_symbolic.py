@@ -20,6 +20,7 @@ from tvm.script import ir as I
 from tvm.script import tirx as T
 
 from relaxtune.schedules.cpu.any_size import matmul as any_size_matmul
+from relaxtune.schedules.cpu.any_size.row_tiles import parts_of_rows
 from relaxtune.schedules.cpu.packing import packed_matmul
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.targets import resolve_target
@@ -319,6 +320,27 @@ def test_long_panel_is_read_block_by_block_while_groups_of_rows_keep_their_sums(
     assert all(extent in extents for extent in loops)
     for b, s in ((1, 1), (1, 14), (1, 224), (7, 32), (7, rows // 7)):
         assert_pair_agrees(pair, {"b": b, "s": s})
+
+
+@pytest.mark.parametrize(
+    ("cores", "parts"),
+    [(1, {1: 1, 1000: 1}), (2, {0: 1, 191: 1, 192: 2, 5000: 2}), (6, {191: 1, 192: 2, 288: 3, 575: 3, 576: 6})],
+)
+def test_rows_are_cut_for_cores_of_their_own_when_they_are_many(cores: int, parts: dict[int, int]) -> None:
+    cut = {rows: parts_of_rows(tirx.IntImm("int64", rows), cores) for rows in parts}
+    assert {rows: int(tvm.sym.Analyzer().simplify(found)) for rows, found in cut.items()} == parts
+
+
+@pytest.mark.parametrize("cores", [2, 3, 4])
+def test_packed_weight_agrees_when_cores_have_rows_of_their_own(cores: int) -> None:
+    facts = {"l1_bytes": 48 << 10, "l2_bytes": 2 << 20, "vector_bytes": 64, "cores": cores}
+    limits = replace(host().limits, **facts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_size_matmul, "cpu_limits", lambda _target: limits)
+        pair = build_pair(packed(109, 70), host().target)
+    for rows in (0, 1, 7, 16, 33, 100, 191, 192, 193, 200, 289, 383, 384, 401):
+        assert_pair_agrees(pair, {"b": 1, "s": rows})
+    assert_pair_agrees(pair, {"b": 3, "s": 67})
 
 
 def test_comparison_sees_what_is_never_written_and_what_is_written_past_an_end() -> None:
