@@ -29,7 +29,7 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.any_size.cut import ELEMENT_BYTES, find_cut
+from relaxtune.schedules.cpu.any_size.cut import ELEMENT_BYTES, SET_STRIDE_BYTES, find_cut
 from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel
 from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
@@ -43,8 +43,6 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts
 # Vectors of columns that no panel and no size gives: two hide the latency of the multiply-add behind 14 rows.
 _VECTORS = 2
 _VECTORS_MAX = 4
-# Rows that begin multiples of this apart share a set of the first cache, which holds as many lines as fit into it.
-_SET_STRIDE_BYTES = 4096
 
 
 class AnySizeMatmul(CpuRule):
@@ -94,6 +92,6 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
         return None
     rows = min(MAX_ROWS, (limits.vector_registers - 1 - vectors) // vectors)
     length = block.extents[con.reduce[0]]
-    if limits.l1_bytes is not None and length is not None and length * ELEMENT_BYTES % _SET_STRIDE_BYTES == 0:
-        rows = min(rows, max(1, limits.l1_bytes // _SET_STRIDE_BYTES))
+    if limits.l1_bytes is not None and length is not None and length * ELEMENT_BYTES % SET_STRIDE_BYTES == 0:
+        rows = min(rows, max(1, limits.l1_bytes // SET_STRIDE_BYTES))
     return Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows))
