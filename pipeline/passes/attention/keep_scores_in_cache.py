@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import tvm
 from tvm import relax, tirx
+from tvm.ir.expr import TensorLoad
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import called_function
@@ -17,7 +18,7 @@ from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.schedules.tir.contraction import find_operands
 
 _NAME = "attention"
-_Calls: TypeAlias = tuple[relax.Var, relax.Var, relax.Var]
+_Calls: TypeAlias = tuple[relax.Var, ...]
 
 
 def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -31,6 +32,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
 
     All three are kernels already, and nothing else reads the scores or the weights, which are as large as the square of
     the length. The new function has the blocks of the three; it is made where the schedule of such functions takes it.
+    Where Q is a slice that nothing else reads, and that the kernel can read where it lies, the slice goes too.
     """
     if state.target.kind.name != "llvm":
         return mod
@@ -41,6 +43,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
         calls = _find(binding.var, graph)
         func = None if calls is None else maker.make(calls)
         if calls is not None and func is not None:
+            calls, func = _with_move(calls, func, graph, maker)
             found[calls[-1]] = _Attention(calls, func)
             state.sources[calls[-1].name] = state.nodes_of(var.name for var in calls)
     if not found:
@@ -59,7 +62,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
 
 @dataclass(frozen=True)
 class _Attention:
-    """The calls of a matmul, a softmax and a matmul, and the function that does all."""
+    """The calls of a matmul, a softmax and a matmul, perhaps after one that moves Q, and the function that does all."""
 
     calls: _Calls
     func: tirx.PrimFunc
@@ -77,6 +80,26 @@ def _find(softmax: relax.Var, graph: Graph) -> _Calls | None:
     if not all(one is not None and _products(graph.mod[one]) == 1 for one in around):
         return None
     return scores, softmax, result
+
+
+def _with_move(calls: _Calls, func: tirx.PrimFunc, graph: Graph, maker: _Maker) -> tuple[_Calls, tirx.PrimFunc]:
+    """Return the calls after the one that moves Q, where the kernel can read it in its old place."""
+    for moved in _tensors(graph.value(calls[0])):
+        callee = called_function(graph.value(moved))
+        if callee is None or graph.only_reader(moved) != calls[0] or not _is_move(graph.mod[callee]):
+            continue
+        made = maker.make((moved, *calls))
+        if made is not None:
+            return (moved, *calls), made
+    return calls, func
+
+
+def _is_move(func: tvm.ir.BaseFunc) -> bool:
+    """Return whether a function moves elements, and does nothing else."""
+    if not isinstance(func, tirx.PrimFunc):
+        return False
+    stores = [block.stores for block in list_blocks(func)]
+    return all(len(found) == 1 and isinstance(found[0].value, TensorLoad) for found in stores)
 
 
 def _products(func: tvm.ir.BaseFunc) -> int:

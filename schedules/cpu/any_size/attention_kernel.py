@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import tvm_ffi
 from tvm import tirx
@@ -14,6 +14,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.cpu.any_size.emit import (
     Buffers,
     KeptRow,
+    View,
     build_function,
     row_buffer,
     share_jobs,
@@ -49,6 +50,8 @@ class Attention:
         The number of a row that O is divided by, since P is not; None where P is what multiplies V.
     seen
         A condition, over the axes of the first block of the walk, without which it does not read S; None for always.
+    views
+        Operands of the products that lie in a parameter.
     """
 
     func: PrimFunc
@@ -60,6 +63,7 @@ class Attention:
     rows: int
     total: tirx.Var | None
     seen: tirx.Expr | None
+    views: Mapping[tirx.Var, View]
 
     @property
     def queries(self) -> Size:
@@ -108,7 +112,8 @@ class AttentionKernel:
 
     def _emit(self, buffers: Buffers) -> None:
         found = self._attention
-        self._first.buffers = self._second.buffers = self._buffers = buffers
+        views = {made: replace(view, buffer=buffers[view.buffer]) for made, view in found.views.items()}
+        self._first.buffers = self._second.buffers = self._buffers = {**buffers, **views}
         block, con = found.first.block, found.first.con
         queries, keys = wide(found.queries), wide(found.keys)
         # Values by way of memory: TVM takes long to simplify quotients of quotients.

@@ -13,8 +13,24 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.blocks import shape_of
+from relaxtune.schedules.tir.expressions import substitute
 
-Buffers = dict[tirx.Var, tirx.Var]
+
+@dataclass(frozen=True)
+class View:
+    """A tensor that lies in another one: its element at `axes` is the other's at `indices`."""
+
+    buffer: tirx.Var
+    axes: Sequence[tirx.Var]
+    indices: Sequence[tirx.Expr]
+
+    def __getitem__(self, place: Sequence[tirx.Expr]) -> tirx.Expr:
+        """Return an element by its place in the view."""
+        at = dict(zip(self.axes, place, strict=True))
+        return self.buffer[tuple(substitute(index, at) for index in self.indices)]
+
+
+Buffers = dict[tirx.Var, tirx.Var | View]
 
 
 def build_function(func: PrimFunc, emit: Callable[[Buffers], None]) -> PrimFunc:

@@ -78,10 +78,14 @@ def attention_scores(transposed: bool) -> tirx.PrimFunc:
     return prim_func([a, w, mask, topi.add(scores, mask)])
 
 
-def attention(width: int, masked: bool) -> tirx.PrimFunc:
-    """Two matmuls and the softmax between them; the result has its heads behind its rows."""
+def attention(width: int, masked: bool, projected: int = 0) -> tirx.PrimFunc:
+    """Two matmuls and the softmax between them; the result has its heads behind its rows.
+
+    Q may be a slice of rows of so many elements.
+    """
     batch, rows, columns = size("b"), size("s"), size("t")
-    q = te.placeholder((batch, 2, rows, 20), "float32", name="Q")
+    source = te.placeholder((batch, rows, projected) if projected else (batch, 2, rows, 20), "float32", name="Q")
+    q = te.compute((batch, 2, rows, 20), lambda i, h, m, n: source[i, m, h * 20 + n + 7]) if projected else source
     w = te.placeholder((batch, 2, 20, columns), "float32", name="K")
     v = te.placeholder((batch, 2, columns, width), "float32", name="V")
     mask = te.placeholder((batch, 1, rows, columns), "float32", name="mask")
@@ -96,7 +100,7 @@ def attention(width: int, masked: bool) -> tirx.PrimFunc:
     result = te.compute(
         (batch, rows, 2, width), lambda i, m, h, n: te.sum(weights[i, h, m, k] * v[i, h, k, n], axis=k), name="result"
     )
-    return prim_func([q, w, v, *([mask] if masked else []), result])
+    return prim_func([source, w, v, *([mask] if masked else []), result])
 
 
 def reduced(axes: list[int], dtype: str = "float32") -> tirx.PrimFunc:
@@ -153,6 +157,8 @@ KERNELS: dict[str, tuple[str, Callable[[], tirx.PrimFunc]]] = {
     "scores, transposed": ("cpu-matmul", lambda: attention_scores(transposed=True)),
     "attention, masked": ("cpu-any-size-attention", lambda: attention(64, masked=True)),
     "attention, one vector": ("cpu-any-size-attention", lambda: attention(16, masked=False)),
+    "attention, Q elsewhere": ("cpu-any-size-attention", lambda: attention(64, masked=True, projected=90)),
+    "attention, Q in rows 4 KiB apart": ("cpu-reduction", lambda: attention(64, masked=False, projected=1024)),
     "attention, part of a vector": ("cpu-reduction", lambda: attention(20, masked=True)),
     "packed": ("cpu-any-size-matmul", lambda: packed(64, 20)),
     "packed, part of a panel, rows 4 KiB apart": ("cpu-any-size-matmul", lambda: packed(45, 1024)),
