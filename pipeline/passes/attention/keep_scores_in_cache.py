@@ -32,7 +32,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
 
     All three are kernels already, and nothing else reads the scores or the weights, which are as large as the square of
     the length. The new function has the blocks of the three; it is made where the schedule of such functions takes it.
-    Where Q is a slice that nothing else reads, and that the kernel can read where it lies, the slice goes too.
+    Where Q or V is a slice that nothing else reads, and that the kernel can read where it lies, the slice goes too.
     """
     if state.target.kind.name != "llvm":
         return mod
@@ -43,7 +43,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
         calls = _find(binding.var, graph)
         func = None if calls is None else maker.make(calls)
         if calls is not None and func is not None:
-            calls, func = _with_move(calls, func, graph, maker)
+            calls, func = _with_moves(calls, func, graph, maker)
             found[calls[-1]] = _Attention(calls, func)
             state.sources[calls[-1].name] = state.nodes_of(var.name for var in calls)
     if not found:
@@ -62,7 +62,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
 
 @dataclass(frozen=True)
 class _Attention:
-    """The calls of a matmul, a softmax and a matmul, perhaps after one that moves Q, and the function that does all."""
+    """The calls of a matmul, a softmax and a matmul, perhaps after others that move Q and V, and their function."""
 
     calls: _Calls
     func: tirx.PrimFunc
@@ -82,15 +82,21 @@ def _find(softmax: relax.Var, graph: Graph) -> _Calls | None:
     return scores, softmax, result
 
 
-def _with_move(calls: _Calls, func: tirx.PrimFunc, graph: Graph, maker: _Maker) -> tuple[_Calls, tirx.PrimFunc]:
-    """Return the calls after the one that moves Q, where the kernel can read it in its old place."""
-    for moved in _tensors(graph.value(calls[0])):
-        callee = called_function(graph.value(moved))
-        if callee is None or graph.only_reader(moved) != calls[0] or not _is_move(graph.mod[callee]):
-            continue
-        made = maker.make((moved, *calls))
-        if made is not None:
-            return (moved, *calls), made
+def _with_moves(calls: _Calls, func: tirx.PrimFunc, graph: Graph, maker: _Maker) -> tuple[_Calls, tirx.PrimFunc]:
+    """Return the calls after those that move Q and V, where the kernel can read these in their old places."""
+    for reader in (calls[0], calls[-1]):
+        for moved in _tensors(graph.value(reader)):
+            callee = called_function(graph.value(moved))
+            if (
+                moved in calls
+                or callee is None
+                or graph.only_reader(moved) != reader
+                or not _is_move(graph.mod[callee])
+            ):
+                continue
+            made = maker.make((moved, *calls))
+            if made is not None:
+                calls, func = (moved, *calls), made
     return calls, func
 
 

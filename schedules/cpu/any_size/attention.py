@@ -4,9 +4,10 @@
     P[b..., m, :] = softmax(S[b..., m, :])
     O[b..., m, e] = epilogue(sum over n of P[b..., m, n] * V[b..., n, e])
 
-`e` has a static size of whole vectors; epilogues scale, mask, transpose. Q may lie in a larger tensor, with K and V.
+`e` has a static size of whole vectors; epilogues scale, mask, transpose. Q and V may lie in a larger tensor, with K.
 
-    parallel b..., group of row tiles   all tiles have the same number of rows: the last one begins early enough
+    parallel b..., part of the rows     where V lies in a larger tensor, its rows are copied first, once for the part
+    group of row tiles                  all tiles have the same number of rows: the last one begins early enough
       scores[rows, n]                   rows are a little longer than n, so that they do not share sets of the cache
       column tile of S, row tile:       rows x vectors in registers over d; stored to scores
       row:                              epilogue and softmax without its division, in scores
@@ -74,7 +75,9 @@ def _find(sch: Schedule, limits: CpuLimits) -> Attention | None:
     first, second = (find_matmul(blocks[place]) for place in products)
     if first is None or second is None:
         return None
-    views = {block.store.buffer: view for block in moved if (view := _rows_elsewhere(sch.mod["main"], block, first))}
+    views = {
+        block.store.buffer: view for block in moved if (view := _rows_elsewhere(sch.mod["main"], block, first, second))
+    }
     if len(views) < len(moved):
         return None
     epilogue = find_epilogue(sch, second)
@@ -108,18 +111,21 @@ def _find(sch: Schedule, limits: CpuLimits) -> Attention | None:
         total,
         _seen(walk[0], first.block),
         views,
+        limits.cores,
     )
 
 
-def _rows_elsewhere(func: PrimFunc, block: ScheduledBlock, con: TiledContraction) -> View | None:
-    """Return where Q lies in a parameter, when a block does no more than move its rows; None for any other block.
+def _rows_elsewhere(
+    func: PrimFunc, block: ScheduledBlock, first: TiledContraction, second: TiledContraction
+) -> View | None:
+    """Return where Q or V lies in a parameter, when a block does no more than move its rows; None for any other block.
 
-    Rows a multiple of 4 KiB apart share a set of the first cache, so that a copy is better. So is a copy of V, all of
-    which each tile reads: from the three projections of 768 columns together, GPT-2's attention takes 1.15 of the time
-    with 1,024 tokens, and twice the time with 2,048.
+    Rows of Q a multiple of 4 KiB apart share a set of the first cache, so that a copy is better. V is copied in any
+    case, by each job.
     """
-    value = block.store.value
-    if not block.is_spatial or not isinstance(value, TensorLoad) or not block.store.buffer.same_as(con.left.source):
+    value, made = block.store.value, block.store.buffer
+    is_q, is_v = made.same_as(first.left.source), made.same_as(second.right.source)
+    if not block.is_spatial or not isinstance(value, TensorLoad) or is_q == is_v:
         return None
     shape = shape_of(value.source)
     if shape is None or position_of(func, value.source) is None or not are_axes(block.store.indices, block.spatial):
@@ -134,7 +140,8 @@ def _rows_elsewhere(func: PrimFunc, block: ScheduledBlock, con: TiledContraction
         return None
     inner = [size for size in shape[place + 1 :] if isinstance(size, int)]
     is_known = len(inner) == len(shape) - place - 1
-    return View(value.source, block.spatial, value.indices) if is_known and not _share_a_set(math.prod(inner)) else None
+    taken = is_known and (is_v or not _share_a_set(math.prod(inner)))
+    return View(value.source, block.spatial, value.indices) if taken else None
 
 
 def _share_a_set(elements: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ from relaxtune.schedules.tir.expressions import substitute
 _GROUP_TILES = 4
 _GROUP_BYTES = 128 << 10
 _ELEMENT_BYTES = 4
+# Jobs that a core has at least, where there are rows enough, when each job copies V.
+_JOBS_EACH = 4
 # Columns at the end of all rows of a group are looked at so many vectors at once.
 _SCANNED_VECTORS = 4
 
@@ -52,6 +55,8 @@ class Attention:
         A condition, over the axes of the first block of the walk, without which it does not read S; None for always.
     views
         Operands of the products that lie in a parameter.
+    cores
+        What jobs are shared among.
     """
 
     func: PrimFunc
@@ -64,6 +69,7 @@ class Attention:
     total: tirx.Var | None
     seen: tirx.Expr | None
     views: Mapping[tirx.Var, View]
+    cores: int
 
     @property
     def queries(self) -> Size:
@@ -81,7 +87,8 @@ class _Group:
     """Tiles of rows: `tiles` of them, each of `rows`, the first of which begins at row `first` of Q.
 
     Tile t begins at row `begin(t)`; two tiles may share rows, and `all_rows` counts these once. The scores of the
-    group's row r lie in `scores` from `r * length` on, and `totals[r]` is what its row of O is divided by.
+    group's row r lie in `scores` from `r * length` on, and `totals[r]` is what its row of O is divided by. `copied` has
+    the rows of V, one after another, where it is not read in its place.
     """
 
     batch: Sequence[tirx.Expr]
@@ -93,6 +100,7 @@ class _Group:
     scores: tirx.Var
     totals: tirx.Var
     length: tirx.Expr
+    copied: tirx.Var | None
 
 
 class AttentionKernel:
@@ -122,8 +130,7 @@ class AttentionKernel:
         fitting = wide(_GROUP_BYTES // (found.rows * _ELEMENT_BYTES)) // room
         size = T.Bind(unfolded(tirx.max(tirx.min(fitting, wide(_GROUP_TILES)), wide(1))))
 
-        def job(number: list[tirx.Expr]) -> None:
-            *batch, place = number
+        def job(batch: Sequence[tirx.Expr], place: tirx.Expr, copied: tirx.Var | None = None) -> None:
             rows = unfolded((queries + (tiles - 1)) // tiles)
             first_tile = unfolded(place * size)
             count = unfolded(tirx.min(size, tiles - first_tile))
@@ -136,10 +143,24 @@ class AttentionKernel:
             scores = T.alloc_buffer([size * found.rows * room], "float32", scope="global")
             totals = T.alloc_buffer([_GROUP_TILES * found.rows], "float32", scope="global")
             length = unfolded(room // found.first.lanes * found.first.lanes)
-            self._group(_Group(batch, count, rows, begin, first, all_rows, scores, totals, length))
+            self._group(_Group(batch, count, rows, begin, first, all_rows, scores, totals, length, copied))
 
         groups = T.Bind(unfolded((tiles + (size - 1)) // size))
-        share_jobs([*(block.sizes[axis] for axis in con.batch), groups], job)
+        sizes = [block.sizes[axis] for axis in con.batch]
+        if found.second.con.right.source not in views:
+            share_jobs([*sizes, groups], lambda number: job(number[:-1], number[-1]))
+            return
+        enough = wide(_JOBS_EACH * found.cores + 1) // tirx.max(wide(math.prod(sizes)), wide(1)) + 1
+        parts = T.Bind(unfolded(tirx.min(enough, groups)))
+
+        def part(number: list[tirx.Expr]) -> None:
+            *batch, place = number
+            each = unfolded((groups + (parts - 1)) // parts)
+            copied = self._copied(batch)
+            with T.serial(0, each) as group, T.If(place * each + group < groups), T.Then():
+                job(batch, T.Bind(place * each + group), copied)
+
+        share_jobs([*sizes, parts], part)
 
     def _group(self, group: _Group) -> None:
         found = self._attention
@@ -258,14 +279,12 @@ class AttentionKernel:
         block, con, width = product.block, product.con, product.width
         columns = block.extents[con.column]
         assert columns is not None
-        values: dict[tirx.Var, tirx.Expr] = {block.axes[axis]: wide(0) for axis in con.batch}
-        for axis, place in zip(found.places, group.batch, strict=True):
-            if axis is not None:
-                values[block.axes[axis]] = place
+        values = self._batch_of_values(group.batch)
 
         def value(k: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
-            here = {**values, block.axes[con.reduce[0]]: k, block.axes[con.column]: column}
-            return self._second.load(con.right, here)
+            if group.copied is not None:
+                return group.copied[k * columns + column]
+            return self._value(values, k, column)
 
         zeros = self._zeros(end, columns, value)
 
@@ -293,6 +312,34 @@ class AttentionKernel:
                         self._second.store(total, {**here, block.axes[con.column]: number * width + at})
 
         self._by_rows(group.rows, tiles, self._counts)
+
+    def _batch_of_values(self, batch: Sequence[tirx.Expr]) -> dict[tirx.Var, tirx.Expr]:
+        """Return the batch axes of the second product at a place of the first one's."""
+        block = self._attention.second.block
+        values: dict[tirx.Var, tirx.Expr] = {block.axes[axis]: wide(0) for axis in self._attention.second.con.batch}
+        for axis, place in zip(self._attention.places, batch, strict=True):
+            if axis is not None:
+                values[block.axes[axis]] = place
+        return values
+
+    def _value(self, batch: Values, k: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
+        """Return an element of V, read in its place."""
+        block, con = self._attention.second.block, self._attention.second.con
+        here = {**batch, block.axes[con.reduce[0]]: k, block.axes[con.column]: column}
+        return self._second.load(con.right, here)
+
+    def _copied(self, batch: Sequence[tirx.Expr]) -> tirx.Var:
+        """Return a copy of V at a place of the batch, one row after another."""
+        product, keys = self._attention.second, wide(self._attention.keys)
+        columns = product.block.extents[product.con.column]
+        assert columns is not None
+        values = self._batch_of_values(batch)
+        copied = T.alloc_buffer([tirx.max(keys, wide(1)) * columns], "float32", scope="global")
+        vectors = T.serial(0, columns // product.lanes)
+        with T.serial(0, keys) as k, vectors as vector, T.vectorized(0, product.lanes) as lane:
+            column = vector * product.lanes + wide(lane)
+            T.buffer_store(copied, self._value(values, k, column), [k * columns + column])
+        return copied
 
     def _zeros(self, begin: tirx.Expr, columns: int, value: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]) -> tirx.Var:
         """Return the sums of V from a row on, with weights of 0: NaN where there is one, or an infinity."""
