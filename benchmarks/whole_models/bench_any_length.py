@@ -94,6 +94,7 @@ def measure_model(name: str, arguments: argparse.Namespace, folder: Path) -> lis
             },
             runs=arguments.runs,
             conditions=run_conditions(modules[SYMBOLIC]),
+            mirrored=True,
         )
         print_row(name, length, report)
         entries.append({"model": name, "length": length, "report": report.to_json()})

@@ -150,8 +150,8 @@ class AttentionKernel:
         if found.second.con.right.source not in views:
             share_jobs([*sizes, groups], lambda number: job(number[:-1], number[-1]))
             return
-        enough = wide(_JOBS_EACH * found.cores + 1) // tirx.max(wide(math.prod(sizes)), wide(1)) + 1
-        parts = T.Bind(unfolded(tirx.min(enough, groups)))
+        whole = T.Bind(unfolded(tirx.max(wide(math.prod(sizes)), wide(1))))
+        parts = T.Bind(unfolded(tirx.min((_JOBS_EACH * found.cores + (whole - 1)) // whole, groups)))
 
         def part(number: list[tirx.Expr]) -> None:
             *batch, place = number
