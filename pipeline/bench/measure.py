@@ -49,8 +49,8 @@ UNTUNED_ARM = "untuned"
 _WINDOWS = 10
 # Seconds between two looks for threads that spin, and of all looks before an arm.
 _LOOK_S, _SPIN_S = 0.002, 0.5
-# Seconds after which an arm's threads are awake: with 30 ms, runs of 2 ms still took up to 1.5 times as long (AVX-512
-# Xeon, 2 cores, MiniLM at length 16).
+# Seconds after which an arm's threads are awake, and its weights in the caches: with 30 ms, runs of 2 ms still took up
+# to 1.5 times as long (AVX-512 Xeon, 2 cores, MiniLM at length 16), after an arm of the same process too.
 _AWAKE_S = 0.05
 
 
@@ -180,8 +180,8 @@ def measure(
     mirrored : bool
         Whether every second turn goes through the arms backwards: a place in the turn then favours none.
     settle : bool
-        Whether an arm runs untimed before each timed run: once, or for 50 ms after an arm of another process where
-        threads spun. One that takes long needs no such run.
+        Whether an arm runs untimed before each timed run: once, or for 50 ms after another arm, where one is of another
+        process and threads spun. One that takes long needs no such run.
     until : callable or None
         Asked after each turn whether the latencies so far, by arm, are enough.
     known : mapping or None
@@ -231,14 +231,15 @@ class _Processors:
 
     def hand_over(self, name: str, arm: Arm, settle: bool) -> None:
         """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
-        apart = name != self._last and any(self._elsewhere.get(one, True) for one in (name, self._last))
-        if apart and self._patient:
+        other = name != self._last
+        if other and self._patient and any(self._elsewhere.get(one, True) for one in (name, self._last)):
             waited_s = wait_until_idle()
             self._spinning |= waited_s > 0
             # What computes all the time is no pool that spins: a compiler, say. It is there for all arms.
             self._patient = waited_s < _SPIN_S
         if settle:
-            until = time.monotonic() + (_AWAKE_S if apart and self._spinning else 0.0)
+            # As long for arms of one process: two of them share a cache, too.
+            until = time.monotonic() + (_AWAKE_S if other and self._spinning else 0.0)
             self.run(name, arm)
             while time.monotonic() < until:
                 self.run(name, arm)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import threading
 import time
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench import measure as bench_measure
 from relaxtune.pipeline.bench.measure import (
     ArmResult,
     LoadArm,
@@ -51,6 +53,24 @@ def test_an_arm_of_another_process_waits_until_threads_of_this_one_sleep() -> No
 
     measure({"ours": lambda: computing.append(spin(300_000)), "theirs": theirs}, runs=3, warmup=0, settle=False)
     assert calls == [False] * 3
+
+
+def test_arms_run_untimed_as_long_after_an_arm_of_their_process_as_after_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench_measure, "wait_until_idle", lambda: 0.001)
+    calls: list[str] = []
+
+    def arm(name: str, told: float | None = None) -> float | None:
+        time.sleep(0.01)
+        calls.append(name)
+        return told
+
+    measure({"a": lambda: arm("a"), "b": lambda: arm("b"), "c": lambda: arm("c", 10.0)}, runs=2, warmup=1)
+    turns = [len(list(same)) for _, same in itertools.groupby(calls[3:])]
+    assert len(turns) == 6
+    # 50 ms, and the timed run.
+    assert min(turns) > 3
 
 
 def test_threads_that_never_sleep_are_not_waited_for_for_ever() -> None:
