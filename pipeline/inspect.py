@@ -13,7 +13,7 @@ from onnx import helper
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
-from relaxtune.pipeline.artifact.ahead import tables_ahead
+from relaxtune.pipeline.ahead.tables import tables_ahead
 from relaxtune.pipeline.artifact.compile import check_plan, compile_module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported

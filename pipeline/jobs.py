@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.pipeline.artifact.ahead import TableMakers, tables_ahead
+from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.device_choice import runs_here
 from relaxtune.pipeline.artifact.directory import (

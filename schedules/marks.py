@@ -50,6 +50,11 @@ def is_scheduled(func: PrimFunc) -> bool:
     return bool(func.attrs.get(SCHEDULED_ATTR, False)) if func.attrs else False
 
 
+def as_scheduled(func: PrimFunc) -> PrimFunc:
+    """Return a function marked as scheduled, without the name of its task."""
+    return func.without_attr("global_symbol").with_attr(SCHEDULED_ATTR, True)
+
+
 def is_kernel(func: BaseFunc) -> bool:
     """Whether a function is a TIRx kernel of a template: one without blocks, all of whose loops are bound already."""
     return isinstance(func, PrimFunc) and bool(func.attrs) and bool(func.attrs.get(KERNEL_ATTR, False))

@@ -23,14 +23,13 @@ from pathlib import Path
 
 from relaxtune.pipeline.artifact.export import versions
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.replay import as_scheduled
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.job_values import TuneRequest
 from relaxtune.pipeline.jobs import finish_tuned
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, timed_stages
 from relaxtune.pipeline.tuned_model import TunedModel, untuned_kernels
 from relaxtune.pipeline.tuning.options import TuningSummary
-from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.schedules.marks import SCHEDULED_ATTR, as_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.tuning_db.store import SqlDatabase
 

@@ -60,12 +60,13 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.models.dims import evaluate_dim
     from relaxtune.models.zoo.presets import get_preset
-    from relaxtune.pipeline.artifact.ahead import TableMakers, tables_ahead
-    from relaxtune.pipeline.artifact.compile import compile_module, portable_host
+    from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
+    from relaxtune.pipeline.artifact.compile import compile_module
     from relaxtune.pipeline.artifact.export import write_artifact
     from relaxtune.pipeline.choose.selection import select_kernels
     from relaxtune.pipeline.passes.module import LoweringOptions
     from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+    from relaxtune.schedules.targets import portable_host
 
     began, cpu = time.monotonic(), time.process_time()
     profile = {"batch": AxisProfile(1, 8, 32), "sequence": AxisProfile(1, 128, 512)}

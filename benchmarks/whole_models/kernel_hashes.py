@@ -30,13 +30,14 @@ from tvm import relax, tirx
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.zoo import get_preset, list_models
 from relaxtune.models.zoo.presets import DEFAULT_DIMS
-from relaxtune.pipeline.artifact.compile import apply_choices, portable_host
+from relaxtune.pipeline.artifact.compile import apply_choices
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.schedules.fallback import SCHEDULED_ATTR, apply_fallback
+from relaxtune.schedules.targets import portable_host
 
 Hashes = dict[str, dict[str, dict[str, str]]]
 

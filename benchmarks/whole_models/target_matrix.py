@@ -31,7 +31,7 @@ import tvm
 from benchmarks.gpu_arms.results import machine
 from benchmarks.this_run import commit_here
 from benchmarks.whole_models.kernel_hashes import parse_case
-from relaxtune.pipeline.artifact import ahead
+from relaxtune.pipeline.ahead import tables as ahead
 from relaxtune.pipeline.artifact import compile as compiling
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.finish import device_toolchain

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import relax
-from tvm.target import codegen
 
-from relaxtune.pipeline.artifact.ahead import choose_made, toolchain
+from relaxtune.pipeline.ahead.tables import choose_made, toolchain
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
-from relaxtune.pipeline.codegen.finish import finish_kernels
+from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima
 from relaxtune.pipeline.codegen.token_list import with_token_list
@@ -28,7 +27,7 @@ from relaxtune.pipeline.passes import plan_memory_passes
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.gpu.binding import count_launches
-from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.targets import ResolvedTarget, portable_host
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
 from relaxtune.schedules.templates.made_table import MadeTable
 
@@ -144,20 +143,6 @@ def compile_module(
     )
 
 
-def portable_host(target: ResolvedTarget) -> ResolvedTarget:
-    """Return a GPU target whose host code runs on any processor of its kind, not on this machine's only.
-
-    The host code of a GPU module packs arguments and launches kernels; a module compiled here is to run beside another
-    machine's GPU. A host that was chosen otherwise than by detection, and any CPU target, stays as it is.
-    """
-    host = target.target.host
-    detected = host is not None and str(host.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
-    if target.kind != "cuda" or not detected:
-        return target
-    generic = tvm.target.Target({"kind": "llvm", "mtriple": str(host.attrs["mtriple"])})
-    return replace(target, target=tvm.target.Target(target.target, host=generic))
-
-
 def apply_choices(
     mod: tvm.ir.IRModule, choices: Sequence[KernelChoice], elsewhere: Collection[str] = ()
 ) -> tvm.ir.IRModule:
@@ -211,11 +196,6 @@ def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.
         return relax.build(mod, target.target, relax_pipeline=None, tir_pipeline=tir_pipeline_for(mod))
     except TVM_ERRORS as e:
         raise LoweringError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
-
-
-def pass_context(cuda_graph: bool) -> tvm.transform.PassContext:
-    """Return the settings of TVM's passes with which modules are compiled."""
-    return tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph})
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.fallback import apply_fallback
-from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.schedules.marks import as_scheduled
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
@@ -70,11 +70,6 @@ def _holds(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> bo
         logger.info("%s", e)
         return False
     return True
-
-
-def as_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Return a function marked as scheduled, without the name of its task."""
-    return func.without_attr("global_symbol").with_attr(SCHEDULED_ATTR, True)
 
 
 def _replay_metaschedule(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:

@@ -14,12 +14,12 @@ from functools import partial
 
 from tvm import tirx
 
-from relaxtune.pipeline.artifact.ahead import begin_table
+from relaxtune.pipeline.ahead.tables import begin_table
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
 from relaxtune.pipeline.choose.model_records import ModelDecision, inside_the_model
-from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
+from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.tables import choose_table
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
@@ -28,7 +28,7 @@ from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.schedules.marks import ROWS_MAX_ATTR, is_scheduled
+from relaxtune.schedules.marks import ROWS_MAX_ATTR, as_scheduled, is_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
@@ -93,7 +93,7 @@ def select_kernels(
         else:
             choice = _choose(function, task, lookup, target, routes, decision)
         begun.append(partial(_keep, choice))
-    # Tables are made side by side (`pipeline.artifact.ahead`).
+    # Tables are made side by side (`pipeline.ahead.tables`).
     choices = [take() for take in begun]
     _log_choices(choices)
     return tuple(choices)

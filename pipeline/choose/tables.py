@@ -10,15 +10,16 @@ from collections.abc import Callable, Sequence
 
 from tvm import tirx
 
-from relaxtune.pipeline.artifact.ahead import begin_table
+from relaxtune.pipeline.ahead.tables import begin_table
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
-from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
+from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.marks import as_scheduled
 from relaxtune.schedules.registry import RANGES, apply_decision
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import TemplateError

@@ -10,7 +10,7 @@ kernels alone, so that every machine makes the same cubins.
 TVM writes source in Python, which does one thing at a time, and compiles it without. So one thread writes the sources,
 one after another, and others compile them. Threads that wrote as well waited for each other: 16 of them took a third
 more processor time and changed places 33,000 times (2 cores). Tables of kernels are written by other processes
-(`pipeline.artifact.ahead`).
+(`pipeline.ahead.tables`).
 """
 
 from __future__ import annotations

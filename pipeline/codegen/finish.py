@@ -79,3 +79,8 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
         units_side_by_side(),
     ):
         yield
+
+
+def pass_context(cuda_graph: bool) -> tvm.transform.PassContext:
+    """Return the settings of TVM's passes with which modules are compiled."""
+    return tvm.transform.PassContext(opt_level=3, config={"relax.backend.use_cuda_graph": cuda_graph})

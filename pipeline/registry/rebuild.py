@@ -25,7 +25,7 @@ from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import manifest_model
 from relaxtune.pipeline.bisect.subject import lowering_options
-from relaxtune.pipeline.choose.replay import as_scheduled, replay_record
+from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import untuned_function
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
@@ -35,6 +35,7 @@ from relaxtune.pipeline.tasks.extract import as_workload, extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.comparison import Difference, OutputDrift, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.validation import sample_inputs
+from relaxtune.schedules.marks import as_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import TemplateError

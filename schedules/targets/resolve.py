@@ -376,3 +376,17 @@ def _make_target(config: dict[str, object], source: str) -> Target:
     except ValueError as error:
         reason = str(error).strip().splitlines()[-1]
         raise TargetError(f"target {source}: TVM does not take {json.dumps(config)}: {reason}") from error
+
+
+def portable_host(target: ResolvedTarget) -> ResolvedTarget:
+    """Return a GPU target whose host code runs on any processor of its kind, not on this machine's only.
+
+    The host code of a GPU module packs arguments and launches kernels; a module compiled here is to run beside another
+    machine's GPU. A host that was chosen otherwise than by detection, and any CPU target, stays as it is.
+    """
+    host = target.target.host
+    detected = host is not None and str(host.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
+    if target.kind != "cuda" or not detected:
+        return target
+    generic = Target({"kind": "llvm", "mtriple": str(host.attrs["mtriple"])})
+    return replace(target, target=Target(target.target, host=generic))

@@ -8,7 +8,7 @@ import tvm
 import tvm_ffi
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.compile import compile_module, portable_host
+from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.codegen import cuda_compiler, cuda_libraries
@@ -17,7 +17,7 @@ from relaxtune.pipeline.codegen.cuda_libraries import load_library, pypi_folders
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
-from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.targets import portable_host, resolve_target
 
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 EM_CUDA = 190

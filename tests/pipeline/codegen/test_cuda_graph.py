@@ -5,8 +5,9 @@ import tvm
 from tvm import relax
 
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.pipeline.artifact.compile import pass_context, _plan_memory
+from relaxtune.pipeline.artifact.compile import _plan_memory
 from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function
+from relaxtune.pipeline.codegen.finish import pass_context
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions

@@ -2,7 +2,7 @@
 
 Such a model has tables of kernels (49 kernels of BERT-base, 13 where sizes are known). To build them, to lower them and
 to write their source is Python's work and takes one thread seconds, whatever the cores. So each table is made by a
-process of its own (`pipeline.artifact.kernel_maker`) as soon as its decision is known; CUDA's compiler, which needs
+process of its own (`pipeline.ahead.maker`) as soon as its decision is known; CUDA's compiler, which needs
 no Python, runs here in threads, from the moment that a table comes back. What cannot be made there is made here,
 when the compilation comes to it, and so it tells the errors.
 """
@@ -21,7 +21,7 @@ import tvm
 from tvm import tirx
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.kernel_maker import MAKER_MODULE, TableReply, TableRequest
+from relaxtune.pipeline.ahead.maker import MAKER_MODULE, TableReply, TableRequest
 from relaxtune.pipeline.codegen.cuda_units import KERNELS_MIN, compile_unit
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.errors import LoweringError

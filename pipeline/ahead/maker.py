@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.codegen.cuda_units import UnitSource
     from relaxtune.schedules.targets import ResolvedTarget
 
-MAKER_MODULE = "relaxtune.pipeline.artifact.kernel_maker"
+MAKER_MODULE = "relaxtune.pipeline.ahead.maker"
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ def start() -> Callable[[object], object]:
     from tvm import tirx
     from tvm.ir import IRModule
 
-    from relaxtune.pipeline.artifact.compile import pass_context, portable_host
-    from relaxtune.pipeline.artifact.determinism import uses_atomics
-    from relaxtune.pipeline.choose.replay import as_scheduled
     from relaxtune.pipeline.codegen.cuda_compiler import ensure_cuda_runtime
     from relaxtune.pipeline.codegen.cuda_units import split_units, write_unit
-    from relaxtune.pipeline.codegen.finish import finish_kernels
+    from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
     from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
     from relaxtune.pipeline.errors import LoweringError
+    from relaxtune.schedules.gpu.atomics import uses_atomics
     from relaxtune.schedules.gpu.binding import count_launches
+    from relaxtune.schedules.marks import as_scheduled
     from relaxtune.schedules.registry import apply_decision
+    from relaxtune.schedules.targets import portable_host
     from relaxtune.schedules.templates.launch_table import is_table
     from relaxtune.schedules.templates.lowering import lower_kernels
     from relaxtune.schedules.templates.made_table import TableFacts, make_shell, with_stubs

@@ -17,10 +17,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from relaxtune.pipeline.artifact import ahead
-from relaxtune.pipeline.artifact.ahead import TableMakers, tables_ahead
+from relaxtune.pipeline.ahead import tables as ahead
+from relaxtune.pipeline.ahead.maker import TableRequest
+from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
-from relaxtune.pipeline.artifact.kernel_maker import TableRequest
 from relaxtune.pipeline.choose import selection
 from relaxtune.pipeline.codegen import cuda_compiler, cuda_units
 from relaxtune.pipeline.errors import LoweringError

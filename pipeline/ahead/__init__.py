@@ -1,0 +1,1 @@
+"""Kernels that other processes make while a model is compiled."""
