@@ -95,7 +95,7 @@ def lowered_elsewhere(func: tirx.PrimFunc) -> Sequence[IRModule] | None:
 
     Raises
     ------
-    LookupError
+    ValueError
         No compilation that is under way here has the kernels of this shell.
     """
     made = _held(func)
@@ -112,7 +112,7 @@ def unit_elsewhere(name: str, kernel: tirx.PrimFunc) -> Future[tvm.runtime.Modul
 
     Raises
     ------
-    LookupError
+    ValueError
         As of `lowered_elsewhere`.
     """
     made = _held(kernel)
@@ -134,7 +134,15 @@ def holding_tables(tables: Mapping[str, MadeTable]) -> Iterator[None]:
 
 def _held(func: tirx.PrimFunc) -> MadeTable | None:
     told = _told(func)
-    return None if told is None else _TABLES.get({})[str(told[_KEY])]
+    if told is None:
+        return None
+    tables, key = _TABLES.get({}), str(told[_KEY])
+    if key not in tables:
+        raise ValueError(
+            f"table {key!r} was made for a compilation that is not under way: expected one of {sorted(tables)}; "
+            "compile the choice's `scheduled` in place of its outline"
+        )
+    return tables[key]
 
 
 def _told(func: tirx.PrimFunc) -> Any:

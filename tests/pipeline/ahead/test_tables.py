@@ -178,7 +178,7 @@ def test_tables_that_are_not_compiled_after_all_are_left(
 def test_a_shell_alone_is_refused(prepared: PreparedModel, makers: TableMakers, sources: Counter[str]) -> None:
     with tables_ahead(prepared.lowered.mod, prepared.target, makers):
         shells = [replace(choice, made=choice.outline) for choice in choose_kernels(prepared, None)]
-    with pytest.raises(LoweringError, match="code generation of"):
+    with pytest.raises(LoweringError, match=r"code generation of .* was made for a compilation that is not under way"):
         compile_module(prepared.lowered, shells, prepared.target)
 
 
