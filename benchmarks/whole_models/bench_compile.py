@@ -4,13 +4,15 @@
         [--profile batch=1:8:32,sequence=1:128:512] [--sizes 1x128,8x128,32x512] [--runs 3] [--json FILE]
 
 Each run is the command `relaxtune compile`, a process of its own from its start to its end; validation is left out.
-The arms run by turns. No GPU is needed. Sizes are of the profile's axes, in their order.
+The arms run by turns, after a run that is not timed: it leaves Python's bytecode. CUDA's cache of what was compiled is
+off. No GPU is needed. Sizes are of the profile's axes, in their order.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,10 +38,10 @@ def compile_once(model: str, target: str, options: Sequence[str]) -> float:
     """Return the seconds of one compilation, process and all."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "relaxtune", "compile", model, "--target", target, *options]
+        command += ["--samples", "0", "--out", str(Path(folder) / "artifact")]
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         began = time.perf_counter()
-        subprocess.run(
-            [*command, "--samples", "0", "--out", str(Path(folder) / "artifact")], check=True, capture_output=True
-        )
+        subprocess.run(command, check=True, capture_output=True, env={**kept, "CUDA_CACHE_DISABLE": "1"})
         return time.perf_counter() - began
 
 
@@ -55,6 +57,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arms = [SYMBOLIC, *arguments.sizes.split(",")]
     taken: dict[str, list[float]] = {arm: [] for arm in arms}
+    compile_once(arguments.model, arguments.target, options_of(SYMBOLIC, arguments.profile))
     for number in range(arguments.runs):
         for arm in arms:
             taken[arm].append(compile_once(arguments.model, arguments.target, options_of(arm, arguments.profile)))

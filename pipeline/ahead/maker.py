@@ -1,6 +1,6 @@
-"""The child that makes the kernels of a table: scheduled, lowered, and written as CUDA source.
+"""The child that makes the kernels of a table, scheduled, lowered and written as CUDA source, and compiles kernels.
 
-It does what the compilation does, with the same code; only CUDA's compiler is left to it, which needs no Python.
+It does what the compilation does, with the same code.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ class TableReply:
 
 
 def start() -> Callable[[object], object]:
-    """Import TVM and return the function that makes a table; it returns None where the decision makes none."""
+    """Import TVM and return the function that makes what is asked for.
+
+    For a `TableRequest` that is a `TableReply`, or None where the decision makes no table; for a `CubinRequest` a
+    cubin.
+    """
     import tvm_ffi
     from tvm import tirx
     from tvm.ir import IRModule
 
-    from relaxtune.pipeline.codegen.cuda_compiler import ensure_cuda_runtime
+    from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest, ensure_cuda_runtime
     from relaxtune.pipeline.codegen.cuda_units import split_units, write_unit
     from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
     from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
@@ -72,8 +76,10 @@ def start() -> Callable[[object], object]:
         ensure_cuda_runtime()
 
     def make(request: object) -> object:
+        if isinstance(request, CubinRequest):
+            return request.compile()
         if not isinstance(request, TableRequest):
-            raise TypeError(f"expected a TableRequest, got {type(request).__name__}")
+            raise TypeError(f"expected a TableRequest or a CubinRequest, got {type(request).__name__}")
         function, target = request.function, portable_host(request.target).target
         scheduled = as_scheduled(apply_decision(request.func, request.target, request.decision))
         if not is_table(scheduled):

@@ -17,6 +17,7 @@ import logging
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,32 @@ class CudaToolchain:
     source: str
 
 
+@dataclass(frozen=True)
+class CubinRequest:
+    """CUDA source and how it is to be compiled; see `compile_cubin`."""
+
+    code: str
+    arch: str
+    toolchain: CudaToolchain
+    fast_math: bool
+    portable: bool
+
+    def compile(self, on_log: OnLog | None = None) -> bytes:
+        """Return the cubin, compiled in this process."""
+        return compile_cubin(
+            self.code, self.arch, self.toolchain, fast_math=self.fast_math, portable=self.portable, on_log=on_log
+        )
+
+
+# Its `compile` is what compiles for TVM in a thread, where that is not the thread itself.
+_THREAD = threading.local()
+
+
+def compile_elsewhere(by: Callable[[CubinRequest], bytes | None]) -> None:
+    """Have all that TVM compiles in this thread from now on compiled by `by`; by the thread where that returns None."""
+    _THREAD.compile = by
+
+
 def find_toolchain() -> CudaToolchain:
     """Return the CUDA compiler of this machine.
 
@@ -132,7 +159,14 @@ def cuda_compiler(
     ensure_cuda_runtime()
 
     def compile_source(code: str) -> bytes:
-        return compile_cubin(code, arch, toolchain, fast_math=fast_math, portable=portable, on_log=on_log)
+        elsewhere = getattr(_THREAD, "compile", None)
+        # nvcc is a process of its own; what the compiler says is told here.
+        request = CubinRequest(code, arch, toolchain, fast_math, portable)
+        if elsewhere is not None and toolchain.kind is CompilerKind.NVRTC and on_log is None:
+            cubin: bytes | None = elsewhere(request)
+            if cubin is not None:
+                return cubin
+        return request.compile(on_log)
 
     with registered(COMPILE_CALLBACK, compile_source):
         yield toolchain

@@ -2,15 +2,15 @@
 
 NVRTC optimises the kernels of one source mostly one after another. TVM makes one source of all of a module's kernels,
 which are many where sizes are symbolic (46 for BERT, 13 where they are known). Here each kernel is a source of its own,
-and threads compile those: NVRTC and TVM's code generation let go of Python's lock. On many cores the longest kernel
-then sets the time: NVRTC takes 2.5 s for BERT's, and took 5.8 s for the longest unit of six (2 cores). A unit more
+and threads compile those: NVRTC and TVM's code generation let go of Python's lock. NVRTC takes 2.5 s for BERT's longest
+kernel, and took 5.8 s for the longest unit of six (2 cores). A unit more
 costs 0.08 s of processor time: 37 s for all 46, in eight units of six 34 s. How kernels are dealt out depends on the
 kernels alone, so that every machine makes the same cubins.
 
 TVM writes source in Python, which does one thing at a time, and compiles it without. So one thread writes the sources,
 one after another, and others compile them. Threads that wrote as well waited for each other: 16 of them took a third
-more processor time and changed places 33,000 times (2 cores). Tables of kernels are written by other processes
-(`pipeline.ahead.tables`).
+more processor time and changed places 33,000 times (2 cores). Tables of kernels are written
+and compiled by other processes (`pipeline.ahead.tables`), in which NVRTC does not wait for itself.
 """
 
 from __future__ import annotations

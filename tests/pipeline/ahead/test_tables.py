@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,6 +24,7 @@ from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.choose import selection
 from relaxtune.pipeline.codegen import cuda_compiler, cuda_units
+from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.processes.process import ChildProcess
@@ -69,10 +71,15 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return cuda_compiler.ELF_MAGIC + hashlib.sha256(code.encode()).digest()
 
     monkeypatch.setattr(cuda_compiler, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(ahead.TablesAhead, "_have_compiled", lambda _self, _request: None)
+    tables_of_few(monkeypatch)
+    return found
+
+
+def tables_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "FUNCTIONS_MIN", 1)
     for module in (cuda_units, ahead):
         monkeypatch.setattr(module, "KERNELS_MIN", 2)
-    return found
 
 
 def compiled(prepared: PreparedModel, *, cuda_graph: bool = True) -> CompiledModule:
@@ -148,6 +155,34 @@ def test_what_is_lost_with_its_process_is_made_here(
         early = compile_module(prepared.lowered, choices, prepared.target)
     assert lost
     assert all("matmul1" in name for name in lost)
+    assert library(early, tmp_path / "early.so") == library(plain, tmp_path / "plain.so")
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["", "killed"])
+def test_kernels_are_compiled_by_processes_or_here(
+    prepared: PreparedModel, makers: TableMakers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    tables_of_few(monkeypatch)
+    here: list[str] = []
+    send, compile_cubin = ChildProcess.send, cuda_compiler.compile_cubin
+
+    def send_and_kill(child: ChildProcess, request: object) -> None:
+        if killed and isinstance(request, CubinRequest) and not here:
+            os.kill(child.pid, signal.SIGKILL)
+        send(child, request)
+
+    def compile_counted(code: str, *others: Any, **options: Any) -> bytes:
+        here.append(code)
+        return compile_cubin(code, *others, **options)
+
+    monkeypatch.setattr(ChildProcess, "send", send_and_kill)
+    monkeypatch.setattr(cuda_compiler, "compile_cubin", compile_counted)
+    with tables_ahead(prepared.lowered.mod, prepared.target, makers):
+        early = compiled(prepared)
+    assert bool(here) == killed
+    elsewhere = len(here)
+    plain = compiled(prepared)
+    assert elsewhere < len(here) - elsewhere
     assert library(early, tmp_path / "early.so") == library(plain, tmp_path / "plain.so")
 
 

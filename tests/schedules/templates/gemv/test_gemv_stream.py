@@ -84,6 +84,27 @@ def test_what_was_fastest_with_early_steps_or_collected_sums_is_proposed_but_not
     assert [one.collected for one in found[1:3]] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "first"),
+    [
+        # Two tiles a warp: half as many blocks read x.
+        (16, 2048, 2048, (2, 16, 2, 4)),
+        (16, 2048, 8192, (2, 16, 3, 4)),
+        (1, 2048, 2048, (2, 16, 2, 4)),
+        # Of one row and a long K, x is little.
+        (1, 2048, 8192, (1, 16, 6, 0)),
+        # Half the blocks would leave most multiprocessors idle.
+        (16, 768, 768, (1, 16, 3, 0)),
+    ],
+)
+def test_16_bit_weights_begin_with_what_was_fastest_at_their_sizes(
+    rows: int, n: int, k: int, first: tuple[int, ...]
+) -> None:
+    found = GemvStream().candidates(GemvCase(rows=(rows,), n=n, k=k).func(), resolve_target("cuda:sm_80@H200"))
+    assert not isinstance(found, Refusal)
+    assert (found[0].tiles, found[0].warps, found[0].depth, found[0].held) == first
+
+
 def test_decisions_from_before_early_and_collected_are_the_same_kernels() -> None:
     old = '{"blocks":132,"dependent":true,"depth":2,"template":"gemv_stream","tiles":1,"warps":16}'
     assert GemvStream().parse(old) == GemvStreamParameters(1, 16, 2, 132, True)
