@@ -6,7 +6,8 @@ It does what the compilation does, with the same code.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +32,37 @@ class TableRequest:
 
 
 @dataclass(frozen=True)
+class WrittenKernel:
+    """The source of a device kernel of a table. `GoOn` asks for what comes next of the table."""
+
+    name: str
+    source: UnitSource
+
+
+@dataclass(frozen=True)
+class GoOn:
+    """Asks for the next kernel of the table that was begun, or for the table."""
+
+
+@dataclass(frozen=True)
 class TableReply:
-    """What was made of a table.
+    """What was made of a table beside its device kernels, which came before.
 
     Attributes
     ----------
     parts
         TVM's array: the shell, and a lowered module for each kernel (`schedules.templates.made_table`). They share
         variables, and so are sent as one.
-    units
-        Name of a device kernel -> its source.
     """
 
     parts: Sequence[Any]
-    units: Mapping[str, UnitSource]
 
 
 def start() -> Callable[[object], object]:
     """Import TVM and return the function that makes what is asked for.
 
-    For a `TableRequest` that is a `TableReply`, or None where the decision makes no table; for a `CubinRequest` a
-    cubin.
+    For a `TableRequest`, and a `GoOn` after each `WrittenKernel`, that is one of these or at the end a `TableReply`, or
+    None where the decision makes no table; for a `CubinRequest` a cubin.
     """
     import tvm_ffi
     from tvm import tirx
@@ -71,31 +82,42 @@ def start() -> Callable[[object], object]:
     from relaxtune.schedules.templates.lowering import lower_kernels
     from relaxtune.schedules.templates.made_table import TableFacts, make_shell, with_stubs
 
+    # A collection would copy the pages of what was imported, in each process. None outlives a compilation.
+    gc.disable()
     # Once, before anything is forked. What is missing the compilation tells.
     with contextlib.suppress(LoweringError):
         ensure_cuda_runtime()
 
-    def make(request: object) -> object:
-        if isinstance(request, CubinRequest):
-            return request.compile()
-        if not isinstance(request, TableRequest):
-            raise TypeError(f"expected a TableRequest or a CubinRequest, got {type(request).__name__}")
+    def make_table(request: TableRequest) -> Iterator[WrittenKernel | TableReply]:
         function, target = request.function, portable_host(request.target).target
         scheduled = as_scheduled(apply_decision(request.func, request.target, request.decision))
         if not is_table(scheduled):
-            return None
+            return
         mod = IRModule({function: scheduled.with_attr("global_symbol", function)})
         with pass_context(True), target:
             finished = finish_kernels(mod, target)
             table = finished[function]
             facts = TableFacts(uses_atomics(table), count_launches(table), kernel_hash(table, target.kind.name))
-            lowered, device = lower_kernels(function, tirx.transform.BindTarget(target)(finished)[function])
-            units = {}
-            for unit in split_units(device, apart=True):
-                ((name, kernel),) = unit.functions.items()
-                units[name.name_hint] = write_unit(unit, kernel.attrs["target"])
+            stubs = {}
+            bound = tirx.transform.BindTarget(target)(finished)[function]
+            for place, lowered, device in lower_kernels(function, bound, count_launches):
+                stubs[place] = with_stubs(lowered, function, request.key)
+                for unit in split_units(device, apart=True):
+                    ((name, kernel),) = unit.functions.items()
+                    yield WrittenKernel(name.name_hint, write_unit(unit, kernel.attrs["target"]))
         shell = make_shell(scheduled, facts, request.key)
-        stubs = [with_stubs(one, function, request.key) for one in lowered]
-        return TableReply(tvm_ffi.Array([shell, *stubs]), units)
+        yield TableReply(tvm_ffi.Array([shell, *(stubs[place] for place in sorted(stubs))]))
+
+    table: Iterator[object] = iter(())
+
+    def make(request: object) -> object:
+        nonlocal table
+        if isinstance(request, CubinRequest):
+            return request.compile()
+        if isinstance(request, TableRequest):
+            table = make_table(request)
+        elif not isinstance(request, GoOn):
+            raise TypeError(f"expected a request of this module or a CubinRequest, got {type(request).__name__}")
+        return next(table, None)
 
     return make

@@ -3,9 +3,9 @@
 Such a model has tables of kernels (49 kernels of BERT-base, 13 where sizes are known). To build them, to lower them and
 to write their source is Python's work and takes one thread seconds, whatever the cores. So each table is made by a
 process of its own (`pipeline.ahead.maker`) as soon as its decision is known. Its kernels are compiled from the moment
-that it comes back, by processes too: NVRTC reads one source at a time in a process (on 16 cores sixteen threads took
-4.7 s for BERT-base's 49 kernels, and 14 s of processor time). What cannot be made there is made here, when the
-compilation comes to it, and so it tells the errors.
+that they come back, those that take long first, by processes too: NVRTC reads one source at a time in a process (on 16
+cores sixteen threads took 4.7 s for BERT-base's 49 kernels, and 14 s of processor time). What cannot be made there is
+made here, when the compilation comes to it, and so it tells the errors.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import tvm
 from tvm import tirx
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.ahead.maker import MAKER_MODULE, TableReply, TableRequest
+from relaxtune.pipeline.ahead.maker import MAKER_MODULE, GoOn, TableReply, TableRequest, WrittenKernel
 from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest, compile_elsewhere
 from relaxtune.pipeline.codegen.cuda_units import KERNELS_MIN, compile_unit
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
+from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import usable_cpus
 from relaxtune.schedules.templates.launch_table import count_kernels
@@ -74,7 +74,7 @@ class TablesAhead:
         self._lock = threading.Lock()
         self._open = True
         self._begun = self._kernels = 0
-        self._waiting: list[tuple[TableReply, dict[str, Future[tvm.runtime.Module]]]] = []
+        self._waiting: list[tuple[WrittenKernel, dict[str, Future[tvm.runtime.Module]]]] = []
         self._tables: dict[str, MadeTable] = {}
 
     def begin(
@@ -143,29 +143,24 @@ class TablesAhead:
 
     def _ask(self, request: TableRequest, units: dict[str, Future[tvm.runtime.Module]]) -> TableReply | None:
         """Have a process make a table, and begin to compile it; None where it is to be made here."""
-        reply = self._answer(f"the table of {request.function}", request)
-        if not isinstance(reply, TableReply):
-            return None
-        with self._lock:
-            self._kernels += len(reply.units)
-            self._waiting.append((reply, units))
-            if self._open and self._kernels >= KERNELS_MIN:
-                self._compile_waiting()
-        return reply
+        reply = self._answer(f"the table of {request.function}", request, units)
+        return reply if isinstance(reply, TableReply) else None
 
     def _have_compiled(self, request: CubinRequest) -> bytes | None:
         """Have a process compile a kernel; None where that is to be done here."""
-        cubin = self._answer("a kernel", request)
+        cubin = self._answer("a kernel", request, {})
         if not self._open:
             raise LoweringError("the compilation is over")
         return cubin if isinstance(cubin, bytes) else None
 
-    def _answer(self, what: str, request: object) -> object | None:
-        """Return what a process answers; None where it does not."""
+    def _answer(self, what: str, request: object, units: dict[str, Future[tvm.runtime.Module]]) -> object | None:
+        """Return what a process answers, and begin to compile the kernels that it writes; None where it does not."""
         try:
             child = self._take_child()
-            child.send(request)
-            reply = child.receive()
+            reply = self._asked(child, request)
+            while isinstance(reply.value, WrittenKernel):
+                self._begin_kernel(reply.value, units)
+                reply = self._asked(child, GoOn())
         except (ChildDiedError, OSError) as e:
             logger.info("%s is made here: %s", what, e)
             return None
@@ -176,11 +171,22 @@ class TablesAhead:
             logger.debug("%s is made here: %s", what, reply.error)
         return reply.value
 
+    def _asked(self, child: ChildProcess, request: object) -> Reply:
+        child.send(request)
+        return child.receive()
+
+    def _begin_kernel(self, kernel: WrittenKernel, units: dict[str, Future[tvm.runtime.Module]]) -> None:
+        """Begin to compile a kernel as a unit as soon as there are many."""
+        with self._lock:
+            self._kernels += 1
+            self._waiting.append((kernel, units))
+            if self._open and self._kernels >= KERNELS_MIN:
+                self._compile_waiting()
+
     def _compile_waiting(self) -> None:
-        """Begin to compile what has arrived, each kernel as a unit. The lock is held."""
-        for arrived, futures in self._waiting:
-            for name, written in arrived.units.items():
-                futures[name] = self._compilers.submit(compile_unit, written)
+        """Begin to compile what has arrived. The lock is held."""
+        for kernel, units in self._waiting:
+            units[kernel.name] = self._compilers.submit(compile_unit, kernel.source)
         self._waiting.clear()
 
     def _take_child(self) -> ChildProcess:

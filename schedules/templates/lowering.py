@@ -14,7 +14,7 @@ they need. TVM would still compute it from every access: 2.1 s for one attention
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 
 import tvm
 from tvm import tirx
@@ -134,19 +134,29 @@ def _lower_tables(mod: IRModule) -> IRModule:
     return pack_passes(IRModule(joined, attrs=mod.attrs))
 
 
-def lower_kernels(name: str, table: PrimFunc) -> tuple[list[IRModule], IRModule]:
-    """Return what the pipeline makes of each kernel of a table, one after another, and the device code, finished.
+def lower_kernels(
+    name: str, table: PrimFunc, count_launches: Callable[[PrimFunc], int]
+) -> Iterator[tuple[int, IRModule, IRModule]]:
+    """Yield each kernel of a table, that of most rows first: its place, what the pipeline makes of it, its device code.
 
-    The device code has the names of the compiled module.
+    The device code is finished, and has the names of the compiled module.
+
+    Raises
+    ------
+    ValueError
+        What a kernel launches is not what `count_launches` tells, by which the device code of others is named.
     """
     split_passes, pack_passes = _kernel_passes()
     _, _, finish_device = PIPELINE_MAP["s_tir"]()
-    lowered = [split_passes(IRModule({name: one})) for one in split_table(table).kernels]
-    names, found = _kernel_names(name), dict[str, PrimFunc]()
-    for one in lowered:
-        _, _, kernels = _with_names(one, name, names)
-        found.update(kernels)
-    return lowered, _each_side_by_side(finish_device(), pack_passes(IRModule(found)))
+    kernels = split_table(table).kernels
+    launches = [count_launches(one) for one in kernels]
+    for place in reversed(range(len(kernels))):
+        lowered = split_passes(IRModule({name: kernels[place]}))
+        found = len(lowered.functions) - 1
+        if found != launches[place]:
+            raise ValueError(f"kernel {place} of {name} launches {found}, expected {launches[place]}")
+        _, _, device = _with_names(lowered, name, islice(_kernel_names(name), sum(launches[:place]), None))
+        yield place, lowered, _each_side_by_side(finish_device(), pack_passes(IRModule(device)))
 
 
 def _with_names(
