@@ -22,24 +22,34 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
 
     Indices that take a logarithm are a group of their own: the buckets of relative positions (T5), one for a pair of
     positions, in the group of the look-up were computed for each head and batch row, and nine times over in the source.
+    What is looked up by them in a weight is a group too, where each batch row takes the same: in the group of the mask
+    it was looked up for each (H200, 32 rows of 512 tokens: 260 us, and 44 to add the mask to what is there).
     """
     unfused = record_unfused(mod)
-    indices = _functions_of_indices(mod)
-    if indices:
-        # Grouped before all others, as if these were opaque.
-        others = {
-            name: func for name, func in mod.functions_items() if name not in indices and _pattern(func) != OPAQUE
-        }
-        apart = with_functions(mod, {name: func.with_attr("op_pattern", OPAQUE) for name, func in others.items()})
-        mod = with_functions(relax.transform.FuseOps()(apart), others)
+    for apart in _functions_of_indices(mod):
+        if apart:
+            # Grouped before all others, as if these were opaque.
+            others = {
+                name: func for name, func in mod.functions_items() if name not in apart and _pattern(func) != OPAQUE
+            }
+            opaque = {name: func.with_attr("op_pattern", OPAQUE) for name, func in others.items()}
+            mod = with_functions(relax.transform.FuseOps()(with_functions(mod, opaque)), others)
     return name_fused(define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
 
 
-def _functions_of_indices(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
-    """Return the functions that compute integers with logarithms, where those are read to make other numbers."""
+def _functions_of_indices(mod: tvm.ir.IRModule) -> tuple[set[tvm.ir.GlobalVar], set[tvm.ir.GlobalVar]]:
+    """Return the functions that compute integers with logarithms, where those are read to make other numbers.
+
+    The second set has those that look up a weight by such integers, or move what was looked up, where that is then
+    repeated.
+    """
     found: set[tvm.ir.GlobalVar] = set()
     # Variable -> functions that compute it, and whether one takes a logarithm.
     made: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], bool]] = {}
+    # Variable -> functions that look it up and move it.
+    looked_up: dict[relax.Var, set[tvm.ir.GlobalVar]] = {}
+    repeated: set[tvm.ir.GlobalVar] = set()
+    params = set(main_of(mod).params)
     for binding in bindings_of(main_of(mod)):
         name = called_function(binding.value)
         if name is None:
@@ -50,7 +60,23 @@ def _functions_of_indices(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
         if _pattern(mod[name]) <= INJECTIVE:
             functions = {name}.union(*(made[var][0] for var in read))
             made[binding.var] = functions, _takes_log(mod[name]) or any(made[var][1] for var in read)
-    return found
+            tensors = [var for var in relax.analysis.free_vars(binding.value) if isinstance(var.ty, relax.TensorType)]
+            if not _is_integer(binding.var) and all(
+                var in params or (var in made and made[var][1] and _is_integer(var)) for var in tensors
+            ):
+                looked_up[binding.var] = {name} if any(var in made for var in tensors) else set()
+            elif len(tensors) == 1 and tensors[0] in looked_up and _sizes(tensors[0]) == _sizes(binding.var):
+                looked_up[binding.var] = looked_up[tensors[0]] | {name}
+            else:
+                for var in tensors:
+                    if var in looked_up and _sizes(var) != _sizes(binding.var):
+                        repeated |= looked_up[var]
+    return found, repeated
+
+
+def _sizes(var: relax.Var) -> list[str]:
+    """Return the sizes of a tensor that are not one, in any order."""
+    return sorted(str(size) for size in var.ty.shape if not (isinstance(size, tirx.IntImm) and int(size) == 1))
 
 
 def _pattern(func: tvm.ir.BaseFunc) -> int:

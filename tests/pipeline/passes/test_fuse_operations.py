@@ -1,12 +1,15 @@
-"""What reads a computed size comes after the size."""
+"""What reads a computed size comes after the size; what all batch rows look up alike is looked up once."""
 
 from __future__ import annotations
 
+import pytest
 import tvm
 from tvm import relax, tirx
 
+from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.passes.fuse_operations import define_sizes_first
-from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, with_main
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, with_main
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 
 
 def test_size_is_defined_before_what_reads_it() -> None:
@@ -31,3 +34,15 @@ def test_size_is_defined_before_what_reads_it() -> None:
     assert [binding.var.name for binding in bindings_of(main_of(made))] == [
         binding.var.name for binding in (first, cast, *reads)
     ]
+
+
+@pytest.mark.parametrize(("batch", "apart"), [("batch", True), (3, True), (1, False)])
+def test_a_bias_of_positions_is_looked_up_once_for_all_batch_rows(batch: str | int, apart: bool) -> None:
+    shapes = {
+        spec.name: tuple(batch if size == "batch" else size for size in spec.shape)
+        for spec in get_preset("t5-tiny").inputs
+    }
+    mod = prepare_model(ModelRequest("t5-tiny", shapes, "cuda:sm_90a")).lowered.mod
+    names = [str(called_function(binding.value)) for binding in bindings_of(main_of(mod))]
+    (look_up,) = [name for name in names if "gather" in name and "transpose" in name]
+    assert ("add" in look_up) != apart
