@@ -6,14 +6,15 @@
 
 Precision is fp16; nothing is tuned: all kernels are what is taken without a record. Each call's output is first
 compared with the float32 model (relative error, Frobenius): in torch where the benchmark has a module of it, else in
-ONNX Runtime on the CPU. Then the arms take turns; a time is what a caller waits for, by the host clock, with inputs on
-the device. Sizes come a few times before they are timed, so that ours runs as a CUDA graph, and the peers have compiled
-and allocated. `torch` is `torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs
-(`mode="reduce-overhead"`), `torch_eager` eager torch captured in a CUDA graph of each size (not a default). Lengths are
-of the prompt, or of the cache of a decode step; images have none. `--static` names the points with a static artifact.
-`--stream` then makes so many calls of random sizes, a quarter as many different ones up
-to the largest, by every arm but static ones and torch's graphs, which are of one size. Artifacts are compiled beside
-each other, one thread each; `cpu_s` of a compilation is its processor time. Needs torch; for `ort` onnxruntime-gpu.
+ONNX Runtime on the CPU. Then the arms take turns, every second one backwards, each after a call of its own that is not
+timed; a time is what a caller waits for, by the host clock, with inputs on the device. Sizes come a few times before
+they are timed, so that ours runs as a CUDA graph, and the peers have compiled and allocated. `torch` is
+`torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs (`mode="reduce-overhead"`), `torch_eager`
+eager torch captured in a CUDA graph of each size (not a default). Lengths are of the prompt, or of the cache of a
+decode step; images have none. `--static` names the points with a static artifact. `--stream` then makes so many calls
+of random sizes, a quarter as many different ones up to the largest, by every arm but static ones and torch's graphs,
+which are of one size. Artifacts are compiled beside each other; `cpu_s` of a compilation is its processor time. Needs
+torch; for `ort` onnxruntime-gpu.
 """
 
 from __future__ import annotations
@@ -277,8 +278,10 @@ def measure(arms: Mapping[str, Arm], expected: Mapping[str, Any], runs: int) -> 
         found[name] = {"error": error}
     right = [name for name, result in found.items() if result["error"] < _ERROR_MAX]
     times: dict[str, list[float]] = {name: [] for name in right}
-    for _ in range(runs):
-        for name in right:
+    for turn in range(runs):
+        for name in right if turn % 2 == 0 else right[::-1]:
+            # After another arm's call a short one is up to 50 us late: each arm is timed after a call of its own.
+            arms[name]()
             began = time.perf_counter()
             arms[name]()
             times[name].append((time.perf_counter() - began) * 1e6)
