@@ -8,8 +8,9 @@ the bytes that it multiplies, so that no lane waits for another's. A warp keeps 
 
 Weights of 16 bits stream where the target has no wgmma: kernels for those start early, and `template.py` is as fast. On
 an H100 in its sm_80 form, Llama-1B's decode step takes 0.96 of the time of `template.py` with one sequence, 0.86 with
-16 (`benchmarks/results/h100-decode-sm80.json`, with attention's shares of that time; `h200-decode-sm80.json`). Lines of the L2 cache that are
-asked for whole are 3 % of it, and x that is loaded on the way, in place of blocks that share K, 2 %.
+16 (`benchmarks/results/h100-decode-sm80.json`, with attention's shares of that time; `h200-decode-sm80.json`). Lines of
+the L2 cache that are asked for whole are 3 % of it, and x that is loaded on the way, in place of blocks that share K,
+2 %.
 
 With `dependent`, that begins before the kernel before has ended. What is on its way then does not depend on registers.
 With `early`, x, which has to wait for the kernel before, is asked for before the last of these steps instead of behind
