@@ -61,10 +61,10 @@ def _functions_of_indices(mod: tvm.ir.IRModule) -> tuple[set[tvm.ir.GlobalVar], 
             functions = {name}.union(*(made[var][0] for var in read))
             made[binding.var] = functions, _takes_log(mod[name]) or any(made[var][1] for var in read)
             tensors = [var for var in relax.analysis.free_vars(binding.value) if isinstance(var.ty, relax.TensorType)]
-            if not _is_integer(binding.var) and all(
-                var in params or (var in made and made[var][1] and _is_integer(var)) for var in tensors
-            ):
-                looked_up[binding.var] = {name} if any(var in made for var in tensors) else set()
+            indices = [var for var in tensors if var in made and made[var][1] and _is_integer(var)]
+            weights = [var for var in tensors if var in params]
+            if indices and len(indices) + len(weights) == len(tensors) and not _is_integer(binding.var):
+                looked_up[binding.var] = {name}
             elif len(tensors) == 1 and tensors[0] in looked_up and _sizes(tensors[0]) == _sizes(binding.var):
                 looked_up[binding.var] = looked_up[tensors[0]] | {name}
             else:
