@@ -42,8 +42,8 @@ Made: TypeAlias = tirx.PrimFunc | MadeTable
 
 #: Functions of symbolic sizes from which on other processes make their tables: fewer are made while these start.
 FUNCTIONS_MIN = 6
-# Each table takes one; BERT-base has ten that take long.
-_PROCESSES_MAX = 12
+# Each table takes one; BERT-base has ten that take long. Compilers are limited for their memory, 100 MB each.
+_MAKERS_MAX, _COMPILERS_MAX = 12, 16
 
 
 class TablesAhead:
@@ -67,8 +67,10 @@ class TablesAhead:
         self._stack = ExitStack()
         self._stack.enter_context(device_toolchain(target))
         cores = max(1, len(usable_cpus()))
-        self._makers = ThreadPoolExecutor(min(cores, _PROCESSES_MAX), thread_name_prefix="relaxtune-tables")
-        self._compilers = ThreadPoolExecutor(cores, "relaxtune-cuda", compile_elsewhere, (self._have_compiled,))
+        self._makers = ThreadPoolExecutor(min(cores, _MAKERS_MAX), thread_name_prefix="relaxtune-tables")
+        self._compilers = ThreadPoolExecutor(
+            min(cores, _COMPILERS_MAX), "relaxtune-cuda", compile_elsewhere, (self._have_compiled,)
+        )
         self._children: list[ChildProcess] = []
         self._idle: list[ChildProcess] = []
         self._lock = threading.Lock()
