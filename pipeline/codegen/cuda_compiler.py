@@ -159,9 +159,9 @@ def cuda_compiler(
     ensure_cuda_runtime()
 
     def compile_source(code: str) -> bytes:
+        request = CubinRequest(code, arch, toolchain, fast_math, portable)
         elsewhere = getattr(_THREAD, "compile", None)
         # nvcc is a process of its own; what the compiler says is told here.
-        request = CubinRequest(code, arch, toolchain, fast_math, portable)
         if elsewhere is not None and toolchain.kind is CompilerKind.NVRTC and on_log is None:
             cubin: bytes | None = elsewhere(request)
             if cubin is not None:
