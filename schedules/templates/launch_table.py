@@ -70,6 +70,17 @@ def is_table(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs) and KERNELS_ATTR in func.attrs
 
 
+def list_kernels(func: tirx.PrimFunc) -> list[tuple[tirx.Expr | None, tirx.PrimFunc]]:
+    """Return the kernels of a scheduled function, each with its condition; the last one has none."""
+    if not is_table(func):
+        return [(None, func)]
+    conditions, rest = [], func.body.seq[-1].then_case
+    for _ in range(count_kernels(func) - 1):
+        conditions.append(rest.condition)
+        rest = rest.else_case
+    return list(zip([*conditions, None], split_table(func).kernels, strict=True))
+
+
 def count_kernels(func: tirx.PrimFunc) -> int:
     """Return how many kernels a scheduled function has: those of a table; one, or more that are not counted, else."""
     return int(func.attrs[KERNELS_ATTR]) if is_table(func) else 1

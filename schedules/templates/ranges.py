@@ -27,7 +27,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import ROWS_MAX_ATTR
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, Parameters, Template, TemplateError, template_of
-from relaxtune.schedules.templates.launch_table import element_checks, launch_first
+from relaxtune.schedules.templates.launch_table import element_checks, launch_first, list_kernels
 from relaxtune.schedules.tir.blocks import shape_of, written_params
 
 #: Numbers of rows that kernels are planned for where nothing was measured.
@@ -194,19 +194,20 @@ class Ranges:
         # Launch attributes are those of the whole PrimFunc.
         if not all(getattr(own, "dependent", False) for _, _, own in chosen):
             chosen = [(most, maker, _independent(own)) for most, maker, own in chosen]
-        places, kernels = _shared(chosen), []
+        places, made_of = _shared(chosen), []
         for place in sorted(set(places)):
             most, maker, own = chosen[place]
             made = maker.apply(func, target, own, most)
             if isinstance(made, Refusal):
                 return Refusal(f"of up to {most} rows: {made.reason}")
-            kernels.append(made)
+            made_of.append(list_kernels(made))
         numbers = [sorted(set(places)).index(place) for place in places]
         taken: tirx.Expr = tirx.IntImm("int32", numbers[-1])
         for (most, _, _), number in reversed(list(zip(chosen[:-1], numbers[:-1], strict=True))):
             taken = tirx.Select(count <= tirx.IntImm("int64", most), tirx.IntImm("int32", number), taken)
-        within = [taken == number for number in range(len(kernels) - 1)]
-        return launch_first(func, within, kernels, count, element_checks(func))
+        kernels = [(number, *one) for number, few in enumerate(made_of) for one in few]
+        within = [_both(taken == number, condition) for number, condition, _ in kernels]
+        return launch_first(func, within[:-1], [one for *_, one in kernels], count, element_checks(func))
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -298,6 +299,10 @@ def _cover(times: Mapping[Parameters, Sequence[Sequence[float]]], ranges: Sequen
         chosen.append(best)
         reached = list(map(min, losses[best], reached))
     return [min(chosen, key=lambda own: losses[own][place]) for place in range(len(ranges))]
+
+
+def _both(one: tirx.Expr, other: tirx.Expr | None) -> tirx.Expr:
+    return one if other is None else tirx.all(one, other)
 
 
 def _shared(chosen: Sequence[tuple[int, Template, Parameters]]) -> list[int]:

@@ -262,6 +262,16 @@ class _Reader:
         return result if dtype == "float32" else tirx.Cast(dtype, result)
 
 
+def with_multiple_columns(flow: Dataflow, of: int) -> Dataflow:
+    """Return the function for calls whose symbolic number of columns is a multiple of a number: its axes show that."""
+    size = flow.columns.size
+    whole = size // of * of
+    # Of a product, the axes that it is made of are not known to be multiples.
+    values = {size: whole} if isinstance(size, tirx.Var) else {}
+    axes = tuple(replace(axis, size=substitute(axis.size, values)) for axis in flow.axes[:-1])
+    return _with_axes(flow, (*axes, replace(flow.columns, size=whole)), values)
+
+
 def _largest(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
     """Return the shape of most elements; a symbolic one is refused beside another."""
     if all(same_sizes(shape, shapes[0]) for shape in shapes):

@@ -21,6 +21,7 @@ from relaxtune.schedules.marks import (
     constant_params,
 )
 from relaxtune.schedules.templates.emit.accesses import Access
+from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.tir.blocks import Size, element_bytes, narrow, shape_of
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -145,13 +146,19 @@ def tensor_bytes(func: tirx.PrimFunc, rows: int = 1) -> int:
     )
 
 
-def unflatten(position: tirx.Expr, axes: Sequence[Axis]) -> Mapping[tirx.Var, tirx.Expr]:
-    """Return the position along each of some axes, the last one the fastest."""
+def unflatten(
+    position: tirx.Expr, axes: Sequence[Axis], divisors: Mapping[tirx.Var, Divisor] | None = None
+) -> Mapping[tirx.Var, tirx.Expr]:
+    """Return the position along each of some axes, the last one the fastest.
+
+    `divisors` are sizes of axes as such; others are divided by as they are.
+    """
     places: dict[tirx.Var, tirx.Expr] = {}
     for number, axis in reversed(list(enumerate(axes))):
-        size = narrow(axis.size)
-        places[axis.var] = position % size if number else position
-        position = position // size
+        divisor = (divisors or {}).get(axis.var, Divisor(narrow(axis.size)))
+        quotient, rest = divisor.divide(position) if number else (position, position)
+        places[axis.var] = rest
+        position = quotient
     return places
 
 

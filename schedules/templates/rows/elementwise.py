@@ -10,6 +10,9 @@ Casts, masks, residual sums, activations, gathers of embeddings, rotary embeddin
 
 All loads of a thread are made before anything is computed from them, so that they are in flight together.
 
+Where the number of columns is symbolic, calls whose number is no multiple of `lanes` have a kernel with one lane: the
+function is a table of the two.
+
 Where an input is read across the output's last axis (a transpose), threads follow the axis along which the input is
 contiguous: its loads are made element by element and coalesce, and each thread still writes whole vectors.
 
@@ -21,7 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from tvm import tirx
@@ -30,18 +35,21 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, cuda_limits
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses
+from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.templates.emit.kernel_frame import (
+    EmitBody,
     Frame,
-    build_kernel,
+    build_function,
     tensor_bytes,
     unflatten,
     wait_for_predecessor,
 )
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
+from relaxtune.schedules.templates.launch_table import element_checks, launch_first
 from relaxtune.schedules.templates.rows.dataflow_template import DataflowTemplate, accesses_of
 from relaxtune.schedules.tir.blocks import element_bytes, is_multiple, narrow, shape_of
-from relaxtune.schedules.tir.dataflow import Axis, Dataflow
+from relaxtune.schedules.tir.dataflow import Axis, Dataflow, with_multiple_columns
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, constant_value, substitute
 
 _LANES_MAX = 16
@@ -50,6 +58,12 @@ _VECTORS_MAX = 8
 # Elements a thread holds at a time, more would not fit its registers.
 _ELEMENTS_MAX = 64
 _CANDIDATES_MAX = 16
+# A kernel of vectors for the calls whose columns allow them, beside one without, takes time to compile: it is worth
+# that for tensors of so many elements.
+_VECTOR_ELEMENTS_MIN = 4_000_000
+# Lanes of such vectors: T5's attention mask of 32 x 8 x 512 x 512 float16, of int64 marks, took 57 us on an H100 with
+# 4, 93 with 2 and 84 with 8, before `Divisor`; of known sizes 47 with either.
+_OPEN_LANES_MIN = 4
 
 
 @dataclass(frozen=True)
@@ -97,28 +111,24 @@ class Elementwise(DataflowTemplate[ElementwiseParameters]):
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
     ) -> Sequence[ElementwiseParameters] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none."""
-        flow, elements = found, _elements(func, found)
-        widest, sm_count = _lanes(flow, func), cuda_limits(target).likely_sm_count
-        moved = tensor_bytes(func, flow.planned)
-        proposals: list[tuple[float, ElementwiseParameters]] = []
-        for lanes in {widest, widest // 2, widest * 2}:
-            if not 1 <= lanes <= _LANES_MAX or not is_multiple(flow.columns.size, lanes):
-                continue
-            accesses = accesses_of(func, flow, lanes)
-            for vectors in (1, 2, 4):
-                for threads in (64, 128, 256, 512):
-                    p = ElementwiseParameters(lanes, vectors, threads, dependent=True)
-                    blocks = math.ceil(elements / (lanes * vectors * threads))
-                    if blocks > 1 or (vectors == 1 and threads == 64):
-                        proposals.append((_predicted(p, blocks, accesses, widest, moved, sm_count), p))
-        proposals.sort(key=lambda pair: pair[0])
-        return [p for _, p in proposals[:_CANDIDATES_MAX]]
+        sure, most = _lanes(found, func), max(_OPEN_LANES_MIN, _vector_lanes(found, func))
+        if _is_open(found, most) and _elements(func, found) >= _VECTOR_ELEMENTS_MIN:
+            return _propose(func, found, target, {most})[:_CANDIDATES_MAX]
+        lanes = {one for one in (sure // 2, sure, sure * 2) if one and is_multiple(found.columns.size, one)}
+        return _propose(func, found, target, lanes)[:_CANDIDATES_MAX]
 
     def make(
         self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget, parameters: ElementwiseParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the scheduled PrimFunc, or why it cannot be made."""
-        return _refuse_parameters(parameters, found) or _Kernel(func, found, parameters).build()
+        refused = _refuse_parameters(parameters, found)
+        if refused is not None or not _is_open(found, parameters.lanes):
+            return refused or _Kernel(func, found, parameters).build()
+        whole = with_multiple_columns(found, parameters.lanes)
+        other = replace(_propose(func, found, target, {_lanes(found, func)})[0], dependent=parameters.dependent)
+        kernels = [_Kernel(func, whole, parameters).build(), _Kernel(func, found, other).build()]
+        divides = tirx.EQ(found.columns.size % parameters.lanes, tirx.IntImm("int64", 0))
+        return launch_first(func, [divides], kernels, found.columns.size, element_checks(func))
 
     def predict_us(
         self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
@@ -129,11 +139,40 @@ class Elementwise(DataflowTemplate[ElementwiseParameters]):
             return None
         blocks = math.ceil(_elements(func, found) / (p.lanes * p.vectors * p.threads))
         accesses, sm_count = accesses_of(func, found, p.lanes), cuda_limits(target).likely_sm_count
-        return _predicted(p, blocks, accesses, _lanes(found, func), tensor_bytes(func, rows), sm_count)
+        return _predicted(p, blocks, accesses, _widest(found, func, p.lanes), tensor_bytes(func, rows), sm_count)
+
+
+def _propose(
+    func: tirx.PrimFunc, flow: Dataflow, target: ResolvedTarget, lanes: AbstractSet[int]
+) -> list[ElementwiseParameters]:
+    """Return parameters with some numbers of lanes, the most promising first."""
+    elements, sm_count = _elements(func, flow), cuda_limits(target).likely_sm_count
+    moved = tensor_bytes(func, flow.planned)
+    proposals: list[tuple[float, ElementwiseParameters]] = []
+    for count in (one for one in lanes if one <= _LANES_MAX):
+        accesses, widest = accesses_of(func, flow, count), _widest(flow, func, count)
+        for vectors in (1, 2, 4):
+            for threads in (64, 128, 256, 512):
+                p = ElementwiseParameters(count, vectors, threads, dependent=True)
+                blocks = math.ceil(elements / (count * vectors * threads))
+                if blocks > 1 or (vectors == 1 and threads == 64):
+                    proposals.append((_predicted(p, blocks, accesses, widest, moved, sm_count), p))
+    proposals.sort(key=lambda pair: pair[0])
+    return [p for _, p in proposals]
+
+
+def _may_divide(flow: Dataflow, lanes: int) -> bool:
+    """Whether a number of lanes divides the columns of some call."""
+    return not isinstance(flow.columns.size, int) or flow.columns.size % lanes == 0
+
+
+def _is_open(flow: Dataflow, lanes: int) -> bool:
+    """Whether a number of lanes divides the columns of some calls alone."""
+    return not isinstance(flow.columns.size, int) and not is_multiple(flow.columns.size, lanes)
 
 
 def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | None:
-    if not 1 <= p.lanes <= _LANES_MAX or not is_multiple(flow.columns.size, p.lanes):
+    if not 1 <= p.lanes <= _LANES_MAX or not _may_divide(flow, p.lanes):
         return Refusal(f"lanes is {p.lanes}, expected 1 to {_LANES_MAX} and a divisor of {flow.columns.size}")
     if not 1 <= p.vectors <= _VECTORS_MAX or p.vectors * p.lanes > _ELEMENTS_MAX:
         return Refusal(f"vectors is {p.vectors}, expected 1 to {_VECTORS_MAX} of {_ELEMENTS_MAX} elements together")
@@ -142,14 +181,24 @@ def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | No
     return None
 
 
-def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
-    """Return how many elements of the largest dtype take 16 bytes, as far as they divide a row."""
+def _vector_lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
+    """Return how many elements of the largest dtype take 16 bytes."""
     outputs = [str(func.params[output.param].ty.dtype) for output in flow.outputs]
     loads = [access.dtype for access in accesses_of(func, flow, 1).found if not access.per_row]
-    lanes = VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
+    return VECTOR_BYTES // max(element_bytes(dtype) for dtype in (*outputs, *loads))
+
+
+def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> int:
+    """Return how many elements of the largest dtype take 16 bytes, as far as they surely divide a row."""
+    lanes = _vector_lanes(flow, func)
     while not is_multiple(flow.columns.size, lanes):
         lanes //= 2
     return lanes
+
+
+def _widest(flow: Dataflow, func: tirx.PrimFunc, lanes: int) -> int:
+    """Return the lanes of vectors that are as wide as can be, in calls whose columns a number of lanes divides."""
+    return max(lanes, _lanes(flow, func)) if _is_open(flow, lanes) else _lanes(flow, func)
 
 
 def _elements(func: tirx.PrimFunc, flow: Dataflow) -> int:
@@ -196,7 +245,11 @@ class _Kernel:
         p = self._p
         each = p.threads * p.vectors
         blocks = (self._total + (each - 1)) // each
-        return build_kernel(self._func, self._flow, blocks, p.threads, p.dependent, self._emit)
+        return build_function(self._func, blocks, p.threads, p.dependent, self._begin)
+
+    def _begin(self, params: list[tirx.Var]) -> EmitBody:
+        self._divisors = {axis.var: Divisor.of(axis.size) for axis in self._order[1:]}
+        return partial(self._emit, Frame(self._func, self._flow, params))
 
     def _emit(self, frame: Frame, block: tirx.Expr, thread: tirx.Expr) -> None:
         p, flow = self._p, self._flow
@@ -216,7 +269,7 @@ class _Kernel:
                     one.store(frame.written[output.param], self._position(one, place), values, dtype)
 
     def _lanes(self, frame: Frame, place: tirx.Expr) -> Lanes:
-        outer = dict(unflatten(place, self._order))
+        outer = dict(unflatten(place, self._order, self._divisors))
         vector = outer.pop(self._accesses.vector)
         return Lanes(self._flow, self._accesses, self._p.lanes, frame.flat, outer, vector, {})
 

@@ -178,6 +178,18 @@ def append(shape: tuple[int, ...], axis: int) -> MemoryCase:
     return MemoryCase(tensors, lambda one, others: np.concatenate([one, others], axis))
 
 
+def masked_bias(batch: int, heads: int, length: int) -> MemoryCase:
+    """A bias of positions, and where a mark is not 1 a large number, for all rows of a batch."""
+
+    def tensors() -> list[te.Tensor]:
+        marks, bias = tensor("marks", (batch, length), "int64"), tensor("bias", (1, heads, length, length))
+        hidden = topi.subtract(tirx.const(1, "float32"), wide(topi.expand_dims(marks, 1, 2)))
+        total = topi.add(wide(bias), topi.multiply(hidden, tirx.const(-100.0, "float32")))
+        return [marks, bias, topi.cast(total, "float16")]
+
+    return MemoryCase(tensors, lambda marks, bias: bias + (1 - marks[:, None, None]) * -100.0)
+
+
 def causal_mask(length: int) -> MemoryCase:
     """Of a mask of columns: what a query sees, as numbers to add."""
 

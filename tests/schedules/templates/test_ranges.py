@@ -15,8 +15,11 @@ from relaxtune.schedules.templates.base import OPEN_ROWS, TemplateError, cuda_li
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, make_plan
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+from relaxtune.schedules.templates.launch_table import list_kernels
 from relaxtune.schedules.templates.ranges import DEFAULT_RANGES, Ranges, RangesParameters, SizeRange, symbolic_rows
+from relaxtune.schedules.templates.rows.elementwise import ElementwiseParameters
 from tests.schedules.templates.matmul_cases import MatmulCase
+from tests.schedules.templates.memory_cases import masked_bias
 from tests.schedules.templates.norm_cases import NormCase
 
 BATCH, LENGTH = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
@@ -90,6 +93,23 @@ def test_table_of_few_rows_has_few_kernels_and_is_for_more_rows_too(target: Reso
     made = Ranges(TEMPLATES).apply(CASE.func().with_attr(ROWS_MAX_ATTR, 32), target, RangesParameters(few))
     assert isinstance(made, tirx.PrimFunc)
     assert ROWS_MAX_ATTR not in made.attrs
+
+
+def test_two_kernels_of_a_range_share_its_condition(target: ResolvedTarget) -> None:
+    """Functions of symbolic columns have a kernel of vectors, and one for calls whose columns allow none."""
+    func = masked_bias(BATCH, 8, LENGTH).func()
+    few, many = (ElementwiseParameters(lanes, 1, 256, dependent=True) for lanes in (1, 4))
+    made = Ranges(TEMPLATES).apply(
+        func, target, RangesParameters((SizeRange(256, few.to_json()), SizeRange(4096, many.to_json())))
+    )
+    assert isinstance(made, tirx.PrimFunc)
+    conditions = [str(condition) for condition, _ in list_kernels(made)]
+    assert len(conditions) == 3
+    assert "== 0" in conditions[0]
+    assert "== 1" in conditions[1]
+    assert "% T.int64(4)" in conditions[1]
+    assert "% T.int64(4)" not in conditions[0]
+    assert conditions[2] == "None"
 
 
 @pytest.mark.parametrize("size", [1, 32])

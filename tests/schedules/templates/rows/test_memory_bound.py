@@ -11,6 +11,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import Template, TemplateError
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
+from relaxtune.schedules.templates.launch_table import list_kernels
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
 from relaxtune.schedules.templates.rows.plan import RowsParameters
 from relaxtune.schedules.templates.rows.template import Rows
@@ -72,6 +73,44 @@ def test_every_candidate_can_be_applied(template: Template, case: MemoryCase) ->
     for parameters in found:
         assert template.parse(parameters.to_json()) == parameters
         assert isinstance(template.apply(case.func(), HOPPER, parameters), tirx.PrimFunc)
+
+
+def open_columns() -> tirx.PrimFunc:
+    batch, length = tirx.Var("batch", "int64"), tirx.Var("length", "int64")
+    return cases.masked_bias(batch, 8, length).func()
+
+
+def test_symbolic_columns_have_vectors_where_a_call_allows_them() -> None:
+    made = Elementwise().apply(open_columns(), HOPPER, ElementwiseParameters(4, 2, 256, dependent=True), 8192)
+    assert isinstance(made, tirx.PrimFunc)
+    (divides, vectors), (none, single) = list_kernels(made)
+    assert "length % T.int64(4) == T.int64(0)" in str(divides)
+    assert none is None
+    # Two float16 at least a store, and marks of 8 bytes by pairs.
+    text = vectors.script()
+    assert "relaxtune_store_8" in text
+    assert "relaxtune_load_16" in text
+    assert "relaxtune_load_2(" not in text
+    text = single.script()
+    assert "relaxtune_store_2" in text
+    assert "relaxtune_store_8" not in text
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(32, 1), (8192, 4)])
+def test_first_candidate_of_symbolic_columns_has_vectors_where_there_are_many(rows: int, lanes: int) -> None:
+    found = Elementwise().candidates(open_columns(), HOPPER, rows)
+    assert not isinstance(found, Refusal)
+    assert found[0].lanes == lanes
+
+
+def test_columns_of_which_a_part_is_known_have_as_many_lanes_as_surely_divide_them() -> None:
+    rows = tirx.Var("rows", "int64")
+    found = Elementwise().candidates(cases.silu((rows, 20)).func(), HOPPER, 32)
+    assert not isinstance(found, Refusal)
+    assert found[0].lanes == 4
+    made = Elementwise().apply(cases.silu((rows, 20)).func(), HOPPER, found[0], 32)
+    assert isinstance(made, tirx.PrimFunc)
+    assert len(list_kernels(made)) == 1
 
 
 @pytest.mark.parametrize("name", ["main", "fused_layer_norm"])

@@ -33,6 +33,7 @@ CASES: dict[str, Make] = {
     "heads": lambda batch, length: cases.transpose((batch, length, 3, 64), (0, 2, 1, 3)),
     "symbolic columns": lambda batch, length: cases.transpose((batch, length, 24), (0, 2, 1)),
     "row put first": lambda batch, length: cases.append((batch, length, 40), 1),
+    "mask of symbolic columns": lambda batch, length: cases.masked_bias(batch, 8, length),
     "causal": lambda batch, length: cases.causal_mask(length),
     "booleans": lambda batch, length: cases.both_marks((batch, length)),
 }
