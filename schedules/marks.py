@@ -26,6 +26,8 @@ ELSEWHERE_ATTR = "relaxtune.made_elsewhere"
 AT_SIZES_ATTR = "relaxtune.at_sizes"
 #: The most rows that calls of a function with a symbolic number of rows have; more are right too, and may be slow.
 ROWS_MAX_ATTR = "relaxtune.rows_max"
+#: Numbers of rows that calls are said to have, the likeliest first: those of a profile's sizes, or of real calls.
+NAMED_ROWS_ATTR = "relaxtune.named_rows"
 #: Names of the C sources of `schedules/libraries` that a module with the function must be linked with.
 SOURCES_ATTR = "relaxtune.library_sources"
 #: On the root block of a schedule: its copies to shared memory are asynchronous where its loops ask for it.

@@ -28,7 +28,7 @@ from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.schedules.marks import ROWS_MAX_ATTR, as_scheduled, is_scheduled
+from relaxtune.schedules.marks import NAMED_ROWS_ATTR, ROWS_MAX_ATTR, as_scheduled, is_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
@@ -80,9 +80,11 @@ def select_kernels(
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
-            func = untuned_function(lowered, function)
             own = (lowered.graph.name, function)
             sizes = [(of.rows, one) for one in tasks for of in one.tables if (of.model, of.function) == own]
+            # Of equal ones, the more rows, the more time.
+            likely = sorted(sizes, key=lambda size: (-size[1].weight, -size[0]))
+            func = untuned_function(lowered, function, [rows for rows, _ in likely])
             table = None
             if lookup is not None and Route.TEMPLATE in routes:
                 table = choose_table(function, func, sizes, lookup, target)
@@ -99,12 +101,16 @@ def select_kernels(
     return tuple(choices)
 
 
-def untuned_function(lowered: LoweredModule, function: str) -> tirx.PrimFunc:
-    """Return a function that has no tuning task as templates are asked for it: with the most rows that it will have."""
+def untuned_function(lowered: LoweredModule, function: str, named: Sequence[int] = ()) -> tirx.PrimFunc:
+    """Return a function that has no tuning task as templates are asked for it: with the rows that calls will have.
+
+    `named` are the numbers of rows of sizes that the user names, the likeliest first.
+    """
     func = as_workload(lowered.mod[function])["main"]
     rows = symbolic_rows(func)
     most = None if rows is None else largest_size(rows, lowered.options.maxima)
-    return func if most is None else func.with_attr(ROWS_MAX_ATTR, most)
+    func = func if most is None else func.with_attr(ROWS_MAX_ATTR, most)
+    return func.with_attr(NAMED_ROWS_ATTR, list(named)) if named else func
 
 
 def tasks_without_record(choices: Sequence[KernelChoice]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.marks import ROWS_MAX_ATTR
+from relaxtune.schedules.marks import NAMED_ROWS_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, Parameters, Template, TemplateError, template_of
 from relaxtune.schedules.templates.launch_table import element_checks, launch_first, list_kernels
@@ -43,6 +43,9 @@ _LISTED = 4
 _EQUAL_US, _EQUAL_MEMORY_US = 0.05, 0.2
 # Each kernel takes half a second to compile. It is worth that where the calls of all ranges take that much less.
 _WORTH, _KERNELS_MAX = 0.015, 5
+# Numbers of rows of a profile, or of real calls, whose kernels are those of an artifact of one size. Llama-1B with
+# 8 x 128 tokens took 1.12 times as long as such an artifact on an H100 without that, and 1.03 with it.
+_NAMED_MAX = 2
 _KNOWN = Refusal("its output's shape is known (the other templates make such functions)")
 
 
@@ -121,16 +124,22 @@ class Ranges:
             if not open_ended and any(maker.predict_us(func, target, one, bounds[0]) for one in proposed):
                 return self.candidates(func.without_attr(ROWS_MAX_ATTR), target)
             proposed = open_ended or proposed
+        # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
+        # of the first range is planned for few.
+        own = 1 if proposed[0].loads_boxes else 0
+        named = _named(func, bounds[0], bounds[-1]) if rows is None and own else ()
+        bounds = tuple(sorted({*bounds, *named}))
+        offered = [maker.candidates(func, target, count) for count in named]
+        listed = [one for few in offered if not isinstance(few, Refusal) for one in few[:_LISTED]]
+        proposed = list(dict.fromkeys([*listed, *proposed]))
         calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
         times = _times(maker, func, target, proposed, calls)
+        fixed = {n: _fastest(times, n) for n, most in enumerate(bounds) if most in named and times}
         # The last kernel is for all above, too.
         bounds = (*bounds[:-1], max(bounds[-1], OPEN_ROWS)) if rows is None else bounds
         if not times:
             return [RangesParameters((SizeRange(bounds[-1], proposed[0].to_json()),))]
-        # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
-        # of the first range is planned for few.
-        own = 1 if proposed[0].loads_boxes else 0
-        chosen = [*_cover(times, range(own)), *_cover(times, range(own, len(bounds)))]
+        chosen = [*_cover(times, range(own), {}), *_cover(times, range(own, len(bounds)), fixed)]
         last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
         return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
 
@@ -286,19 +295,36 @@ def _times(
     }
 
 
-def _cover(times: Mapping[Parameters, Sequence[Sequence[float]]], ranges: Sequence[int]) -> list[Parameters]:
-    """Return the kernel of each range: of as few as serve all calls nearly as well as each range's own."""
+def _named(func: tirx.PrimFunc, above: int, most: int) -> tuple[int, ...]:
+    """Return a few of the numbers of rows that are named, those that come first; none of the first range."""
+    counts = func.attrs.get(NAMED_ROWS_ATTR, ()) if func.attrs else ()
+    return tuple(count for count in map(int, counts) if above < count <= most)[:_NAMED_MAX]
+
+
+def _fastest(times: Mapping[Parameters, Sequence[Sequence[float]]], number: int) -> Parameters:
+    """Return the kernel that is the fastest for the most rows of a range, which is what a static function takes."""
+    return min(times, key=lambda own: times[own][number][-1])
+
+
+def _cover(
+    times: Mapping[Parameters, Sequence[Sequence[float]]], ranges: Sequence[int], fixed: Mapping[int, Parameters]
+) -> list[Parameters]:
+    """Return the kernel of each range: of as few as serve all calls nearly as well as each range's own.
+
+    `fixed` are ranges whose kernel is known.
+    """
     losses = {own: [math.log(math.prod(known[n])) for n in ranges] for own, known in times.items()}
     calls = sum(len(next(iter(times.values()))[n]) for n in ranges)
-    chosen: list[Parameters] = []
-    reached = [math.inf] * len(ranges)
+    chosen = list(dict.fromkeys(fixed.values()))
+    reached = [min([math.inf, *(losses[own][place] for own in chosen)]) for place in range(len(ranges))]
     while ranges and len(chosen) < _KERNELS_MAX:
         best = min(losses, key=lambda own: sum(map(min, losses[own], reached)))
         if sum(reached) - sum(map(min, losses[best], reached)) <= _WORTH * calls:
             break
         chosen.append(best)
         reached = list(map(min, losses[best], reached))
-    return [min(chosen, key=lambda own: losses[own][place]) for place in range(len(ranges))]
+    nearest = [min(chosen, key=lambda own: losses[own][place]) for place in range(len(ranges))]
+    return [fixed.get(n, own) for n, own in zip(ranges, nearest, strict=True)]
 
 
 def _both(one: tirx.Expr, other: tirx.Expr | None) -> tirx.Expr:

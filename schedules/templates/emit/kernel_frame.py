@@ -16,6 +16,7 @@ from relaxtune.schedules.marks import (
     DEPENDENT_LAUNCH,
     KERNEL_ATTR,
     LAUNCH_ATTR,
+    NAMED_ROWS_ATTR,
     ROWS_MAX_ATTR,
     SCHEDULED_ATTR,
     constant_params,
@@ -111,7 +112,7 @@ def bind_rows(matmul: MatmulFunction) -> MatmulFunction:
 def finish_kernel(made: tirx.PrimFunc, func: tirx.PrimFunc, *, dependent: bool) -> tirx.PrimFunc:
     """Return a kernel with the attributes of the function it computes; see `build_kernel` for `dependent`."""
     for key, value in func.attrs.items() if func.attrs else ():
-        if key not in (BLOCKS_ATTR, ROWS_MAX_ATTR):
+        if key not in (BLOCKS_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR):
             made = made.with_attr(key, value)
     if dependent:
         made = made.with_attr(LAUNCH_ATTR, [DEPENDENT_LAUNCH])

@@ -8,7 +8,7 @@ import pytest
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.marks import LAUNCH_ATTR, ROWS_MAX_ATTR
+from relaxtune.schedules.marks import LAUNCH_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import OPEN_ROWS, TemplateError, cuda_limits
@@ -93,6 +93,23 @@ def test_table_of_few_rows_has_few_kernels_and_is_for_more_rows_too(target: Reso
     made = Ranges(TEMPLATES).apply(CASE.func().with_attr(ROWS_MAX_ATTR, 32), target, RangesParameters(few))
     assert isinstance(made, tirx.PrimFunc)
     assert ROWS_MAX_ATTR not in made.attrs
+
+
+@pytest.mark.parametrize("count", [100, 1024, 1568])
+def test_named_rows_have_the_kernel_of_a_function_of_so_many(count: int, target: ResolvedTarget) -> None:
+    ranges = Ranges(TEMPLATES).candidates(CASE.func().with_attr(NAMED_ROWS_ATTR, [count]), target)[0].ranges
+    static = replace(CASE, rows=(count,)).func()
+    alone = GemmSm90().candidates(static, target)[0]
+    assert next(one for one in ranges if count <= one.most).decision == alone.to_json()
+
+
+def test_few_named_rows_are_taken_and_none_of_the_first_range(target: ResolvedTarget) -> None:
+    default, few, many = (
+        Ranges(TEMPLATES).candidates(CASE.func().with_attr(NAMED_ROWS_ATTR, list(counts)), target)[0].ranges
+        for counts in ((), (1, 16), (1024, 4096, 100))
+    )
+    assert few == default
+    assert many == Ranges(TEMPLATES).candidates(CASE.func().with_attr(NAMED_ROWS_ATTR, [1024, 4096]), target)[0].ranges
 
 
 def test_two_kernels_of_a_range_share_its_condition(target: ResolvedTarget) -> None:
