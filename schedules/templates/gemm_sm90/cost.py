@@ -39,6 +39,9 @@ _LONG_US = 50.0
 # slower in a model than blocks of one tile each. BERT-base of 8 x 512 and of 32 x 512 tokens took 1.05 and 1.02 to 1.03
 # times as long on an H100 with them in its projections to 768 columns, loads for each other among them.
 _TILES_IN_TURN = 1.15
+# And where residuals are read after the sum, for want of registers: BERT-base of 32 x 512 tokens took 1.12 times as
+# long as an artifact of that size with such tiles, of 256 x 128, and 1.05 to 1.07 with 128 x 192 (H100, other runs).
+_LATE_RESIDUAL = 1.05
 # Bytes of an element of C as the fit counted them, whatever the dtype, and of the operands that it is of.
 _FITTED_BYTES = 2
 # Of 8 bits, set by 214 medians of those shapes: what adding up a stage's sums apart takes an accumulator, and makes of
@@ -228,8 +231,9 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
         total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce + idle - beside
         if p.stream_k:
             total *= _STREAM_DOUBT
-        if p.blocks and not p.pingpong and matmul.rows is not None and matmul.partials is not None:
-            total *= _TILES_IN_TURN
+        if matmul.rows is not None and matmul.partials is not None:
+            total *= _TILES_IN_TURN if p.blocks and not p.pingpong else 1.0
+            total *= 1.0 if plan.shares.prefetched else _LATE_RESIDUAL
         if p.multicast == 1:
             return total
         return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)

@@ -161,6 +161,30 @@ def test_kernel_is_predicted_as_one_that_is_planned_for_the_rows(
         assert GemmSm90().predict_us(CASE.func(), target, parameters, rows) == alone
 
 
+@pytest.mark.parametrize(
+    ("parameters", "factor"),
+    [
+        (replace(MANY, blocks=0, block_n=192), 1.0),
+        (replace(MANY, block_n=192), 1.15),
+        (replace(MANY, pingpong=True), 1.05),
+        # 128 accumulators leave no registers for residuals.
+        (replace(MANY, blocks=0, block_n=256), 1.05),
+        (replace(MANY, block_n=256), 1.15 * 1.05),
+    ],
+)
+def test_sums_of_unknown_rows_take_longer_by_blocks_of_several_tiles_and_by_large_tiles(
+    parameters: GemmParameters, factor: float, target: ResolvedTarget
+) -> None:
+    case = NormCase(MatmulCase((BATCH, LENGTH), 768, 3072, ("bias", "residual")), group=32, sums=True)
+    static = replace(case, matmul=replace(case.matmul, rows=(16384,))).func()
+    matmul = GemmSm90().recognise(static, target)
+    assert not isinstance(matmul, Refusal)
+    plan = make_plan(matmul, parameters, cuda_limits(target))
+    assert not isinstance(plan, Refusal)
+    alone = predicted_us(matmul, plan, cuda_limits(target).likely_sm_count)
+    assert GemmSm90().predict_us(case.func(), target, parameters, 16384) == pytest.approx(factor * alone)
+
+
 def test_a_tile_of_unknown_rows_is_found_once(target: ResolvedTarget) -> None:
     made = Ranges(TEMPLATES).apply(CASE.func(), target, table((4096, MANY)))
     # By the thread that loads (early tiles of B, of A, the loop) and by those that multiply.

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import tvm
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
@@ -15,7 +16,9 @@ from relaxtune.schedules.templates.attention_sm90.plan import AttentionParameter
 from relaxtune.schedules.templates.attention_sm90.table import AttentionTable, Line, TableParameters
 from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for
 from relaxtune.schedules.templates.base import TemplateError, cuda_limits
+from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.attention_cases import AttentionCase
+from tests.schedules.templates.cubin import captured_cubins, read_cubin
 
 BATCH, LENGTH, PAST = (tirx.Var(name, "int64") for name in ("batch", "length", "past"))
 BERT = AttentionCase(BATCH, 12, LENGTH, LENGTH, 64, dtype="float16", packed=True)
@@ -49,6 +52,25 @@ def test_table_serves_every_point_with_a_few_kernels(target: ResolvedTarget) -> 
         assert isinstance(chosen, AttentionPlan)
         assert isinstance(best, AttentionPlan)
         assert predicted_cycles(chosen, limits) <= 1.3 * predicted_cycles(best, limits), sizes
+
+
+def test_three_blocks_share_a_multiprocessor_under_a_mask_of_padding_and_spill_little(target: ResolvedTarget) -> None:
+    """As with known lengths: 128 registers a thread are enough, but for one or two."""
+    case = replace(BERT, bias=("add", "float16", (BATCH, 1, 1, LENGTH)))  # type: ignore[arg-type]
+    (table,), _ = list_candidates(function(case), target)
+    assert isinstance(table, TableParameters)
+    shared = [kernel for kernel in table.kernels if kernel.residents == 3]
+    assert shared
+    for kernel in shared:
+        made = AttentionTable().apply(function(case), target, TableParameters((kernel,), (Line((), 0),)))
+        assert isinstance(made, tirx.PrimFunc)
+        with captured_cubins("sm_90a") as cubins:
+            tvm.tirx.build(
+                tvm.IRModule({"main": made.with_attr("global_symbol", "main")}),
+                target=target.target,
+                pipeline=register_mixed_pipeline(),
+            )
+        assert read_cubin(cubins[0]).frame_bytes <= 8
 
 
 def test_table_is_one_function_with_a_kernel_each_and_a_check_of_sizes(target: ResolvedTarget) -> None:
