@@ -200,7 +200,8 @@ def registers_needed(spec: AttentionSpec, p: AttentionParameters, bias_bytes: in
     """
     weights = p.block_k // 4 if p.overlap else 0
     if spec.bias is not None and spec.bias.kind == "add" and spec.bias.of_padding:
-        weights += _REGISTERS_TO_SCAN
+        # Caches that grow by symbolic lengths: not measured with fewer.
+        weights += _REGISTERS_TO_SCAN * (3 if spec.growth is not None and not isinstance(spec.keys, int) else 1)
     elif spec.bias is not None:
         # Of each 8 keys a pair, for each row of a thread unless one row of the mask serves all; some are used up before
         # the last is there.
