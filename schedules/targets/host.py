@@ -7,12 +7,28 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
 SYS_CPU = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
 CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+# LLVM feature name -> the flag of /proc/cpuinfo. A hypervisor may hide units that the CPU's name promises, and code for
+# a hidden unit dies of SIGILL; or it may name another CPU, which promises less than there is.
+_X86_FLAGS = {
+    "avx2": "avx2",
+    "fma": "fma",
+    "avx512f": "avx512f",
+    "avx512bw": "avx512bw",
+    "avx512dq": "avx512dq",
+    "avx512vl": "avx512vl",
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "amx-tile": "amx_tile",
+    "amx-bf16": "amx_bf16",
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,15 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:
         if name.strip() == "flags":
             return frozenset(value.split())
     return None
+
+
+def correct_features(promised: Container[str]) -> list[str]:
+    """Return what the kernel knows better than LLVM by the processor's name: "-fma" is not there, "+amx-tile" is."""
+    flags = cpu_flags()
+    if flags is None:
+        return []
+    differing = {name: flag for name, flag in _X86_FLAGS.items() if (name in promised) != (flag in flags)}
+    return [f"{'+' if flag in flags else '-'}{name}" for name, flag in differing.items()]
 
 
 def _cgroup_quota(path: Path) -> int | None:

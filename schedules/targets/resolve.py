@@ -23,7 +23,7 @@ from relaxtune.schedules.targets.capabilities import (
     without_suffix,
 )
 from relaxtune.schedules.targets.gpus import Gpu, find_gpu, get_gpu
-from relaxtune.schedules.targets.host import cache_sizes, cpu_flags, physical_cores
+from relaxtune.schedules.targets.host import cache_sizes, correct_features, physical_cores
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +33,8 @@ ACCEPTED_FORMS = (
     'nvidia/geforce-rtx-3090, or JSON such as {"kind": "llvm", "mcpu": "znver4"}'
 )
 
-# LLVM feature name -> the flag of /proc/cpuinfo. A hypervisor may hide units that the CPU's name promises;
-# code for a hidden unit dies of SIGILL.
-_X86_FLAGS = {
-    "avx2": "avx2",
-    "fma": "fma",
-    "avx512f": "avx512f",
-    "avx512bw": "avx512bw",
-    "avx512dq": "avx512dq",
-    "avx512vl": "avx512vl",
-    "avx512vnni": "avx512_vnni",
-    "avx512bf16": "avx512_bf16",
-}
+# Linux gives a process the tiles when it asks for them.
+_TILES = frozenset({"amx-tile", "amx-bf16", "avx512bw"})
 
 # Attribute of a CUDA target. It says how code is packed, not what code is made, so that records do not depend on it.
 PORTABLE = "feature.portable"
@@ -56,13 +46,17 @@ _THREADS_MAX, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """What one core offers, and how many there are; None where unknown."""
+    """What one core offers, and how many there are; None where unknown.
+
+    `has_tiles` says that a core multiplies tiles of bfloat16 (Intel AMX), which Linux allows.
+    """
 
     vector_bytes: int
     cores: int
     vector_registers: int
     l1_bytes: int | None = None
     l2_bytes: int | None = None
+    has_tiles: bool = False
 
 
 @dataclass(frozen=True)
@@ -221,9 +215,9 @@ def target_features(target: Target) -> frozenset[Feature]:
 
 def _resolve_local_cpu(asked: str) -> ResolvedTarget:
     cpu = str(codegen.llvm_get_system_cpu())
-    target, hidden = _local_cpu_target(cpu)
-    without = f", without {', '.join(hidden)} (not in /proc/cpuinfo)" if hidden else ""
-    source = f"{asked}: LLVM's name of this host's processor{without}; cores from the process's affinity and quota"
+    target, corrections = _local_cpu_target(cpu)
+    corrected = f", {', '.join(corrections)} by /proc/cpuinfo" if corrections else ""
+    source = f"{asked}: LLVM's name of this host's processor{corrected}; cores from the process's affinity and quota"
     return ResolvedTarget(Target(target, host=target), source, "llvm", cpu, _cpu_limits(target))
 
 
@@ -234,14 +228,10 @@ def _local_cpu_target(cpu: str) -> tuple[Target, list[str]]:
         "mcpu": cpu,
         "num-cores": physical_cores(),
     }
-    hidden: list[str] = []
-    flags = cpu_flags()
-    if flags is not None:
-        promised = codegen.llvm_get_cpu_features(Target(config))
-        hidden = [name for name, flag in _X86_FLAGS.items() if name in promised and flag not in flags]
-    if hidden:
-        config["mattr"] = [f"-{name}" for name in hidden]
-    return Target(config), hidden
+    corrections = correct_features(codegen.llvm_get_cpu_features(Target(config)))
+    if corrections:
+        config["mattr"] = corrections
+    return Target(config), corrections
 
 
 def _host_target() -> Target:
@@ -343,6 +333,7 @@ def _cpu_limits(target: Target) -> CpuLimits:
     arm = "neon" in features or "sve" in features
     local = str(target.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
     caches = cache_sizes() if local else None
+    linux = "linux" in str(target.attrs.get("mtriple", codegen.llvm_get_system_triple()))
     return CpuLimits(
         vector_bytes=_vector_bytes(target, features),
         cores=int(target.attrs.get("num-cores", physical_cores() if local else 1)),
@@ -350,6 +341,7 @@ def _cpu_limits(target: Target) -> CpuLimits:
         vector_registers=32 if arm or "avx512f" in features else 16,
         l1_bytes=caches.l1_bytes if caches else None,
         l2_bytes=caches.l2_bytes if caches else None,
+        has_tiles=linux and all(name in features for name in _TILES),
     )
 
 

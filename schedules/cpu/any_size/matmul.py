@@ -20,6 +20,8 @@ A tile of rows x vectors of C is kept in vector registers over the whole reducti
 A part of M is all of it, or the rows of one core: see `row_tiles`. Rows and columns that two tiles share are computed
 twice, to the same value. Where a tile of fewer rows ends past the last row, that one is computed again. Columns of
 fewer than a tile run through a plain loop, which LLVM makes vectors of.
+
+Where a core has a tile unit, many rows of packed weights are computed on it: see `tile_kernel`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts
 # Vectors of columns that no panel and no size gives: two hide the latency of the multiply-add behind 14 rows.
 _VECTORS = 2
 _VECTORS_MAX = 4
+# The second cache of every processor with a tile unit so far, from Sapphire Rapids to Granite Rapids.
+_TILES_L2_BYTES = 2 << 20
 
 
 class AnySizeMatmul(CpuRule):
@@ -94,4 +98,5 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     length = block.extents[con.reduce[0]]
     if limits.l1_bytes is not None and length is not None and length * ELEMENT_BYTES % SET_STRIDE_BYTES == 0:
         rows = min(rows, max(1, limits.l1_bytes // SET_STRIDE_BYTES))
-    return Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows))
+    tiles = limits.l2_bytes or _TILES_L2_BYTES if limits.has_tiles else 0
+    return Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows), tiles)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
 )
 from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, parts_of_rows, tiles_of_rows
+from relaxtune.schedules.cpu.any_size.tile_kernel import TileKernel, has_tile_kernel, is_worth_tiles
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.blocks import same_sizes, shape_of
 from relaxtune.schedules.tir.contraction import are_axes
@@ -104,8 +104,30 @@ class ProductKernel:
         return build_function(self._product.func, self._emit)
 
     def _emit(self, buffers: Buffers) -> None:
-        columns, width = self._product.columns, self._product.width
         self.buffers = buffers
+        if not has_tile_kernel(self._product):
+            self._emit_rows()
+            return
+        rows = T.Bind(unfolded(self._product.row_count))
+        with T.If(is_worth_tiles(rows)):
+            with T.Then():
+                TileKernel(self._product, rows, self._left_of, self._right_of, self._finish_row).emit()
+            with T.Else():
+                self._emit_rows()
+
+    def _left_of(self, row: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
+        con = self._product.con
+        return self.load(con.left, {**self._row(row), self._product.block.axes[con.reduce[0]]: k})
+
+    def _right_of(self, panel: tirx.Expr, k: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
+        return self.buffers[self._product.con.right.source][panel, k, column]
+
+    def _finish_row(self, row: tirx.Expr, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
+        self._finish(self._row(row), start, sums, at)
+
+    def _emit_rows(self) -> None:
+        """Write the loops of vectors."""
+        columns, width = self._product.columns, self._product.width
         if isinstance(columns, int):
             self._share(-(-columns // (width * self._product.cut.panels)), self._columns_of_job)
             return
@@ -118,7 +140,7 @@ class ProductKernel:
     def _share(self, jobs: Size, body: Callable[[_Job], None]) -> None:
         """Run a body for each place of the batch axes, each part of the rows, and each job of columns."""
         con, block, cores = self._product.con, self._product.block, self._product.cut.cores
-        rows = wide(math.prod(block.sizes[axis] for axis in con.rows))
+        rows = self._product.row_count
         parts: Size = 1
         if cores > 1:
             rows = T.Bind(unfolded(rows))

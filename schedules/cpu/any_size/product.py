@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from tvm import tirx
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.any_size.cut import Cut
+from relaxtune.schedules.cpu.any_size.emit import wide
 from relaxtune.schedules.cpu.contraction import TiledContraction
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
@@ -14,7 +17,10 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 @dataclass(frozen=True)
 class Product:
-    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself."""
+    """A product to make: its function, roles and largest tile; `epilogue` is None where C is the sum itself.
+
+    `tiles_l2_bytes` is the second cache of a core with a tile unit, 0 where there is none or its cache is not known.
+    """
 
     func: PrimFunc
     con: TiledContraction
@@ -23,11 +29,17 @@ class Product:
     lanes: int
     rows: int
     cut: Cut = field(default_factory=Cut)
+    tiles_l2_bytes: int = 0
 
     @property
     def block(self) -> ScheduledBlock:
         """The reduction block."""
         return self.con.block
+
+    @property
+    def row_count(self) -> tirx.Expr:
+        """Rows of all axes of rows."""
+        return wide(math.prod(self.block.sizes[axis] for axis in self.con.rows))
 
     @property
     def width(self) -> int:

@@ -140,10 +140,36 @@ def test_hidden_feature_is_taken_away_when_the_kernel_does_not_report_it(monkeyp
     full = tvm.target.codegen.llvm_get_cpu_features(resolve_target("llvm").target)
     if "fma" not in full:
         pytest.skip("this processor has no fma to hide")
-    monkeypatch.setattr("relaxtune.schedules.targets.resolve.cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("relaxtune.schedules.targets.host.cpu_flags", lambda: frozenset({"avx2"}))
     resolved = resolve_target("llvm")
     assert "-fma" in list(resolved.target.attrs["mattr"])
-    assert "without" in resolved.source
+    assert "-fma" in resolved.source
+
+
+def test_feature_is_added_when_the_kernel_reports_more_than_the_processors_name_promises(monkeypatch):
+    """A hypervisor that names an older processor, with the tiles of the one that it runs on."""
+    flags = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "amx_tile", "amx_bf16"})
+    monkeypatch.setattr("relaxtune.schedules.targets.host.cpu_flags", lambda: flags)
+    monkeypatch.setattr("relaxtune.schedules.targets.resolve.codegen.llvm_get_system_cpu", lambda: "skylake-avx512")
+    resolved = resolve_target("llvm")
+    assert list(resolved.target.attrs["mattr"]) == ["+amx-tile", "+amx-bf16"]
+    assert "+amx-tile, +amx-bf16 by /proc/cpuinfo" in resolved.source
+    assert resolved.limits.has_tiles
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_tiles"),
+    [
+        ({}, True),
+        ({"mattr": ["-amx-bf16"]}, False),
+        ({"mcpu": "icelake-server"}, False),
+        ({"mtriple": "x86_64"}, False),
+    ],
+)
+def test_tiles_are_taken_where_the_processor_has_them_and_linux_gives_them(changes, has_tiles):
+    """Other systems have other calls for it, or none."""
+    config = {"kind": "llvm", "mcpu": "sapphirerapids", "mtriple": "x86_64-linux-gnu", **changes}
+    assert resolve_target(json.dumps(config)).limits.has_tiles is has_tiles
 
 
 def test_cpu_flags_are_unknown_when_there_is_no_cpuinfo(tmp_path):
