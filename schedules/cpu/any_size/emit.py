@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
+from tvm.ir.expr import TensorLoad
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
@@ -14,6 +15,9 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.blocks import shape_of
 from relaxtune.schedules.tir.expressions import substitute
+
+# What LLVM's prefetch is told: to read, into the first or the second cache, data.
+INTO_FIRST, INTO_SECOND = (0, 3, 1), (0, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,11 @@ def unfolded(value: tirx.Expr) -> tirx.Expr:
     kept = T.alloc_buffer([1], "int64", scope="global")
     T.buffer_store(kept, value, [0])
     return kept[0]
+
+
+def prefetch(place: TensorLoad, purpose: tuple[int, int, int]) -> None:
+    """Fetch the line of an element, which may lie past the end of its buffer, into a cache."""
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(place), *map(T.int32, purpose)))
 
 
 def wide(number: Size) -> tirx.Expr:

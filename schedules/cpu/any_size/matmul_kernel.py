@@ -12,9 +12,12 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.cpu.any_size.emit import (
+    INTO_FIRST,
+    INTO_SECOND,
     Buffers,
     build_function,
     places,
+    prefetch,
     row_buffer,
     share_jobs,
     unfolded,
@@ -28,8 +31,6 @@ from relaxtune.schedules.tir.blocks import same_sizes, shape_of
 from relaxtune.schedules.tir.contraction import are_axes
 from relaxtune.schedules.tir.expressions import substitute
 
-# What LLVM's prefetch is told: to read, into the first or the second cache, data.
-_INTO_FIRST, _INTO_SECOND = (0, 3, 1), (0, 2, 1)
 # While a job reads its first panel, each step of k fetches a line of the next tile of the left operand, which another
 # core may have written. On two cores of a Xeon with AVX-512, matmuls of 128 and 384 rows take 0.97 to 0.99 of the time.
 # A line has so many elements, and a tile at most so many rows.
@@ -297,10 +298,10 @@ class ProductKernel:
 
             each(multiply)
             if line is not None:
-                _prefetch(line(k), _INTO_SECOND)
+                prefetch(line(k), INTO_SECOND)
             if next_rows is not None:
                 row = self._row_in_place(next_rows + k % _LINE)
-                _prefetch(self.load(con.left, {**known, **row, reduced: begin + k // _LINE * _LINE}), _INTO_FIRST)
+                prefetch(self.load(con.left, {**known, **row, reduced: begin + k // _LINE * _LINE}), INTO_FIRST)
         each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
 
     def _next_block(self, size: tirx.Expr, step: _Step) -> Callable[[tirx.Expr], tirx.Expr]:
@@ -392,7 +393,3 @@ class ProductKernel:
             value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
         indices = [substitute(index, at) for index in store.indices]
         T.buffer_store(self.buffers[store.buffer], value, indices)
-
-
-def _prefetch(place: TensorLoad, purpose: tuple[int, int, int]) -> None:
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(place), *map(T.int32, purpose)))
