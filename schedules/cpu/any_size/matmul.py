@@ -21,7 +21,8 @@ A part of M is all of it, or the rows of one core: see `row_tiles`. Rows and col
 twice, to the same value. Where a tile of fewer rows ends past the last row, that one is computed again. Columns of
 fewer than a tile run through a plain loop, which LLVM makes vectors of.
 
-Where a core has a tile unit, many rows of packed weights are computed on it: see `tile_kernel`.
+Where a core has a tile unit, many rows of packed weights are computed on it, also where all sizes are known: see
+`tile_kernel`.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from tvm.tirx import PrimFunc
 from relaxtune.schedules.cpu.any_size.cut import ELEMENT_BYTES, SET_STRIDE_BYTES, find_cut
 from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel
 from relaxtune.schedules.cpu.any_size.product import Product
+from relaxtune.schedules.cpu.any_size.tile_kernel import fills_tiles
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
 from relaxtune.schedules.cpu.matmul import find_matmul
@@ -50,7 +52,7 @@ _TILES_L2_BYTES = 2 << 20
 
 
 class AnySizeMatmul(CpuRule):
-    """Functions of one float32 matmul whose rows, columns or reduction have a symbolic size."""
+    """Functions of one float32 matmul whose rows, columns or reduction have a symbolic size, or that fills tiles."""
 
     name = "cpu-any-size-matmul"
 
@@ -76,7 +78,7 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     block = con.block
     operands = (con.left.source, con.right.source)
     symbolic = [axis for axis in (*con.rows, con.column, *con.reduce) if block.extents[axis] is None]
-    if not symbolic or len(con.reduce) != 1 or not con.contiguous or block.init is None:
+    if len(con.reduce) != 1 or not con.contiguous or block.init is None:
         return None
     if {str(buffer.dtype) for buffer in (*operands, block.store.buffer)} != {"float32"}:
         return None
@@ -99,4 +101,5 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     if limits.l1_bytes is not None and length is not None and length * ELEMENT_BYTES % SET_STRIDE_BYTES == 0:
         rows = min(rows, max(1, limits.l1_bytes // SET_STRIDE_BYTES))
     tiles = limits.l2_bytes or _TILES_L2_BYTES if limits.has_tiles else 0
-    return Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows), tiles)
+    product = Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows), tiles)
+    return product if symbolic or fills_tiles(product) else None

@@ -118,13 +118,18 @@ class ProductKernel:
 
     def _left_of(self, row: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
         con = self._product.con
-        return self.load(con.left, {**self._row(row), self._product.block.axes[con.reduce[0]]: k})
+        return self.load(con.left, {**self._row_of_one(row), self._product.block.axes[con.reduce[0]]: k})
 
     def _right_of(self, panel: tirx.Expr, k: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
         return self.buffers[self._product.con.right.source][panel, k, column]
 
     def _finish_row(self, row: tirx.Expr, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
-        self._finish(self._row(row), start, sums, at)
+        self._finish(self._row_of_one(row), start, sums, at)
+
+    def _row_of_one(self, number: tirx.Expr) -> Values:
+        """Return the place of a row of a batch of one."""
+        axes = self._product.block.axes
+        return {**{axes[axis]: wide(0) for axis in self._product.con.batch}, **self._row(number)}
 
     def _emit_rows(self) -> None:
         """Write the loops of vectors."""

@@ -20,12 +20,14 @@ time; by six products, 2.7 times as much. Its operands lie in tiles of 1 KiB:
             step of 32             24 products of tiles; beside them, a share of the next block of `right` is cut
             epilogue of the rows   after the last part
 
-On two cores of a Xeon with AVX-512 and AMX, weights from memory, the matmuls of a layer of BERT-base take 0.92 of the
-time of the loops of vectors with 64 rows, 0.73 with 128, and 0.63 with 256 and 512; with 48 it would be 1.06.
+On two cores of a Xeon with AVX-512 and AMX, the matmuls of a layer of BERT-base, weights from memory, take 0.73 of the
+time of the loops of vectors with 128 rows, and 0.63 with 256 and 512. The model takes 0.97 of the time with 80 rows,
+0.91 with 96, 0.70 with 256; with 64 and 72 it would take 1.06 and 1.08.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -57,18 +59,25 @@ _CONFIG = (1, 0, 0, 0, *[0x00400040] * 4, 0, 0, 0, 0, *[0x10101010] * 2, 0, 0)
 # 256 it would be 1.04.
 _PAIRS_FETCHED, _ROWS_AHEAD = 4, 256
 # With fewer rows, cutting the weights costs more than the unit saves.
-_ROWS_LEAST = 64
+_ROWS_LEAST = 80
 
 Values = Mapping[tirx.Var, tirx.Expr]
 
 
 def has_tile_kernel(product: Product) -> bool:
-    """Whether a product has a kernel for the tile unit: packed weights, whole steps of k, no batch."""
-    con, length = product.con, product.block.sizes[product.con.reduce[0]]
-    whole = isinstance(length, int) and length % _STEP == 0 and isinstance(product.columns, int)
-    return (
-        product.tiles_l2_bytes > 0 and con.panel is not None and product.width % _SIDE == 0 and not con.batch and whole
-    )
+    """Whether a product has a kernel for the tile unit: packed weights, whole steps of k, a batch of one."""
+    con, block = product.con, product.block
+    if product.tiles_l2_bytes == 0 or con.panel is None or any(block.extents[axis] != 1 for axis in con.batch):
+        return False
+    length = block.sizes[con.reduce[0]]
+    whole = isinstance(length, int) and length % _STEP == 0 and product.width % _SIDE == 0
+    return whole and isinstance(product.columns, int)
+
+
+def fills_tiles(product: Product) -> bool:
+    """Whether a product of known rows is computed on the tile unit."""
+    rows = math.prod(product.block.sizes[axis] for axis in product.con.rows)
+    return isinstance(rows, int) and rows >= _ROWS_LEAST and has_tile_kernel(product)
 
 
 def is_worth_tiles(rows: tirx.Expr) -> tirx.Expr:

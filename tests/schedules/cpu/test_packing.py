@@ -61,7 +61,7 @@ def test_panel_is_as_wide_as_a_tile_that_fits_the_register_file(m, n, vector_byt
 
 
 def test_schedule_uses_cores_vectors_and_registers_and_copies_no_operand():
-    module = apply_fallback(packed_matmul_case(128, 768, 64, epilogue="bias").module, host().target)
+    module = apply_fallback(packed_matmul_case(64, 768, 64, epilogue="bias").module, host().target)
     assert loop_kinds(module) >= {"parallel", "vectorized", "unrolled"}
     script = module.script(show_meta=False)
     assert 'scope="local"' in script

@@ -24,8 +24,11 @@ needs_tiles = pytest.mark.skipif(not host().limits.has_tiles, reason="this proce
 XEON = {"kind": "llvm", "mcpu": "sapphirerapids", "mtriple": "x86_64-linux-gnu", "num-cores": 2}
 
 
-def packed(columns: int, length: int, width: int = 32, epilogue: str = "") -> tirx.PrimFunc:
-    x = te.placeholder((te.var("b", "int64"), te.var("s", "int64"), length), "float32", name="x")
+def packed(
+    columns: int, length: int, width: int = 32, epilogue: str = "", rows: tuple[int, int] | None = None
+) -> tirx.PrimFunc:
+    sizes = rows or (te.var("b", "int64"), te.var("s", "int64"))
+    x = te.placeholder((*sizes, length), "float32", name="x")
     weight = te.placeholder((-(-columns // width), length, width), "float32", name="packed")
     product = packed_matmul(columns)(x, weight)
     if not epilogue:
@@ -62,8 +65,16 @@ def uses_tiles(func: tirx.PrimFunc, target: tvm.target.Target) -> bool:
 )
 def test_product_agrees_with_itself_unscheduled_around_every_size_of_a_tile(make: Callable[[], tirx.PrimFunc]) -> None:
     pair = pair_of(make())
-    for b, s in ((1, 0), (1, 1), (1, 63), (1, 64), (5, 13), (1, 79), (2, 40), (1, 81), (3, 32), (1, 97), (7, 19)):
+    for b, s in ((1, 0), (1, 1), (1, 79), (1, 80), (2, 40), (1, 81), (3, 32), (1, 97), (7, 16), (1, 113), (7, 19)):
         assert_pair_agrees(pair, {"b": b, "s": s})
+
+
+@needs_tiles
+@pytest.mark.parametrize("rows", [(1, 100), (3, 50)])
+def test_product_of_known_sizes_agrees_too(rows: tuple[int, int]) -> None:
+    pair = pair_of(packed(77, 96, epilogue="tanh", rows=rows))
+    assert pair.rule == "cpu-any-size-matmul"
+    assert_pair_agrees(pair, {})
 
 
 @needs_tiles
@@ -71,7 +82,7 @@ def test_product_agrees_with_itself_unscheduled_around_every_size_of_a_tile(make
 def test_product_agrees_when_rows_panels_and_k_are_cut(cores: int, l2_bytes: int) -> None:
     """Groups of rows, jobs of panels with one less, and parts of k, down to a step each; the last ones are shorter."""
     pair = pair_of(packed(32 * 17 + 5, 224, epilogue="tanh"), cores=cores, l2_bytes=l2_bytes)
-    for rows in (64, 100, 129, 511, 513, 1030):
+    for rows in (80, 100, 129, 511, 513, 1030):
         assert_pair_agrees(pair, {"b": 1, "s": rows})
 
 
@@ -95,9 +106,9 @@ def test_sums_are_as_exact_as_those_of_float32(scale: float) -> None:
 
 @needs_tiles
 def test_an_infinity_reaches_every_sum_of_its_row_and_no_other() -> None:
-    x, weight = np.ones((1, 64, 64), "float32"), np.ones((64, 32), "float32")
+    x, weight = np.ones((1, 80, 64), "float32"), np.ones((64, 32), "float32")
     x[0, 3, 5] = np.inf
-    result = tvm.runtime.tensor(np.zeros((1, 64, 32), "float32"))
+    result = tvm.runtime.tensor(np.zeros((1, 80, 32), "float32"))
     pair_of(packed(32, 64)).scheduled["main"](
         tvm.runtime.tensor(x), tvm.runtime.tensor(pack_weight(weight, 32)), result
     )
@@ -135,8 +146,10 @@ def test_vectors_compute_what_the_system_gives_no_tiles_for(monkeypatch: pytest.
         (lambda: packed(64, 64), {**XEON, "mattr": ["-amx-bf16"]}, False),
         (lambda: packed(64, 80), XEON, False),
         (lambda: packed(64, 64, width=8), XEON, False),
+        (lambda: packed(64, 64, rows=(1, 80)), XEON, True),
+        (lambda: packed(64, 64, rows=(1, 79)), XEON, False),
     ],
-    ids=["tiles", "taken away", "part of a step", "narrow panels"],
+    ids=["tiles", "taken away", "part of a step", "narrow panels", "known rows", "few rows"],
 )
 def test_tiles_are_used_where_the_target_has_them_and_whole_ones_fit(
     make: Callable[[], tirx.PrimFunc], target: dict[str, object], has_tiles: bool
