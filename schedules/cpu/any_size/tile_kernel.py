@@ -12,13 +12,14 @@ than 2^-21 of the product, and less than rounding a float32 sum loses: on sums o
 The unit multiplies 16 x 32 by 32 x 16 elements in 16 cycles, sixteen times what multiply-adds of 512 bits do in that
 time; by six products, 2.7 times as much. Its operands lie in tiles of 1 KiB:
 
-    parallel tile of 16 rows       left[tile, step, part, row, 32]
-    parallel group of rows, job of panels
-      part of k                    its rows of `left` stay in the second cache
-        panel                      right[step, part, vector, 16, (k, k + 1) of 16 columns], read by all rows
-          32 rows                  2 x 2 tiles of sums
-            step of 32             24 products of tiles; beside them, a share of the next block of `right` is cut
-            epilogue of the rows   after the last part
+    as many rows as keep the cores busy
+      parallel tile of 16 rows         left[tile, step, part, row, 32]
+      parallel group of rows, job of panels
+        part of k                      its rows of `left` stay in the second cache
+          panel                        right[step, part, vector, 16, (k, k + 1) of 16 columns], read by all rows
+            32 rows                    2 x 2 tiles of sums
+              step of 32               24 products of tiles; beside them, a share of the next block of `right` is cut
+              epilogue of the rows     after the last part
 
 On two cores of a Xeon with AVX-512 and AMX, the matmuls of a layer of BERT-base, weights from memory, take 0.73 of the
 time of the loops of vectors with 128 rows, and 0.63 with 256 and 512. The model takes 0.97 of the time with 80 rows,
@@ -46,9 +47,9 @@ _PAIR, _TILE = 2 * _SIDE, _SIDE * _STEP
 _PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (0, 0), (2, 0))
 # Tile registers: four of sums, two of each operand.
 _LEFT, _RIGHT = 4, 6
-# Rows of a group at most, and at least where cores would else have no job; panels of a job at most. A group's rows of
+# Pairs of a group at most, and at least where cores would else have no job; panels of a job at most. A group's rows of
 # one part of k, and two blocks of a panel, take half of the second cache: of a quarter to three, all are within 5 %.
-_ROWS_MAX, _ROWS_MIN, _PANELS_MAX, _L2_SHARE = 512, 64, 16, 2
+_PAIRS_MAX, _PAIRS_MIN, _PANELS_MAX, _L2_SHARE = 16, 2, 16, 2
 # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA) of Linux on x86-64: 0 where the process may use tiles.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 # What ldtilecfg reads, in words: palette 1; of each of eight tiles, 64 bytes a row and 16 rows.
@@ -57,7 +58,7 @@ _CONFIG = (1, 0, 0, 0, *[0x00400040] * 4, 0, 0, 0, 0, *[0x10101010] * 2, 0, 0)
 # Where few rows hide little of the time that weights take to come from memory, so that each step cuts so many pairs of
 # them, those of as many rows ahead are fetched: on two cores, 0.93 of the time with 64 and 96 rows, 0.96 with 128. With
 # 256 it would be 1.04.
-_PAIRS_FETCHED, _ROWS_AHEAD = 4, 256
+_FETCHED_FROM, _ROWS_AHEAD = 4, 256
 # With fewer rows, cutting the weights costs more than the unit saves.
 _ROWS_LEAST = 80
 
@@ -91,10 +92,13 @@ def is_worth_tiles(rows: tirx.Expr) -> tirx.Expr:
 class _Job:
     """Row tiles of 32 from a first one on, panels, and the parts of k: how many, and of how many steps.
 
+    The left operand's parts are there from the tile `left_begins` on.
+
     The sums of at most `kept` tiles are kept at a time. TVM allocates what a job needs before it does anything, so that
     sizes of buffers are known before the jobs are shared.
     """
 
+    left_begins: tirx.Expr
     first_tile: tirx.Expr
     tiles: tirx.Expr
     first_panel: tirx.Expr
@@ -140,39 +144,49 @@ class TileKernel:
 
     def emit(self) -> None:
         """Write the kernel."""
-        product, rows = self._product, self._rows
-        # An expression of the function's sizes: see `_Job`.
-        tiles = (self._product.row_count + (_SIDE - 1)) // _SIDE
-        left = T.alloc_buffer([tiles * (self._steps * _PARTS * _TILE)], "uint16", scope="global")
-        share_jobs([tiles], lambda place: self._cut_left(left, place[0]))
+        product, cores = self._product, self._product.cut.cores
         panels = -(-int(product.columns) // product.width)
-        share = -(-panels // product.cut.cores)
+        share = -(-panels // cores)
         panels_of_job = -(-share // -(-share // _PANELS_MAX))
         jobs = -(-panels // panels_of_job)
-        pairs = T.Bind(unfolded((rows + (_PAIR - 1)) // _PAIR))
-        wanted = tirx.min(wide(-(-product.cut.cores // jobs)), rows // _ROWS_MIN)
-        groups = T.Bind(unfolded(tirx.max((rows + (_ROWS_MAX - 1)) // _ROWS_MAX, wanted)))
-        size = T.Bind(unfolded((pairs + (groups - 1)) // groups))
+        # So many pairs of tiles are computed at once: each core has a job.
+        groups_max = -(-cores // jobs)
+        most = groups_max * _PAIRS_MAX
+        # Buffers' sizes are expressions of the function's sizes: see `_Job`.
+        tiles = tirx.min((product.row_count + (_SIDE - 1)) // _SIDE, wide(most * 2))
+        left = T.alloc_buffer([tiles * (self._steps * _PARTS * _TILE)], "uint16", scope="global")
+        pairs = T.Bind(unfolded((self._rows + (_PAIR - 1)) // _PAIR))
+        spans = T.Bind(unfolded((pairs + (most - 1)) // most))
+        here = T.Bind(unfolded((pairs + (spans - 1)) // spans))
+        wanted = tirx.min(wide(groups_max), here // _PAIRS_MIN)
+        groups = T.Bind(unfolded(tirx.max((here + (_PAIRS_MAX - 1)) // _PAIRS_MAX, wanted)))
+        size = T.Bind(unfolded((here + (groups - 1)) // groups))
         bytes_of_step = (size * _PAIR + 2 * product.width) * (_STEP * _PARTS * 2)
         fitting = tirx.max(product.tiles_l2_bytes // _L2_SHARE // bytes_of_step, wide(1))
         parts = T.Bind(unfolded((self._steps + (fitting - 1)) // fitting))
         steps = T.Bind(unfolded((self._steps + (parts - 1)) // parts))
         kept = T.Bind(unfolded(tirx.Select(parts > 1, size * panels_of_job, wide(1))))
+        with T.serial(0, spans) as span:
+            begin = T.Bind(unfolded(span * here))
+            end = T.Bind(unfolded(tirx.min(begin + here, pairs)))
+            first_row = T.Bind(begin * _PAIR)
+            count = T.Bind(unfolded(tirx.min((end - begin) * 2, (self._rows - first_row + (_SIDE - 1)) // _SIDE)))
+            share_jobs([count], lambda place: self._cut_left(left, first_row, place[0]))
 
-        def job(place: list[tirx.Expr]) -> None:
-            group, number = place
-            first = T.Bind(unfolded(group * size))
-            here = T.Bind(unfolded(tirx.max(tirx.min(size, pairs - first), wide(0))))
-            panel = T.Bind(number * panels_of_job)
-            count = T.Bind(tirx.min(wide(panels_of_job), panels - panel))
-            self._job(left, _Job(first, here, panel, count, parts, steps, kept))
+            def job(place: list[tirx.Expr]) -> None:
+                group, number = place
+                first = T.Bind(unfolded(begin + group * size))
+                tiles = T.Bind(unfolded(tirx.max(tirx.min(size, end - first), wide(0))))
+                panel = T.Bind(number * panels_of_job)
+                count = T.Bind(tirx.min(wide(panels_of_job), panels - panel))
+                self._job(left, _Job(begin, first, tiles, panel, count, parts, steps, kept))
 
-        share_jobs([groups, jobs], job)
+            share_jobs([groups, jobs], job)
 
-    def _cut_left(self, left: tirx.Var, tile: tirx.Expr) -> None:
+    def _cut_left(self, left: tirx.Var, first_row: tirx.Expr, tile: tirx.Expr) -> None:
         """Cut 16 rows of the left operand into parts; what is past the last row is that row again."""
         with T.serial(0, wide(_SIDE)) as row:
-            number = T.Bind(tirx.min(tile * _SIDE + row, self._rows - 1))
+            number = T.Bind(tirx.min(first_row + tile * _SIDE + row, self._rows - 1))
             with T.serial(0, wide(self._steps * 2)) as half:
                 bits = _cut(lambda lane: self._load_left(number, half * _SIDE + lane))
                 at = ((tile * self._steps + half // 2) * _PARTS * _SIDE + row) * _STEP + half % 2 * _SIDE
@@ -221,7 +235,7 @@ class TileKernel:
             self._cut_pair(first, pair, tirx.const(True, "bool"))
         with T.serial(0, job.parts * job.panels) as turn:
             here, following = block(turn), block(turn + 1)
-            spread = T.Bind(unfolded(job.tiles * here.steps))
+            spread = T.Bind(unfolded(tirx.max(job.tiles * here.steps, wide(1))))
             share = T.Bind(unfolded((following.steps * (_STEP // 2) + (spread - 1)) // spread))
             with T.serial(0, job.tiles) as place:
                 tile = T.Bind(job.first_tile + place)
@@ -239,9 +253,9 @@ class TileKernel:
                                         begin = T.Bind(unfolded((place * here.steps + step) * share))
                                         left = tirx.max(following.steps * (_STEP // 2) - begin, wide(0))
                                         with T.serial(0, unfolded(tirx.min(share, left))) as pair:
-                                            self._cut_pair(following, begin + pair, share >= _PAIRS_FETCHED)
+                                            self._cut_pair(following, begin + pair, share >= _FETCHED_FROM)
 
-                                self._multiply(left, here, sums, (tile, at, vector), shape, cut_share)
+                                self._multiply(left, here, sums, (tile - job.left_begins, at, vector), shape, cut_share)
                 with T.If(here.part == job.parts - 1), T.Then(), T.serial(0, end - tile * _PAIR) as row:
                     self._finish(tile * _PAIR + row, here.panel * width, sums, at + row * width)
         _call("tilerelease")
@@ -257,7 +271,7 @@ class TileKernel:
     ) -> None:
         """Add the products of a block to the sums of a tile's rows and up to two vectors of columns.
 
-        `of` is the tile, the place of its sums, and the first vector; `beside` is done at each step.
+        `of` is the tile of `left`, the place of its sums, and the first vector; `beside` is done at each step.
         """
         tile, at, first = of
         width = self._product.width
