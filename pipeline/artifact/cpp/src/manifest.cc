@@ -184,9 +184,10 @@ void CheckFiles(const Manifest& manifest, const std::string& directory) {
   }
 }
 
-// Names of the kernel and of LLVM for the same instructions, without their dots and underscores.
+// Names of the kernel and of LLVM for the same instructions, without their dots, dashes and underscores.
 std::string Feature(std::string name) {
-  name.erase(std::remove_if(name.begin(), name.end(), [](char c) { return c == '.' || c == '_'; }), name.end());
+  const auto joins = [](char c) { return c == '.' || c == '-' || c == '_'; };
+  name.erase(std::remove_if(name.begin(), name.end(), joins), name.end());
   const std::map<std::string, std::string> known = {{"pni", "sse3"}, {"abm", "lzcnt"}, {"bmi1", "bmi"}};
   auto other = known.find(name);
   return other == known.end() ? name : other->second;
