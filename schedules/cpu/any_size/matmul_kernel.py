@@ -27,8 +27,6 @@ from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, parts_of_rows, tiles_of_rows
 from relaxtune.schedules.cpu.any_size.tile_kernel import TileKernel, has_tile_kernel, is_worth_tiles
 from relaxtune.schedules.sizes import Size
-from relaxtune.schedules.tir.blocks import same_sizes, shape_of
-from relaxtune.schedules.tir.contraction import are_axes
 from relaxtune.schedules.tir.expressions import substitute
 
 # While a job reads its first panel, each step of k fetches a line of the next tile of the left operand, which another
@@ -79,24 +77,13 @@ class _Step:
     at: tirx.Expr
 
 
-def _follow_one_another(product: Product) -> bool:
-    """Whether all rows of the left operand lie at one distance, each from the one before, across all axes of rows."""
-    con, block = product.con, product.block
-    rows = [block.axes[axis] for axis in con.rows]
-    axes = [*rows, block.axes[con.reduce[0]]]
-    shape = shape_of(con.left.source)
-    if not rows or shape is None or not are_axes(con.left.indices[-len(axes) :], axes):
-        return False
-    return same_sizes(shape[-len(axes) + 1 : -1], [block.sizes[axis] for axis in con.rows[1:]])
-
-
 class ProductKernel:
     """Writes the loops of a product."""
 
     def __init__(self, product: Product) -> None:
         self._product = product
         self._last_tiles = fewer_rows(product.rows)
-        self._follow_one_another = _follow_one_another(product)
+        self._follow_one_another = product.rows_follow_one_another
         #: Those of the kernel being written, by those of the function.
         self.buffers: Buffers = {}
 
@@ -292,7 +279,8 @@ class ProductKernel:
                     clear()
                 with T.Else():
                     each(lambda row, at: T.buffer_store(sums[row], step.sums[step.at + row * product.width + at], [at]))
-        line = self._next_block(size, step) if fetch and con.panel is not None else None
+        whole = len(rows) == product.rows
+        fetch_next = self._next_block(size, step, whole) if fetch and con.panel is not None else None
         with T.serial(0, size) as k:
             known = {**values, reduced: begin + k}
 
@@ -302,21 +290,32 @@ class ProductKernel:
                 T.buffer_store(sums[row], sums[row][at] + term, [at])
 
             each(multiply)
-            if line is not None:
-                prefetch(line(k), INTO_SECOND)
+            if fetch_next is not None:
+                fetch_next(k)
             if next_rows is not None:
                 row = self._row_in_place(next_rows + k % _LINE)
                 prefetch(self.load(con.left, {**known, **row, reduced: begin + k // _LINE * _LINE}), INTO_FIRST)
         each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
 
-    def _next_block(self, size: tirx.Expr, step: _Step) -> Callable[[tirx.Expr], tirx.Expr]:
-        """Return the element of the next block to fetch at a step of k: each tile's share is contiguous."""
+    def _next_block(self, size: tirx.Expr, step: _Step, whole: bool) -> Callable[[tirx.Expr], None]:
+        """Return what fetches a part of the next block at a step of k: each tile's share is contiguous.
+
+        A tile of fewer rows than a whole one may be the only one, and then fetches all lines of the panel's row.
+        """
         product = self._product
         fetching = unfolded(tirx.min(step.readers, wide(product.cut.fetching)))
         stride = unfolded((product.width + (fetching - 1)) // fetching)
         share = unfolded(step.place % fetching * size * stride)
         panels = self.buffers[product.con.right.source]
-        return lambda k: panels[step.next_panel, step.next_begin, share + k * stride]
+
+        def fetch(k: tirx.Expr) -> None:
+            first = share + k * stride
+            prefetch(panels[step.next_panel, step.next_begin, first], INTO_SECOND)
+            for further in range(_LINE, 1 if whole else product.width, _LINE):
+                with T.If(stride > further), T.Then():
+                    prefetch(panels[step.next_panel, step.next_begin, first + further], INTO_SECOND)
+
+        return fetch
 
     def _finish(self, values: Values, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
         """Store the epilogue of one row, whose sums begin at a place of their buffer."""

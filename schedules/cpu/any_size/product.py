@@ -12,6 +12,8 @@ from relaxtune.schedules.cpu.any_size.cut import Cut
 from relaxtune.schedules.cpu.any_size.emit import wide
 from relaxtune.schedules.cpu.contraction import TiledContraction
 from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.tir.blocks import same_sizes, shape_of
+from relaxtune.schedules.tir.contraction import are_axes
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
 
@@ -52,3 +54,14 @@ class Product:
         last = self.epilogue or self.block
         place = self.block.spatial.index(self.block.axes[self.con.column])
         return last.sizes[place]
+
+    @property
+    def rows_follow_one_another(self) -> bool:
+        """Whether all rows of the left operand lie at one distance, each from the one before, across all their axes."""
+        con, block = self.con, self.block
+        rows = [block.axes[axis] for axis in con.rows]
+        axes = [*rows, block.axes[con.reduce[0]]]
+        shape = shape_of(con.left.source)
+        if not rows or shape is None or not are_axes(con.left.indices[-len(axes) :], axes):
+            return False
+        return same_sizes(shape[-len(axes) + 1 : -1], [block.sizes[axis] for axis in con.rows[1:]])
