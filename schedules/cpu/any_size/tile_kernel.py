@@ -17,7 +17,7 @@ time; by six products, 2.7 times as much. Its operands lie in tiles of 1 KiB:
       parallel group of rows, job of panels
         part of k                      its rows of `left` stay in the second cache
           panel                        right[step, part, vector, 16, (k, k + 1) of 16 columns], read by all rows
-            32 rows                    2 x 2 tiles of sums
+            pair of tiles, 32 rows     2 x 2 tiles of sums
               step of 32               24 products of tiles; beside them, a share of the next block of `right` is cut
               epilogue of the rows     after the last part
 
@@ -90,17 +90,16 @@ def is_worth_tiles(rows: tirx.Expr) -> tirx.Expr:
 
 @dataclass(frozen=True)
 class _Job:
-    """Row tiles of 32 from a first one on, panels, and the parts of k: how many, and of how many steps.
+    """Pairs of tiles from a first one on, panels, and the parts of k: how many, and of how many steps.
 
-    The left operand's parts are there from the tile `left_begins` on.
-
-    The sums of at most `kept` tiles are kept at a time. TVM allocates what a job needs before it does anything, so that
-    sizes of buffers are known before the jobs are shared.
+    The left operand's parts are there from the pair `left_begins` on. The sums of at most `kept` pairs are kept at a
+    time. TVM allocates what a job needs before it does anything, so that sizes of buffers are known before the jobs are
+    shared.
     """
 
     left_begins: tirx.Expr
-    first_tile: tirx.Expr
-    tiles: tirx.Expr
+    first_pair: tirx.Expr
+    pairs: tirx.Expr
     first_panel: tirx.Expr
     panels: tirx.Expr
     parts: tirx.Expr
@@ -157,18 +156,18 @@ class TileKernel:
         left = T.alloc_buffer([tiles * (self._steps * _PARTS * _TILE)], "uint16", scope="global")
         pairs = T.Bind(unfolded((self._rows + (_PAIR - 1)) // _PAIR))
         spans = T.Bind(unfolded((pairs + (most - 1)) // most))
-        here = T.Bind(unfolded((pairs + (spans - 1)) // spans))
-        wanted = tirx.min(wide(groups_max), here // _PAIRS_MIN)
-        groups = T.Bind(unfolded(tirx.max((here + (_PAIRS_MAX - 1)) // _PAIRS_MAX, wanted)))
-        size = T.Bind(unfolded((here + (groups - 1)) // groups))
+        at_once = T.Bind(unfolded((pairs + (spans - 1)) // spans))
+        wanted = tirx.min(wide(groups_max), at_once // _PAIRS_MIN)
+        groups = T.Bind(unfolded(tirx.max((at_once + (_PAIRS_MAX - 1)) // _PAIRS_MAX, wanted)))
+        size = T.Bind(unfolded((at_once + (groups - 1)) // groups))
         bytes_of_step = (size * _PAIR + 2 * product.width) * (_STEP * _PARTS * 2)
         fitting = tirx.max(product.tiles_l2_bytes // _L2_SHARE // bytes_of_step, wide(1))
         parts = T.Bind(unfolded((self._steps + (fitting - 1)) // fitting))
         steps = T.Bind(unfolded((self._steps + (parts - 1)) // parts))
         kept = T.Bind(unfolded(tirx.Select(parts > 1, size * panels_of_job, wide(1))))
         with T.serial(0, spans) as span:
-            begin = T.Bind(unfolded(span * here))
-            end = T.Bind(unfolded(tirx.min(begin + here, pairs)))
+            begin = T.Bind(unfolded(span * at_once))
+            end = T.Bind(unfolded(tirx.min(begin + at_once, pairs)))
             first_row = T.Bind(begin * _PAIR)
             count = T.Bind(unfolded(tirx.min((end - begin) * 2, (self._rows - first_row + (_SIDE - 1)) // _SIDE)))
             share_jobs([count], lambda place: self._cut_left(left, first_row, place[0]))
@@ -176,10 +175,10 @@ class TileKernel:
             def job(place: list[tirx.Expr]) -> None:
                 group, number = place
                 first = T.Bind(unfolded(begin + group * size))
-                tiles = T.Bind(unfolded(tirx.max(tirx.min(size, end - first), wide(0))))
+                here = T.Bind(unfolded(tirx.max(tirx.min(size, end - first), wide(0))))
                 panel = T.Bind(number * panels_of_job)
                 count = T.Bind(tirx.min(wide(panels_of_job), panels - panel))
-                self._job(left, _Job(begin, first, tiles, panel, count, parts, steps, kept))
+                self._job(left, _Job(begin, first, here, panel, count, parts, steps, kept))
 
             share_jobs([groups, jobs], job)
 
@@ -195,15 +194,15 @@ class TileKernel:
                         value = (bits[part * _SIDE + lane] >> 16).astype("uint16")
                         T.buffer_store(left, value, [at + part * _TILE + lane])
 
-    def _cut_pair(self, block: _Block, pair: tirx.Expr, fetch: tirx.Expr) -> None:
+    def _cut_rows(self, block: _Block, number: tirx.Expr, fetch: tirx.Expr) -> None:
         """Cut two rows of a block of weights into parts; each word of the result is of both."""
-        k = block.begin * _STEP + pair * 2
+        k = block.begin * _STEP + number * 2
         with T.If(fetch), T.Then():
             for vector in range(self._vectors * 2):
                 prefetch(self._load_right(block.panel, k + _ROWS_AHEAD, vector * _SIDE), INTO_SECOND)
         for vector in range(self._vectors):
             even, odd = (self._cut_weights(block.panel, row, vector) for row in (k, k + 1))
-            at = block.at + ((pair // _SIDE * _PARTS * self._vectors + vector) * _SIDE + pair % _SIDE) * _SIDE
+            at = block.at + ((number // _SIDE * _PARTS * self._vectors + vector) * _SIDE + number % _SIDE) * _SIDE
             for part in range(_PARTS):
                 with T.vectorized(0, _SIDE) as lane:
                     word = (even[part * _SIDE + lane] >> 16) | odd[part * _SIDE + lane]
@@ -231,34 +230,53 @@ class TileKernel:
             return _Block(right, unfolded(number % 2 * size), T.Bind(panel), part, begin, T.Bind(unfolded(steps)))
 
         first = block(wide(0))
-        with T.serial(0, first.steps * (_STEP // 2)) as pair:
-            self._cut_pair(first, pair, tirx.const(True, "bool"))
+        with T.serial(0, first.steps * (_STEP // 2)) as number:
+            self._cut_rows(first, number, tirx.const(True, "bool"))
         with T.serial(0, job.parts * job.panels) as turn:
             here, following = block(turn), block(turn + 1)
-            spread = T.Bind(unfolded(tirx.max(job.tiles * here.steps, wide(1))))
+            spread = T.Bind(unfolded(tirx.max(job.pairs * here.steps, wide(1))))
             share = T.Bind(unfolded((following.steps * (_STEP // 2) + (spread - 1)) // spread))
-            with T.serial(0, job.tiles) as place:
-                tile = T.Bind(job.first_tile + place)
-                number = tirx.Select(job.parts > 1, unfolded(turn % job.panels) * job.tiles + place, wide(0))
+            with T.serial(0, job.pairs) as place:
+                number = tirx.Select(job.parts > 1, unfolded(turn % job.panels) * job.pairs + place, wide(0))
                 at = T.Bind(unfolded(number * (_PAIR * width)))
-                end = T.Bind(tirx.min(tile * _PAIR + _PAIR, self._rows))
-                with T.If(end - tile * _PAIR > _SIDE):
-                    for rows in (2, 1):
-                        with T.Then() if rows == 2 else T.Else():
-                            for vector in range(0, self._vectors, 2):
-                                shape = (rows, min(2, self._vectors - vector))
 
-                                def cut_share(step: tirx.Expr, vector: int = vector) -> None:
-                                    if vector == 0:
-                                        begin = T.Bind(unfolded((place * here.steps + step) * share))
-                                        left = tirx.max(following.steps * (_STEP // 2) - begin, wide(0))
-                                        with T.serial(0, unfolded(tirx.min(share, left))) as pair:
-                                            self._cut_pair(following, begin + pair, share >= _FETCHED_FROM)
+                def cut_share(step: tirx.Expr) -> None:
+                    begin = T.Bind(unfolded((place * here.steps + step) * share))
+                    rest = tirx.max(following.steps * (_STEP // 2) - begin, wide(0))
+                    with T.serial(0, unfolded(tirx.min(share, rest))) as number:
+                        self._cut_rows(following, begin + number, share >= _FETCHED_FROM)
 
-                                self._multiply(left, here, sums, (tile - job.left_begins, at, vector), shape, cut_share)
-                with T.If(here.part == job.parts - 1), T.Then(), T.serial(0, end - tile * _PAIR) as row:
-                    self._finish(tile * _PAIR + row, here.panel * width, sums, at + row * width)
+                pair = T.Bind(job.first_pair + place)
+                rows = T.Bind(tirx.min(self._rows - pair * _PAIR, wide(_PAIR)))
+                self._pair(left, here, sums, (pair - job.left_begins, at), rows, cut_share)
+                with T.If(here.part == job.parts - 1), T.Then(), T.serial(0, rows) as row:
+                    self._finish(pair * _PAIR + row, here.panel * width, sums, at + row * width)
         _call("tilerelease")
+
+    def _pair(
+        self,
+        left: tirx.Var,
+        block: _Block,
+        sums: tirx.Var,
+        of: tuple[tirx.Expr, tirx.Expr],
+        rows: tirx.Expr,
+        beside: Callable[[tirx.Expr], None],
+    ) -> None:
+        """Add the products of a block to the sums of a pair of tiles, or of one where there are few rows.
+
+        `of` is the pair's place in `left`, and that of its sums; `beside` is done once at each step.
+        """
+
+        def vectors(tiles: int) -> None:
+            for first in range(0, self._vectors, 2):
+                shape = (tiles, min(2, self._vectors - first))
+                self._multiply(left, block, sums, (*of, first), shape, beside if first == 0 else None)
+
+        with T.If(rows > _SIDE):
+            with T.Then():
+                vectors(2)
+            with T.Else():
+                vectors(1)
 
     def _multiply(
         self,
@@ -267,13 +285,13 @@ class TileKernel:
         sums: tirx.Var,
         of: tuple[tirx.Expr, tirx.Expr, int],
         shape: tuple[int, int],
-        beside: Callable[[tirx.Expr], None],
+        beside: Callable[[tirx.Expr], None] | None,
     ) -> None:
-        """Add the products of a block to the sums of a tile's rows and up to two vectors of columns.
+        """Add the products of a block to the sums of tiles of rows and vectors of columns, so many as `shape` says.
 
-        `of` is the tile of `left`, the place of its sums, and the first vector; `beside` is done at each step.
+        `of` is the pair's place in `left`, that of its sums, and the first vector.
         """
-        tile, at, first = of
+        pair, at, first = of
         width = self._product.width
         registers = [(row, column, row * 2 + column) for row in range(shape[0]) for column in range(shape[1])]
 
@@ -293,7 +311,7 @@ class TileKernel:
             for of_left, of_right in _PRODUCTS:
                 if of_left != loaded[0]:
                     for row in range(shape[0]):
-                        element = (((tile * 2 + row) * self._steps + block.begin + step) * _PARTS + of_left) * _TILE
+                        element = (((pair * 2 + row) * self._steps + block.begin + step) * _PARTS + of_left) * _TILE
                         _call("tileloadd64", T.int8(_LEFT + row), T.address_of(left[element]), T.int64(_STEP * 2))
                 if of_right != loaded[1]:
                     for column in range(shape[1]):
@@ -303,7 +321,8 @@ class TileKernel:
                 loaded = (of_left, of_right)
                 for row, column, register in registers:
                     _call("tdpbf16ps", T.int8(register), T.int8(_LEFT + row), T.int8(_RIGHT + column))
-            beside(step)
+            if beside is not None:
+                beside(step)
         each_sum("tilestored64")
 
 
