@@ -33,7 +33,7 @@ ACCEPTED_FORMS = (
     'nvidia/geforce-rtx-3090, or JSON such as {"kind": "llvm", "mcpu": "znver4"}'
 )
 
-# Linux gives a process the tiles when it asks for them.
+# What kernels for tiles are made of: bfloat16 is cut from float32 in vectors. Linux gives a process tiles when it asks.
 _TILES = frozenset({"amx-tile", "amx-bf16", "avx512bw"})
 
 # Attribute of a CUDA target. It says how code is packed, not what code is made, so that records do not depend on it.

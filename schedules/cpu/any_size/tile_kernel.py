@@ -7,7 +7,7 @@ A float32 has 24 bits of significand, a bfloat16 8: cut off from the left, the t
 Of the nine products of the parts of two numbers six are computed. The others, middle times low and smaller, are less
 than 2^-21 of the product, and less than rounding a float32 sum loses: on sums of 768 and 3,072 products the errors are
 0.4 of those of float32 multiply-adds. Sums are kept in float32 by the unit, which takes subnormal numbers as zero
-(Intel SDM volume 2, TDPBF16PS); an infinity makes its sums NaN.
+(Intel SDM volume 2, TDPBF16PS); an infinity may make its sums NaN.
 
 The unit multiplies 16 x 32 by 32 x 16 elements in 16 cycles, sixteen times what multiply-adds of 512 bits do in that
 time; by six products, 2.7 times as much. Its operands lie in tiles of 1 KiB:
