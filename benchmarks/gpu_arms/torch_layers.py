@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from relaxtune.models.zoo.bert import BertConfig
 from relaxtune.models.zoo.llama import LlamaConfig, inverse_frequencies
+from relaxtune.models.zoo.t5 import BUCKET_NUDGE, T5Config
 
 
 class Weights:
@@ -133,6 +135,26 @@ class PreNormLayer(nn.Module):
         return hidden + self.narrow(F.gelu(self.wide(self.after(hidden)), approximate=self.gelu))
 
 
+class T5Layer(nn.Module):
+    """One layer of the encoder: RMS norms before, attention that is not scaled, no biases."""
+
+    def __init__(self, config: T5Config, weights: Weights, name: str) -> None:
+        """Take the weights of one layer."""
+        super().__init__()
+        self.heads = config.heads
+        self.norm = weights.rms_norm(f"{name}.layer.0.layer_norm", config.epsilon)
+        self.qkv = weights.linear(*(f"{name}.layer.0.SelfAttention.{which}" for which in "qkv"), bias=False)
+        self.mixed = weights.linear(f"{name}.layer.0.SelfAttention.o", bias=False)
+        self.after = weights.rms_norm(f"{name}.layer.1.layer_norm", config.epsilon)
+        self.wide = weights.linear(f"{name}.layer.1.DenseReluDense.wi", bias=False)
+        self.narrow = weights.linear(f"{name}.layer.1.DenseReluDense.wo", bias=False)
+
+    def forward(self, hidden: Tensor, bias: Tensor) -> Tensor:
+        """Return the next hidden state (B, S, N); the bias (B or 1, H, S, S) is added to the scores."""
+        hidden = hidden + self.mixed(_self_attention(self.qkv(self.norm(hidden)), self.heads, mask=bias, scale=1.0))
+        return hidden + self.narrow(F.relu(self.wide(self.after(hidden))))
+
+
 class LlamaLayer(nn.Module):
     """One layer without its attention, which prefill and decode do differently."""
 
@@ -161,11 +183,22 @@ class LlamaLayer(nn.Module):
         return hidden + self.down(F.silu(gate) * up)
 
 
-def rotary_tables(config: LlamaConfig, length: int, weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (S, D) of position times frequency, computed in float32 and rounded to the weights' dtype."""
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * torch.from_numpy(inverse_frequencies(config))
+def rotary_tables(config: LlamaConfig, weights: Weights) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of position times frequency for all positions, in float32 rounded to the weights' dtype."""
+    positions = torch.arange(config.max_positions, dtype=torch.float32)
+    angles = positions[:, None] * torch.from_numpy(inverse_frequencies(config))
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(weights.device, weights.dtype), angles.sin().to(weights.device, weights.dtype)
+
+
+def distance_buckets(config: T5Config, distance: Tensor) -> Tensor:
+    """Return the bucket of each key position - query position, as the zoo's graph computes it."""
+    half = config.buckets // 2
+    exact = half // 2
+    size = distance.abs()
+    scale = (half - exact) / math.log(config.max_distance / exact)
+    steps = (torch.log(size.clamp(min=1).float() / exact) * scale + BUCKET_NUDGE).long()
+    return (distance > 0).long() * half + torch.where(size < exact, size, (steps + exact).clamp(max=half - 1))
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -173,10 +206,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-high, low], dim=-1) * sin
 
 
-def _self_attention(qkv: Tensor, heads: int, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-    """Return the context (B, S, N) from (B, S, 3 N) with all heads of Q first, then K, then V."""
+def _self_attention(
+    qkv: Tensor, heads: int, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Return the context (B, S, H*D) from (B, S, 3*H*D) with all heads of Q first, then K, then V."""
     query, key, value = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
-    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+    context = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
     return context.transpose(1, 2).flatten(2)
 
 

@@ -22,14 +22,17 @@ from benchmarks.gpu_arms.torch_layers import (
     BertLayer,
     LlamaLayer,
     PreNormLayer,
+    T5Layer,
     Weights,
     causal_and_padding,
+    distance_buckets,
     frozen,
     rotary_tables,
 )
 from relaxtune.models.zoo.bert import BertConfig
 from relaxtune.models.zoo.gpt2 import Gpt2Config
 from relaxtune.models.zoo.llama import LlamaConfig
+from relaxtune.models.zoo.t5 import T5Config
 from relaxtune.models.zoo.vit import VitConfig
 
 Outputs = dict[str, Tensor]
@@ -134,18 +137,56 @@ class Gpt2(nn.Module):
         return {"logits": F.linear(self.norm(hidden), self.table)}
 
 
-class Llama(nn.Module):
-    """Decoder layers with RMS norms, rotary positions, grouped queries and SwiGLU: prefill."""
+class T5(nn.Module):
+    """Encoder layers with RMS norms before, which share a bias looked up by the distance of key and query."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, length: int, *, masked: bool) -> None:
-        """Take the weights of the preset; `length` is the most S of a call."""
+    def __init__(self, config: T5Config, weights: Weights, *, masked: bool) -> None:
+        """Take the weights of the preset."""
+        super().__init__()
+        self.config, self.masked = config, masked
+        self.table = frozen(weights.get("shared.weight"))
+        self.bias = frozen(weights.get("encoder.relative_attention_bias.weight"))
+        self.layers = nn.ModuleList(
+            T5Layer(config, weights, f"encoder.block.{index}") for index in range(config.layers)
+        )
+        self.norm = weights.rms_norm("encoder.final_layer_norm", config.epsilon)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
+        """Return last_hidden_state (B, S, N)."""
+        hidden = F.embedding(input_ids, self.table)
+        bias = self._position_bias(input_ids.shape[1])
+        if self.masked:
+            bias = bias.masked_fill(attention_mask[:, None, None, :] == 0, torch.finfo(bias.dtype).min)
+        for layer in self.layers:
+            hidden = layer(hidden, bias)
+        return {"last_hidden_state": self.norm(hidden)}
+
+    def _position_bias(self, length: int) -> Tensor:
+        """Return the bias (1, H, S, S), looked up once for each distance."""
+        places = torch.arange(length, device=self.bias.device)
+        distances = torch.arange(1 - length, length, device=self.bias.device)
+        of_distance = F.embedding(distance_buckets(self.config, distances), self.bias)
+        # Attention takes a bias whose keys lie side by side.
+        return of_distance[places - places[:, None] + length - 1].permute(2, 0, 1).contiguous()[None]
+
+
+class LlamaModel(nn.Module):
+    """What prefill and the decode steps of Llama have: the tables, the layers and the output head."""
+
+    def __init__(self, config: LlamaConfig, weights: Weights, *, masked: bool) -> None:
+        """Take the weights of the preset."""
         super().__init__()
         self.masked = masked
+        self.kv_heads = config.kv_heads
         self.table = frozen(weights.get("model.embed_tokens.weight"))
         self.layers = nn.ModuleList(LlamaLayer(config, weights, index) for index in range(config.layers))
         self.norm = weights.rms_norm("model.norm", config.epsilon)
         self.head = weights.linear("lm_head", bias=False)
-        self.cos, self.sin = (frozen(table) for table in rotary_tables(config, length, weights))
+        self.cos, self.sin = (frozen(table) for table in rotary_tables(config, weights))
+
+
+class Llama(LlamaModel):
+    """Decoder layers with RMS norms, rotary positions, grouped queries and SwiGLU: prefill."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Outputs:
         """Return the logits (B, S, V)."""
@@ -161,48 +202,51 @@ class Llama(nn.Module):
         return {"logits": self.head(self.norm(hidden))}
 
 
-class LlamaDecode(nn.Module):
-    """One decode step over a static cache of T places: the new token's keys and values are written in place.
+class LlamaStep(LlamaModel):
+    """One decode step that takes its caches and returns them grown, as the zoo's graph does.
 
     The query heads that share a key head are taken as rows of one attention problem, so no key is repeated.
     """
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, *caches: Tensor) -> Outputs:
+        """Return the logits (B, 1, V) and the grown caches (B, KV, T, D); given are keys, values of each layer."""
+        hidden = F.embedding(input_ids, self.table)
+        # (B, 1, 1, D) and the place in the cache, which is the last whatever the position says of padding.
+        cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
+        mask = attention_mask[:, None, None, :].bool() if self.masked else None
+        present: Outputs = {}
+        for index, layer in enumerate(self.layers):
+            query, key, value = layer.project(hidden, cos, sin)
+            keys, values = self.grown(caches[2 * index], key), self.grown(caches[2 * index + 1], value)
+            present |= {f"present.{index}.key": keys, f"present.{index}.value": values}
+            grouped = query.squeeze(2).unflatten(1, (self.kv_heads, -1))
+            context = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
+            hidden = layer.finish(hidden, context.flatten(1)[:, None])
+        return {"logits": self.head(self.norm(hidden)), **present}
+
+    @staticmethod
+    def grown(cache: Tensor, new: Tensor) -> Tensor:
+        """Return a cache with the new token's keys or values."""
+        return torch.cat([cache, new], dim=2)
+
+
+class LlamaDecode(LlamaStep):
+    """One decode step over a static cache of T places: the new token's keys and values are written in place."""
 
     def __init__(
         self, config: LlamaConfig, weights: Weights, caches: Mapping[str, np.ndarray], *, masked: bool
     ) -> None:
         """Take the weights of the preset and the caches (B, KV, T - 1, D) by the names of the zoo's inputs."""
-        super().__init__()
-        self.masked = masked
-        self.kv_heads = config.kv_heads
-        self.table = frozen(weights.get("model.embed_tokens.weight"))
-        self.layers = nn.ModuleList(LlamaLayer(config, weights, index) for index in range(config.layers))
-        self.norm = weights.rms_norm("model.norm", config.epsilon)
-        self.head = weights.linear("lm_head", bias=False)
-        filled = caches["past_key_values.0.key"].shape[2]
-        self.cos, self.sin = (frozen(table) for table in rotary_tables(config, filled + 1, weights))
+        super().__init__(config, weights, masked=masked)
         for index in range(config.layers):
             for which in ("key", "value"):
-                past = torch.from_numpy(caches[f"past_key_values.{index}.{which}"])
-                place = torch.zeros(*past.shape[:2], 1, past.shape[3])
-                grown = torch.cat([past.float(), place], dim=2).to(weights.device, weights.dtype)
-                self.register_buffer(f"{which}_{index}", grown)
+                past = torch.from_numpy(caches[f"past_key_values.{index}.{which}"]).float()
+                self.register_buffer(f"{which}_{index}", F.pad(past, (0, 0, 0, 1)).to(weights.device, weights.dtype))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Outputs:
         """Return the logits (B, 1, V); the grown caches are `present`."""
-        hidden = F.embedding(input_ids, self.table)
-        batch, total = attention_mask.shape
-        # (B, 1, 1, D) and the place in the cache, which is the last whatever the position says of padding.
-        cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]
-        mask = attention_mask[:, None, None, :].bool() if self.masked else None
-        for index, layer in enumerate(self.layers):
-            query, key, value = layer.project(hidden, cos, sin)
-            keys, values = getattr(self, f"key_{index}"), getattr(self, f"value_{index}")
-            keys[:, :, total - 1 :] = key
-            values[:, :, total - 1 :] = value
-            grouped = query.reshape(batch, self.kv_heads, -1, query.shape[-1])
-            context = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-            hidden = layer.finish(hidden, context.reshape(batch, 1, -1))
-        return {"logits": self.head(self.norm(hidden))}
+        returned = super().forward(input_ids, attention_mask, position_ids, *self.present().values())
+        return {"logits": returned["logits"]}
 
     def present(self) -> Outputs:
         """Return the caches as the zoo's graph names its outputs."""
@@ -211,6 +255,12 @@ class LlamaDecode(nn.Module):
             for index in range(len(self.layers))
             for which in ("key", "value")
         }
+
+    @staticmethod
+    def grown(cache: Tensor, new: Tensor) -> Tensor:
+        """Return the cache, the new token's keys or values in its last place."""
+        cache[:, :, -1:] = new
+        return cache
 
 
 def build(
@@ -222,18 +272,25 @@ def build(
     dtype: torch.dtype,
     masked: bool,
 ) -> nn.Module:
-    """Return the module of a case over the zoo's weights; `inputs` gives a decode step its caches."""
+    """Return the module of a case over the zoo's weights.
+
+    A decode step has the caches of `inputs` inside; without any, the module takes caches of all sizes and returns them.
+    """
     config, weights = case.preset.config, Weights(arrays, device, dtype)
     if isinstance(config, BertConfig):
         module: nn.Module = Bert(config, weights, masked=masked)
-    elif isinstance(config, Gpt2Config):
+    elif isinstance(config, T5Config):
+        module = T5(config, weights, masked=masked)
+    elif isinstance(config, Gpt2Config) and case.family is Family.GPT2:
         module = Gpt2(config, weights, masked=masked)
     elif isinstance(config, VitConfig):
         module = Vit(config, weights)
-    elif isinstance(config, LlamaConfig) and case.family is Family.LLAMA_DECODE:
+    elif isinstance(config, LlamaConfig) and case.family is Family.LLAMA:
+        module = Llama(config, weights, masked=masked)
+    elif isinstance(config, LlamaConfig) and inputs:
         module = LlamaDecode(config, weights, inputs, masked=masked)
-    elif isinstance(config, LlamaConfig) and case.length is not None:
-        module = Llama(config, weights, case.length, masked=masked)
+    elif isinstance(config, LlamaConfig):
+        module = LlamaStep(config, weights, masked=masked)
     else:
         raise ValueError(f"no torch module for zoo model {case.model!r}")
     return module.eval()
