@@ -5,16 +5,18 @@
         [--budget S] [--out FILE.json]
 
 Precision is fp16; nothing is tuned: all kernels are what is taken without a record. Each call's output is first
-compared with the float32 model (relative error, Frobenius): in torch where the benchmark has a module of it, else in
-ONNX Runtime on the CPU. Then the arms take turns, every second one backwards, each after a call of its own that is not
-timed; a time is what a caller waits for, by the host clock, with inputs on the device. Sizes come a few times before
-they are timed, so that ours runs as a CUDA graph, and the peers have compiled and allocated. `torch` is
-`torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs (`mode="reduce-overhead"`), `torch_eager`
-eager torch captured in a CUDA graph of each size (not a default). Lengths are of the prompt, or of the cache of a
-decode step; images have none. `--static` names the points with a static artifact. `--stream` then makes so many calls
-of random sizes, a quarter as many different ones up to the largest, by every arm but static ones and torch's graphs,
-which are of one size. Artifacts are compiled beside each other; `cpu_s` of a compilation is its processor time. Needs
-torch; for `ort` onnxruntime-gpu.
+compared with the float32 model in torch (relative error, Frobenius); it has modules of BERT, GPT-2, Llama, Llama's
+decode step, T5 and ViT, none of GPT-2's decode step and Whisper. Then the arms take turns, every second one backwards,
+each after a call of its own that is not timed; a time is what a caller waits for, by the host clock, with inputs on the
+device. Sizes come a few times before they are timed, so that ours runs as a CUDA graph, and the peers have compiled and
+allocated. `torch` is `torch.compile(dynamic=True)`, `torch_graphs` the same with its CUDA graphs
+(`mode="reduce-overhead"`), `torch_eager` eager torch captured in a CUDA graph of each size (not a default). Lengths are
+of the prompt, or of the cache of a decode step; images have none. `--static` names the points with a static artifact.
+`--stream` then makes so many calls of random sizes, a quarter as many different ones up to the largest, by every arm
+but static ones and torch's graphs, which are of one size. Artifacts are compiled beside each other; `cpu_s` of a
+compilation is its processor time. With `--lock` torch compiles before the lock is taken, at the smallest points of each
+kind that it specialises (by which axes are 1), so that runs of several models wait for each other only to measure;
+"ready" is printed then. Needs torch; for `ort` onnxruntime-gpu.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from multiprocessing import get_context
@@ -35,16 +38,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.whole_models.random_sizes import random_points, time_stream
+from benchmarks.any_length.random_sizes import Arm, random_points, time_stream
 
 LENGTHS = (1, 7, 16, 50, 64, 100, 128, 200, 256, 333, 384, 512)
 STATIC = tuple((batch, length) for batch in (1, 8, 32) for length in (16, 128, 512))
 _SYMBOLIC = "symbolic"
 _ERROR_MAX = 2e-2
 _WARM = 3
-Arm = Callable[[], Any]
-
-
 Point = tuple[int, ...]
 
 
@@ -100,133 +100,6 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     }
 
 
-class Peers:
-    """The float32 reference, torch's arms and ONNX Runtime's."""
-
-    def __init__(self, model: str, arms: Sequence[str], length: int) -> None:
-        """Build the modules and sessions that are asked for, for calls of `length` tokens at most."""
-        import torch
-
-        from benchmarks.gpu_arms import torch_models
-        from benchmarks.gpu_arms.cases import Case, weights_of
-        from relaxtune.models import load_model
-        from relaxtune.models.zoo.presets import get_preset
-
-        self.notes: dict[str, str] = {}
-        torch.set_grad_enabled(False)
-        torch._dynamo.config.recompile_limit = 64
-        shapes = {spec.name: spec.shape for spec in get_preset(model).inputs}
-        self.model = load_model(f"{model}:fp16", shapes=shapes)
-        single = load_model(model, shapes=shapes)
-        weights, case = weights_of(single.proto), Case(model, 1, length)
-
-        def built(dtype: Any) -> Any:
-            return torch_models.build(case, weights, {}, device="cuda", dtype=dtype, masked=True)
-
-        self._torch: dict[str, Any] = {}
-        self._exact, self._exact_session = None, None
-        try:
-            # The module of a decode step holds caches of one length.
-            self._exact = None if "decode" in model else built(torch.float32)
-        except ValueError as error:
-            self.notes["torch"] = str(error)
-        if self._exact is None:
-            self._exact_session = self._ort(single, ["CPUExecutionProvider"])
-        else:
-            modes = {"torch": None, "torch_graphs": "reduce-overhead"}
-            for name in modes.keys() & set(arms):
-                self._torch[name] = torch.compile(built(torch.float16), dynamic=True, mode=modes[name])
-        self._eager = built(torch.float16) if self._exact is not None and "torch_eager" in arms else None
-        self._session = self._ort(self.model, ["CUDAExecutionProvider"]) if "ort" in arms else None
-
-    def _ort(self, model: Any, providers: list[str]) -> Any:
-        import onnxruntime
-
-        from relaxtune.models import save_model
-
-        if providers[0] not in onnxruntime.get_available_providers():
-            self.notes["ort"] = f"onnxruntime {onnxruntime.__version__} has no {providers[0]}"
-            return None
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        with tempfile.TemporaryDirectory() as folder:
-            path = save_model(model, Path(folder, "model.onnx"))
-            session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-        return session if providers[0] in session.get_providers() else None
-
-    def expected(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        """Return the outputs in float32."""
-        import torch
-
-        if self._exact is None:
-            halves = {name: array.astype(np.float32) for name, array in feeds.items() if array.dtype == np.float16}
-            names = [one.name for one in self._exact_session.get_outputs()]
-            arrays = self._exact_session.run(names, {**feeds, **halves})
-            return {name: torch.from_numpy(array).cuda() for name, array in zip(names, arrays, strict=True)}
-        tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
-        wide = [tensor.float() if tensor.is_floating_point() else tensor for tensor in tensors]
-        return {name: tensor.float() for name, tensor in self._exact(*wide).items()}
-
-    def torch_arms(self, feeds: Mapping[str, np.ndarray]) -> dict[str, Arm]:
-        """Return a call of each module."""
-        import torch
-
-        from benchmarks.gpu_arms.torch_arms import graph_arm
-
-        tensors = [torch.from_numpy(feeds[spec.name]).cuda() for spec in self.model.inputs]
-
-        def arm(module: Any) -> Arm:
-            def run() -> Any:
-                outputs = module(*tensors)
-                torch.cuda.synchronize()
-                return outputs
-
-            return run
-
-        arms = {name: arm(module) for name, module in self._torch.items()}
-        if self._eager is not None:
-            captured, checked = graph_arm(self._eager, tensors), list[bool]()
-
-            def replay() -> Any:
-                captured.launch()
-                captured.synchronise()
-                # Copies of the outputs, the first time.
-                outputs = captured.outputs() if not checked else {}
-                checked.append(True)
-                return outputs
-
-            arms["torch_eager"] = replay
-        return arms
-
-    def ort_arm(self, feeds: Mapping[str, np.ndarray], *, checks: bool) -> Arm | None:
-        """Return a call with inputs and outputs on the device; the first one copies them to the host if it `checks`."""
-        import onnxruntime
-
-        if self._session is None:
-            return None
-        session, binding = self._session, self._session.io_binding()
-        held = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, "cuda", 0) for name, array in feeds.items()}
-        for name, value in held.items():
-            binding.bind_ortvalue_input(name, value)
-        for value in session.get_outputs():
-            binding.bind_output(value.name, "cuda", 0)
-
-        def run() -> Any:
-            session.run_with_iobinding(binding)
-            binding.synchronize_outputs()
-            arrays = binding.copy_outputs_to_cpu() if not checked else ()
-            checked.append(held)
-            return {one.name: array for one, array in zip(session.get_outputs(), arrays, strict=False)}
-
-        checked: list[object] = [] if checks else [held]
-        return run
-
-    def arms(self, symbolic: Arm, feeds: Mapping[str, np.ndarray], *, checks: bool) -> dict[str, Arm]:
-        """Return the arms of a call: that of the symbolic artifact, and the peers'."""
-        ort = self.ort_arm(feeds, checks=checks)
-        return {_SYMBOLIC: symbolic, **self.torch_arms(feeds), **({} if ort is None else {"ort": ort})}
-
-
 def own_arm(module: Any, feeds: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
     """Return a call of an artifact, its inputs on the device, and one that does not wait for the device."""
     tensors = module.to_device(feeds)
@@ -258,24 +131,30 @@ def error_of(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     """Return the largest relative error of the outputs."""
     import torch
 
-    def wide(value: Any) -> Any:
+    def on_device(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.float()
-        return torch.from_numpy(np.asarray(value.numpy() if hasattr(value, "numpy") else value)).cuda().float()
+            return value
+        return torch.from_numpy(np.asarray(value.numpy() if hasattr(value, "numpy") else value)).cuda()
 
     return max(
-        float((wide(found[name]) - right).norm() / right.norm()) for name, right in expected.items() if name in found
+        float((on_device(found[name]) - right).norm() / right.norm())
+        for name, right in expected.items()
+        if name in found
     )
 
 
-def measure(arms: Mapping[str, Arm], expected: Mapping[str, Any], runs: int) -> dict[str, dict[str, float]]:
-    """Return the median and 99th percentile of each arm in microseconds, and its error; wrong arms are left out."""
+def measure(arms: Mapping[str, Arm], expected: dict[str, Any], runs: int) -> dict[str, dict[str, float]]:
+    """Return the median and 99th percentile of each arm in microseconds, and its error; wrong arms are left out.
+
+    `expected` is emptied before arms are timed: what it holds may be large.
+    """
     found: dict[str, dict[str, float]] = {}
     for name, arm in arms.items():
         error = error_of(arm(), expected)
         for _ in range(_WARM):
             arm()
         found[name] = {"error": error}
+    expected.clear()
     right = [name for name, result in found.items() if result["error"] < _ERROR_MAX]
     times: dict[str, list[float]] = {name: [] for name in right}
     for turn in range(runs):
@@ -326,6 +205,12 @@ def text_of(point: Point) -> str:
     return "x".join(map(str, point)) or _SYMBOLIC
 
 
+def smallest_of_kinds(points: Sequence[Point]) -> list[Point]:
+    """Return the smallest point of each kind for which torch compiles code of its own: by which axes are 1."""
+    kinds = {tuple(size == 1 for size in point): point for point in sorted(points, key=math.prod, reverse=True)}
+    return list(kinds.values())
+
+
 def run_points(
     arguments: argparse.Namespace,
     jobs: Mapping[Point, Future[dict[str, float]]],
@@ -334,6 +219,7 @@ def run_points(
     began: float,
 ) -> None:
     """Time every point, and write the results after each."""
+    from benchmarks.any_length.peers import Peers
     from benchmarks.gpu_arms.results import machine
     from relaxtune.models.inputs import unpadded_inputs
     from relaxtune.pipeline.artifact.runtime import Module
@@ -342,10 +228,28 @@ def run_points(
     compiled = {text_of(point): job.result() for point, job in jobs.items()}
     for name, facts in compiled.items():
         print(name, ", ".join(f"{key} {value:.6g}" for key, value in facts.items()), flush=True)
+    peers = Peers(arguments.model, arguments.arms)
+
+    def feeds_of(point: Point) -> dict[str, np.ndarray]:
+        return unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
+
+    def results_of(point: Point) -> dict[str, dict[str, float]]:
+        feeds = feeds_of(point)
+        expected = peers.expected(feeds)
+        symbolic, launch = own_arm(module, feeds)
+        arms = {_SYMBOLIC: symbolic, **peers.arms(feeds, checks=True)}
+        if point in jobs:
+            arms["static"] = own_arm(Module.load(folder / text_of(point)), feeds)[0]
+        found = measure(arms, expected, arguments.runs)
+        found[_SYMBOLIC]["host_us"] = host_us(launch, symbolic, arguments.runs)
+        return found
+
     if arguments.lock:
+        for point in smallest_of_kinds(points):
+            peers.compile_at(feeds_of(point))
+        print("ready", flush=True)
         # Held until the process ends.
         fcntl.flock(os.open(arguments.lock, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
-    peers = Peers(arguments.model, arguments.arms, max(arguments.lengths))
     module = Module.load(folder / _SYMBOLIC)
     document: dict[str, Any] = {
         **machine(),
@@ -359,13 +263,7 @@ def run_points(
         if time.monotonic() - began > arguments.budget:
             print("the budget is spent", flush=True)
             break
-        feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
-        symbolic, launch = own_arm(module, feeds)
-        arms = peers.arms(symbolic, feeds, checks=True)
-        if point in jobs:
-            arms["static"] = own_arm(Module.load(folder / text_of(point)), feeds)[0]
-        found = measure(arms, peers.expected(feeds), arguments.runs)
-        found[_SYMBOLIC]["host_us"] = host_us(launch, symbolic, arguments.runs)
+        found = results_of(point)
         document["points"][text_of(point)] = found
         text = ", ".join(
             f"{name} {one['median_us']:.0f}" if "median_us" in one else f"{name} WRONG {one['error']:.3g}"
@@ -379,8 +277,8 @@ def run_points(
         most = tuple(max(sizes) for sizes in zip(*points, strict=True))
         arms_of: dict[str, list[Arm]] = {}
         for point in random_points(most, arguments.stream // 4):
-            feeds = unpadded_inputs(peers.model, seed=0, dims=dict(zip(axes, point, strict=True)))
-            of_point = peers.arms(own_arm(module, feeds)[0], feeds, checks=False)
+            feeds = feeds_of(point)
+            of_point = {_SYMBOLIC: own_arm(module, feeds)[0], **peers.arms(feeds, checks=False)}
             for name in of_point.keys() - {"torch_graphs", "torch_eager"}:
                 arms_of.setdefault(name, []).append(of_point[name])
         document["stream"] = {"calls": arguments.stream, **time_stream(arms_of, arguments.stream)}

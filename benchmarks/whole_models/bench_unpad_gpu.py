@@ -36,7 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.whole_models.bench_any_length_gpu import Arm, Peers, compile_artifact, measure, own_arm
+from benchmarks.any_length.random_sizes import Arm
+from benchmarks.whole_models.bench_any_length_gpu import compile_artifact, measure, own_arm
 
 _ARMS = ("unpadded", "padded", "static", "torch", "torch_padded")
 
@@ -174,13 +175,14 @@ def _run(
     compiled: Mapping[str, Mapping[str, float]],
     began: float,
 ) -> None:
+    from benchmarks.any_length.peers import Peers
     from benchmarks.gpu_arms.results import machine
     from relaxtune.models.zoo.presets import get_preset
     from relaxtune.pipeline.artifact.runtime import Module
 
     modules = {name: Module.load(folder / name) for name in own}
     arms = ["torch"] if "torch_padded" in arguments.arms else []
-    peers = Peers(arguments.model, arms, max(arguments.texts.values()))
+    peers = Peers(arguments.model, arms)
     makers: dict[str, Callable[[Mapping[str, np.ndarray]], Arm]] = {}
     if "torch" in arguments.arms:
         try:

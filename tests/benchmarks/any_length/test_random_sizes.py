@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from benchmarks.whole_models.random_sizes import random_points, time_stream
+from benchmarks.any_length.random_sizes import random_points, time_stream
 
 
 def test_points_are_within_the_sizes_and_the_same_each_time() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+Arm = Callable[[], Any]
 # Sizes that come once before calls are timed.
 _WARM = 3
 
@@ -18,7 +20,7 @@ def random_points(most: Sequence[int], count: int) -> list[tuple[int, ...]]:
     return [tuple(int(rng.integers(1, size + 1)) for size in most) for _ in range(count)]
 
 
-def time_stream(arms: Mapping[str, Sequence[Callable[[], object]]], calls: int) -> dict[str, dict[str, float]]:
+def time_stream(arms: Mapping[str, Sequence[Arm]], calls: int) -> dict[str, dict[str, float]]:
     """Return for every arm what calls of sizes in random order take: median, 99th percentile and most, microseconds.
 
     `arms` have a call for each of the sizes; all arms have the same order. The first calls of a size count, as they do
