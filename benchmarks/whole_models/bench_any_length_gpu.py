@@ -131,13 +131,8 @@ def error_of(found: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
     """Return the largest relative error of the outputs."""
     import torch
 
-    def on_device(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value
-        return torch.from_numpy(np.asarray(value.numpy() if hasattr(value, "numpy") else value)).cuda()
-
     return max(
-        float((on_device(found[name]) - right).norm() / right.norm())
+        float((torch.from_dlpack(found[name]).to(right.device) - right).norm() / right.norm())
         for name, right in expected.items()
         if name in found
     )

@@ -10,6 +10,7 @@ from tvm import tirx
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.sizes import ceil_div, is_not_negative, least, simplified
+from relaxtune.schedules.templates.emit.division import Divisor
 
 ELEMENT_BYTES = 2
 # Of the L2 cache, what the keys and values of the tiles that are made together may take.
@@ -53,6 +54,8 @@ class TilePlan:
         Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
     spans
         The kernel's flat view of the spans of keys, once there is a kernel.
+    divisor
+        What divides by `head_items`, once there is a kernel, where they are symbolic.
     """
 
     spec: AttentionSpec
@@ -62,6 +65,7 @@ class TilePlan:
     heads: int
     section: int
     spans: tirx.Var | None = field(default=None, kw_only=True)
+    divisor: Divisor | None = field(default=None, kw_only=True)
 
     def span(self, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
         """Return the first key that a query sees, and the one after the last; those of the last query beyond it."""

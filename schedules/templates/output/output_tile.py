@@ -38,19 +38,19 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.hopper import uniform
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
 from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair, pair_of
 from relaxtune.schedules.templates.output.output_shares import (
-    VECTOR_BYTES,
     Shares,
-    has_vectors,
     head_tables,
     patch_pad,
     residual_loads,
     row_loads,
     scalar_loads,
 )
+from relaxtune.schedules.templates.output.patch_writer import PatchWriter, patch_vectors
 from relaxtune.schedules.templates.output.row_statistics import share_of_four_sums
 from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
@@ -156,7 +156,7 @@ class OutputTile:
 
     def rows_exist(self, block: int) -> AbstractContextManager[None]:
         """Emit what the block emits for those warps that have rows of the output in one of its blocks of rows."""
-        return when([self._row + block * self._step < self._matmul.extent] if self._ragged_rows else [])
+        return when([uniform(self._row + block * self._step) < self._matmul.extent] if self._ragged_rows else [])
 
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
@@ -173,8 +173,16 @@ class OutputTile:
         """
         self._ragged_columns = ragged_columns
         self._column_end = column_end
-        self._output = _matrix(self._output_param, self._matmul.extent, self._matmul.columns)
-        shares = self._shares
+        shares, matmul = self._shares, self._matmul
+        writer = PatchWriter(
+            matmul,
+            _matrix(self._output_param, matmul.extent, matmul.columns),
+            self._patch,
+            self._warp,
+            self._lane,
+            row_end=matmul.extent if self._ragged_rows else None,
+            column_end=column_end if ragged_columns else None,
+        )
         self.copies.wait(self._warp)
         for block in range(shares.m_blocks):
             with self.rows_exist(block):
@@ -184,30 +192,15 @@ class OutputTile:
                     self._lay_out_residuals(block, start, width)
                     self._evaluate(accumulators, block, start, width)
                     T.evaluate(T.cuda.warp_sync())
-                    self._write_patch(block, start, width)
+                    writer.write(self._row + block * self._step, self._column + start, width)
                     T.evaluate(T.cuda.warp_sync())
-
-    def _vectors(self, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
-        """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
-        lanes = VECTOR_BYTES // element_bytes(dtype)
-        across = width // lanes
-        vectors = []
-        for step in range(math.ceil(16 * across / 32)):
-            position = self._lane + step * 32
-            vectors.append((position // across, position % across * lanes, lanes, 16 * across % 32 != 0))
-        return vectors
-
-    def _elements(self, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
-        """Return the same as `_vectors` for single elements, for rows that do not start at multiples of 16 bytes."""
-        positions = (self._lane + step * 32 for step in range(16 * width // 32))
-        return [(position // width, position % width, 1, False) for position in positions]
 
     def _read_residuals(self, block: int, start: int, width: int) -> None:
         """Emit reads of a chunk of every residual into registers, 4 words a vector."""
         for index, load in enumerate(self._residuals):
             dtype = dtype_of(load)
             source = _matrix(self._renamed[load.source], self._matmul.extent, self._matmul.columns)
-            vectors = self._vectors(dtype, width)
+            vectors = patch_vectors(self._lane, dtype, width)
             words = T.alloc_local([4 * len(vectors)], "uint32")
             for number, (line, inside, lanes, _) in enumerate(vectors):
                 at_row = tirx.min(self._row + block * self._step + line, self._matmul.extent - 1)
@@ -219,7 +212,7 @@ class OutputTile:
     def _lay_out_residuals(self, block: int, start: int, width: int) -> None:
         for index, patch in enumerate(self._residual_patches):
             words = self._held[index, block, start]
-            for number, (line, inside, _, partial) in enumerate(self._vectors(str(patch.ty.dtype), width)):
+            for number, (line, inside, _, partial) in enumerate(patch_vectors(self._lane, str(patch.ty.dtype), width)):
                 registers = [words[number * 4 + word] for word in range(4)]
                 store = T.ptx["st.shared.v4.u32"](patch.ptr_to([self._warp, line, inside]), *registers)
                 with when([line < 16] if partial else []):
@@ -364,28 +357,6 @@ class OutputTile:
             for variable, one in zip(variables, accumulators, strict=True)
         ]
         return evaluated(self._value_of_sums, epilogue, sums, axes, replace_load)
-
-    def _write_patch(self, block: int, start: int, width: int) -> None:
-        dtype = self._matmul.output_dtype
-        vectors = self._vectors(dtype, width) if has_vectors(self._matmul, dtype) else self._elements(width)
-        for line, inside, lanes, partial in vectors:
-            row, column = self._row + block * self._step + line, self._column + start + inside
-            guards = [line < 16] if partial else []
-            if self._ragged_rows:
-                guards.append(row < self._matmul.extent)
-            if self._ragged_columns:
-                guards.append(column < self._column_end)
-            target = output_column(column, self._epilogue.head) if self._epilogue.head else column
-            with when(guards):
-                self._write_vector(row, target, line, inside, lanes)
-
-    def _write_vector(self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int) -> None:
-        if lanes == 1:
-            T.buffer_store(self._output, self._patch[self._warp, line, inside], [row, column])
-            return
-        with T.vectorized(lanes) as lane:
-            value = self._patch[self._warp, line, inside + lane]
-            T.buffer_store(self._output, value, [row, column + lane])
 
 
 def _matrix(buffer: tirx.Var, rows: Size, columns: int) -> tirx.Var:

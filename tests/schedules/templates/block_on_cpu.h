@@ -103,7 +103,7 @@ template <class T> inline T __shfl_xor_sync(unsigned, T value, int mask) {
   memcpy(&value, show(&word, 1)[threadIdx.x % 32 ^ mask], 4);
   return value;
 }
-template <class T> inline T __shfl_sync(unsigned, T value, int lane, int) {
+template <class T> inline T __shfl_sync(unsigned, T value, int lane, int = 32) {
   unsigned word;
   memcpy(&word, &value, 4);
   memcpy(&value, show(&word, 1)[lane], 4);

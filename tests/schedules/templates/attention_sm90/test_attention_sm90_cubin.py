@@ -18,6 +18,7 @@ from tests.schedules.templates.cubin import (
     LOCAL_LOAD,
     LOCAL_STORE,
     MMA_SYNC,
+    MOVE_TO_UNIFORM,
     TMA_LOAD,
     WGMMA,
     WGMMA_FROM_REGISTERS,
@@ -38,6 +39,7 @@ def target() -> ResolvedTarget:
     ("case", "parameters", "registers_max"),
     [
         (BERT, AttentionParameters(1, 64, 2, residents=3), 128),
+        (replace(BERT, batch=32, queries=512, keys=512), AttentionParameters(1, 64, 3, blocks=396, residents=3), 128),
         (
             replace(BERT, bias=("add", "float32", (1, 1, 1, 128))),
             AttentionParameters(1, 128, 1, overlap=False, residents=2),
@@ -64,7 +66,18 @@ def target() -> ResolvedTarget:
         (replace(LONG, head_dim=256), AttentionParameters(2, 80, 2, pingpong=True), 168),
         (replace(LONG, head_dim=192, value_dim=128, causal=True), AttentionParameters(2, 128, 2, pingpong=True), 168),
     ],
-    ids=["small", "mask", "causal", "three consumers", "decode", "decode that appends", "window", "wide", "two widths"],
+    ids=[
+        "small",
+        "several tiles",
+        "mask",
+        "causal",
+        "three consumers",
+        "decode",
+        "decode that appends",
+        "window",
+        "wide",
+        "two widths",
+    ],
 )
 def test_cubin_has_wgmma_and_no_spills(
     case: AttentionCase, parameters: AttentionParameters, registers_max: int, target: ResolvedTarget
@@ -82,6 +95,9 @@ def test_cubin_has_wgmma_and_no_spills(
     assert cubin.count(MMA_SYNC) == 0
     assert cubin.count(LOCAL_LOAD) == cubin.count(LOCAL_STORE) == cubin.frame_bytes == 0
     assert cubin.registers <= registers_max
+    # Descriptors are sums in uniform registers, which takes roles that the compiler knows to be whole warps'.
+    places = [place for place, opcode in enumerate(cubin.opcodes) if opcode in (WGMMA, WGMMA_FROM_REGISTERS)]
+    assert cubin.opcodes[places[0] : places[-1]].count(MOVE_TO_UNIFORM) < len(places)
 
 
 @pytest.mark.parametrize(

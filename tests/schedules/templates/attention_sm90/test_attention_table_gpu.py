@@ -73,6 +73,7 @@ def changed(make: Made, **changes: object) -> Made:
 CASES: dict[str, tuple[Made, AttentionParameters | None]] = {
     "defaults": (same, None),
     "causal": (changed(same, causal=True), None),
+    "causal, several tiles": (changed(same, causal=True), replace(SMALL, blocks=11, residents=3)),
     "by turns": (changed(same, head_dim=128), WIDE),
     "several tiles": (same, replace(SMALL, blocks=11, residents=3)),
     "pairs of tiles": (changed(same, causal=True, head_dim=128), replace(WIDE, blocks=5)),

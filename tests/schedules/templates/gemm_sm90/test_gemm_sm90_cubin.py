@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import tvm
+from tvm import tirx
 
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
+from relaxtune.schedules.registry import TEMPLATES
+from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
+from relaxtune.schedules.templates.ranges import Ranges, RangesParameters, SizeRange
 from tests.schedules.templates.cubin import (
     LAUNCH_DEPENDENTS,
     LOAD,
@@ -42,7 +46,12 @@ def target() -> ResolvedTarget:
 def compiled(
     case: MatmulCase, parameters: GemmParameters, target: ResolvedTarget, constants: tuple[int, ...] = (1,)
 ) -> Cubin:
-    func = GemmSm90().apply(case.func().with_attr(CONSTANT_PARAMS_ATTR, constants), target, parameters)
+    source = case.func().with_attr(CONSTANT_PARAMS_ATTR, constants)
+    if all(isinstance(size, int) for size in case.rows):
+        func = GemmSm90().apply(source, target, parameters)
+    else:
+        table = RangesParameters((SizeRange(4096, parameters.to_json()),))
+        func = Ranges(TEMPLATES).apply(source, target, table)
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     with captured_cubins("sm_90a") as cubins:
         tvm.tirx.build(mod, target=target.target, pipeline=register_mixed_pipeline())
@@ -113,9 +122,21 @@ def test_cubin_has_wgmma_and_no_spills(
     assert cubin.registers <= registers_max
 
 
-def test_multiplications_of_a_stage_follow_each_other(target: ResolvedTarget) -> None:
+@pytest.mark.parametrize(
+    ("rows", "parameters"),
+    [
+        ((128,), GemmParameters(64, 64, 8, 1, dependent=True)),
+        # Warps without rows leave out their part: a branch that the compiler must know to be a whole warp's.
+        ((8, 333), GemmParameters(128, 192, 5, 2, 132, 1, True, True)),
+        ((tirx.Var("batch", "int64"), 77), GemmParameters(128, 192, 5, 2, 132, 1, True, True)),
+    ],
+    ids=["few rows", "ragged rows", "symbolic rows"],
+)
+def test_multiplications_of_a_stage_follow_each_other(
+    rows: tuple[Size, ...], parameters: GemmParameters, target: ResolvedTarget
+) -> None:
     """Descriptors are sums in uniform registers: no value is moved there from a thread's between two instructions."""
-    cubin = compiled(replace(WIDE, rows=(128,)), GemmParameters(64, 64, 8, 1, dependent=True), target)
+    cubin = compiled(replace(WIDE, rows=rows, epilogue=("bias", "gelu")), parameters, target)
     assert cubin.count(MOVE_TO_UNIFORM) < cubin.count(WGMMA)
 
 
