@@ -118,9 +118,13 @@ class Ranges:
         if isinstance(found, Refusal):
             return found
         maker, proposed = found
+
+        def is_open_ended(own: Parameters) -> bool:
+            return maker.predict_us(func, target, own, OPEN_ROWS) is not None
+
         if rows is None and bounds[-1] < OPEN_ROWS:
             # The last kernel is for all rows above, too: with norms inside, these may ask for more shared memory.
-            open_ended = [one for one in proposed if maker.predict_us(func, target, one, OPEN_ROWS) is not None]
+            open_ended = [one for one in proposed if is_open_ended(one)]
             if not open_ended and any(maker.predict_us(func, target, one, bounds[0]) for one in proposed):
                 return self.candidates(func.without_attr(ROWS_MAX_ATTR), target)
             proposed = open_ended or proposed
@@ -135,11 +139,14 @@ class Ranges:
         calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
         times = _times(maker, func, target, proposed, calls)
         fixed = {n: _fastest(times, n) for n, most in enumerate(bounds) if most in named and times}
-        # The last kernel is for all above, too.
-        bounds = (*bounds[:-1], max(bounds[-1], OPEN_ROWS)) if rows is None else bounds
         if not times:
-            return [RangesParameters((SizeRange(bounds[-1], proposed[0].to_json()),))]
+            most = max(bounds[-1], OPEN_ROWS) if rows is None else bounds[-1]
+            return [RangesParameters((SizeRange(most, proposed[0].to_json()),))]
         chosen = [*_cover(times, range(own), {}), *_cover(times, range(own, len(bounds)), fixed)]
+        if rows is None and bounds[-1] < OPEN_ROWS:
+            # That of a named number of rows may be for no more than these.
+            serving = [one for one in (chosen[-1], *chosen, *times) if is_open_ended(one)]
+            chosen, bounds = [*chosen, (serving or chosen)[0]], (*bounds, OPEN_ROWS)
         last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
         return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
 

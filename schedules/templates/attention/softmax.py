@@ -126,7 +126,7 @@ class OnlineSoftmax:
         return self._plan.spec.scale * LOG2_E if added is None else added
 
     @property
-    def plain(self) -> bool:
+    def _plain(self) -> bool:
         """Whether nothing is added to the scores: they are plain products."""
         return self._bias is None or self._bias.unit is None
 
@@ -183,7 +183,7 @@ class OnlineSoftmax:
     @property
     def _subtracts(self) -> bool:
         """Whether the largest score is subtracted first: a low finite score times log2(e) may be -inf."""
-        return not self.plain and self.unit != 1.0
+        return not self._plain and self.unit != 1.0
 
     def _find_scale(self, added: tirx.Expr) -> tirx.Expr:
         """Emit the factor from what a thread holds of a block to scores: plain products where nothing is added."""
@@ -250,7 +250,7 @@ class OnlineSoftmax:
         used = highest[0]
         if self._may_see_nothing:
             used = tirx.Select(highest[0] == MINUS_INFINITY, tirx.FloatImm("float32", 0.0), highest[0])
-        T.buffer_store(self._used, used * unit if self.plain else used, [row])
+        T.buffer_store(self._used, used * unit if self._plain else used, [row])
         T.buffer_store(self._change, exp2(self._power(self._highest[row], row)), [row])
         T.buffer_store(self._highest, highest[0], [row])
 
@@ -263,7 +263,7 @@ class OnlineSoftmax:
     def _power(self, score: tirx.Expr, row: int) -> tirx.Expr:
         """Return the power of 2 that is a score's weight."""
         unit = tirx.FloatImm("float32", self.unit)
-        if self.plain:
+        if self._plain:
             return score * unit - self._used[row]
         # The subtraction comes first: a low finite score times log2(e) may be -inf.
         difference = score - self._used[row]

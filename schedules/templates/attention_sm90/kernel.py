@@ -12,7 +12,7 @@ from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.mask import Rows
-from relaxtune.schedules.templates.attention.sizes import bind_sizes, flat_view, is_zero, most
+from relaxtune.schedules.templates.attention.sizes import bind_sizes, flat_view, most
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
@@ -255,43 +255,20 @@ class _Kernel:
         self._end_scores(0)
         self._weigh(zero)
         self._softmax.convert(self._scores, self._weights)
-        steps = self._tile.block_count - 1
-        if self._masks_last_alone:
-            with T.serial(steps - 1) as step:
-                self._sum_beside_scores(group, step, masked=False)
-            with T.If(steps > 0), T.Then():
-                self._sum_beside_scores(group, steps - 1)
-        else:
-            with T.serial(steps) as step:
-                self._sum_beside_scores(group, step)
-        self._begin_values(steps)
+        with T.serial(self._tile.block_count - 1) as step:
+            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+            self._wait_turn(group)
+            self._begin_scores(step + 1, wait=False)
+            self._softmax.prefetch(self._tile.first_block + step + 1)
+            self._begin_values(step)
+            self._end_turn(group)
+            self._end_scores(1)
+            self._weigh(step + 1)
+            self._end_values()
+            self._softmax.rescale(self._sums, self._spec.value_dim // 2)
+            self._softmax.convert(self._scores, self._weights)
+        self._begin_values(self._tile.block_count - 1)
         self._end_values()
-
-    def _sum_beside_scores(self, group: tirx.Expr, step: tirx.Expr, *, masked: bool = True) -> None:
-        """Emit the values of a step beside the scores of the next, which a row may not see all of if `masked`."""
-        T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
-        self._wait_turn(group)
-        self._begin_scores(step + 1, wait=False)
-        self._softmax.prefetch(self._tile.first_block + step + 1)
-        self._begin_values(step)
-        self._end_turn(group)
-        self._end_scores(1)
-        self._weigh(step + 1, masked=masked)
-        self._end_values()
-        self._softmax.rescale(self._sums, self._spec.value_dim // 2)
-        self._softmax.convert(self._scores, self._weights)
-
-    @property
-    def _masks_last_alone(self) -> bool:
-        """Whether a tile's last block of keys is made by code of its own, since all rows see all of the others.
-
-        For symbolic lengths, where nothing is added to the scores: a branch around a mask in each step costs 2 % of the
-        kernel (H200, BERT-base and GPT-2 small, 8 and 32 rows of 512).
-        """
-        plan, spec = self._plan, self._spec
-        if not plan.symbolic or not self._softmax.plain or spec.hides_earlier or self._p.split > 1:
-            return False
-        return not spec.causal or (is_zero(plan.ahead) and self._p.block_k % plan.tile_queries == 0)
 
     def _release_query(self, step: tirx.Expr) -> None:
         """Emit, at a tile's first step, the release of the memory of the tile before, once its output is copied."""
@@ -316,9 +293,9 @@ class _Kernel:
             arrive(self._memory.empty_k.ptr_to([self._ring_k.stage]))
         self._ring_k.advance()
 
-    def _weigh(self, step: tirx.Expr, *, masked: bool = True) -> None:
+    def _weigh(self, step: tirx.Expr) -> None:
         block = self._tile.first_block + step
-        self._softmax.weigh(self._scores, block, self._masked(block) if masked else None)
+        self._softmax.weigh(self._scores, block, self._masked(block))
 
     def _begin_values(self, step: tirx.Expr) -> None:
         T.evaluate(T.cuda.mbarrier_wait(self._memory.full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))

@@ -129,14 +129,20 @@ def test_two_kernels_of_a_range_share_its_condition(target: ResolvedTarget) -> N
     assert conditions[2] == "None"
 
 
+@pytest.mark.parametrize("named", [(), (32,)], ids=["none named", "the most is named"])
+@pytest.mark.parametrize("columns", [2048, 8192])
 @pytest.mark.parametrize("size", [1, 32])
-def test_last_kernel_of_few_rows_has_memory_for_the_norms_of_more(size: int, target: ResolvedTarget) -> None:
+def test_last_kernel_of_few_rows_has_memory_for_the_norms_of_more(
+    size: int, columns: int, named: tuple[int, ...], target: ResolvedTarget
+) -> None:
     """A norm's scales lie in shared memory, a pair for each row of a tile: tiles of more rows ask for more."""
-    case = NormCase(MatmulCase((BATCH, LENGTH), 8192, 2048), group=16, operand=True, centred=False)
-    func = case.func().with_attr(ROWS_MAX_ATTR, size)
+    case = NormCase(MatmulCase((BATCH, LENGTH), columns, 2048), group=16, operand=True, centred=False)
+    func = case.func().with_attr(ROWS_MAX_ATTR, size).with_attr(NAMED_ROWS_ATTR, list(named))
     offered = Ranges(TEMPLATES).candidates(func, target)
     assert not isinstance(offered, Refusal)
     assert isinstance(Ranges(TEMPLATES).apply(func, target, offered[0]), tirx.PrimFunc)
+    alone = GemmSm90().candidates(replace(case, matmul=replace(case.matmul, rows=(32,))).func(), target)[0]
+    assert not named or next(one for one in offered[0].ranges if one.most >= 32).decision == alone.to_json()
 
 
 def test_ranges_of_one_decision_share_a_kernel_planned_for_the_most_rows(target: ResolvedTarget) -> None:
