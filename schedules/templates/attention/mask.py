@@ -11,7 +11,8 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
-from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view, is_even, is_one, is_zero
+from relaxtune.schedules.templates.attention.padding_search import SCAN_LOADS, any_lane
+from relaxtune.schedules.templates.attention.sizes import flat_view, is_even, is_one, is_zero
 from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 from relaxtune.schedules.templates.emit.registers import in_register
 
@@ -38,14 +39,6 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 }
 """
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
-# Words of 4 bytes -> the load.
-_SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
-# Words that a lane reads of a tile's mask: at a time, and at most.
-_HELD_WORDS_MAX, _SEARCHED_WORDS_MAX = 16, 256
-_ANY_LANE = "relaxtune_any_lane"
-_ANY_LANE_SOURCE = """
-__forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
-"""
 
 
 @dataclass(frozen=True)
@@ -78,108 +71,6 @@ class _Scan:
         elements = 4 if fours else 2
         loads = math.ceil(block_k / (32 * elements))
         return cls(elements, loads, loads * elements * element_bytes // 4)
-
-
-class PaddingSearch:
-    """Finds out whether there is anything but zeros in the mask of padding of a tile's batch element.
-
-    A short mask is read when a tile begins, and looked at once the tile's first scores are being multiplied. A long one
-    is read for a thread block's first tile, and again where the batch element has changed.
-    """
-
-    def __init__(self, plan: TilePlan, param: tirx.Var, lane: tirx.Expr) -> None:
-        spec, dtype = plan.spec, str(param.ty.dtype)
-        assert spec.bias is not None
-        self._keys, self._stride, self._lane = spec.keys, spec.bias.batch_stride, lane
-        element_bytes = int(tvm.DataType(dtype).itemsize)
-        self._vector = self.vector_of(plan, element_bytes)
-        self._loads = ceil_div(spec.keys, 32 * self._vector)
-        self._buffer = flat_view(param, dtype)
-        # A single element of 2 bytes takes a word, too.
-        self._narrow = self._vector * element_bytes < 4
-        self._each = 1 if self._narrow else self._vector * element_bytes // 4
-        self._batch_loads = _HELD_WORDS_MAX // self._each
-        self._bits = T.alloc_local([1], "uint32")
-        held = self._batch_loads if self._is_long else self._loads
-        self._words = T.alloc_local([held * self._each], "uint32")
-        if self._is_long:
-            self._known = T.alloc_local([1], "int32")
-            T.buffer_store(self._known, -1, [0])
-
-    @classmethod
-    def serves(cls, plan: TilePlan, param: tirx.Var) -> bool:
-        """Whether a tile has such a mask, and no other block a part of its keys."""
-        bias, dtype = plan.spec.bias, str(param.ty.dtype)
-        if bias is None or bias.kind != "add" or not bias.of_padding or plan.parameters.split > 1:
-            return False
-        size = int(tvm.DataType(dtype).itemsize)
-        vector = cls.vector_of(plan, size)
-        if not isinstance(plan.spec.keys, int):
-            return True
-        return vector > 0 and math.ceil(plan.spec.keys / (32 * vector)) * vector * size <= 4 * _SEARCHED_WORDS_MAX
-
-    @staticmethod
-    def vector_of(plan: TilePlan, element_bytes: int) -> int:
-        """Return the elements of the widest loads that the rows of the mask allow; 0 for none of 4 bytes or more.
-
-        Rows of symbolic length may begin anywhere: 1.
-        """
-        spec = plan.spec
-        assert spec.bias is not None
-        if not isinstance(spec.keys, int) or not isinstance(spec.bias.batch_stride, int):
-            return 1
-        sizes = [size // element_bytes for size in (16, 8, 4)]
-        # No wider than that all lanes have something to read.
-        useful = [one for one in sizes if one * 32 <= spec.keys] or sizes[-1:]
-        fitting = [one for one in useful if one and spec.keys % one == 0 and spec.bias.batch_stride % one == 0]
-        return fitting[0] if fitting else 0
-
-    @property
-    def _is_long(self) -> bool:
-        return not isinstance(self._loads, int) or self._loads > self._batch_loads
-
-    def begin(self, batch: tirx.Expr) -> None:
-        """Emit the reads for a tile."""
-        if not self._is_long:
-            self._read(batch, 0, self._loads)
-            return
-        with T.If(batch != self._known[0]), T.Then():
-            T.buffer_store(self._known, batch, [0])
-            T.buffer_store(self._bits, T.uint32(0), [0])
-            if isinstance(self._loads, int):
-                for first in range(0, self._loads, self._batch_loads):
-                    self._read_more(batch, first, min(self._batch_loads, self._loads - first))
-                return
-            with T.serial(ceil_div(self._loads, self._batch_loads)) as turn:
-                self._read_more(batch, turn * self._batch_loads, self._batch_loads)
-
-    def found_nothing(self) -> tirx.Expr:
-        """Return whether the tile's mask is zeros alone, the same in all lanes of a warp."""
-        if not self._is_long:
-            T.buffer_store(self._bits, self._read_bits(self._loads), [0])
-        found = T.cuda.func_call(_ANY_LANE, self._bits[0], source_code=_ANY_LANE_SOURCE, return_type="int32")
-        return hold(found) == 0
-
-    def _read_more(self, batch: tirx.Expr, first: tirx.Expr | int, count: int) -> None:
-        self._read(batch, first, count)
-        T.buffer_store(self._bits, tirx.bitwise_or(self._bits[0], self._read_bits(count)), [0])
-
-    def _read(self, batch: tirx.Expr, first: tirx.Expr | int, count: int) -> None:
-        for load in range(count):
-            key = tirx.min(((first + load) * 32 + self._lane) * self._vector, self._keys - self._vector)
-            at = batch * self._stride + key
-            if self._narrow:
-                word = tirx.Cast("uint32", tirx.reinterpret("uint16", self._buffer[at]))
-                T.buffer_store(self._words, word, [load])
-                continue
-            registers = [self._words[load * self._each + word] for word in range(self._each)]
-            T.evaluate(T.ptx[_SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([at])))
-
-    def _read_bits(self, count: int) -> tirx.Expr:
-        bits = self._words[0]
-        for word in range(1, count * self._each):
-            bits = tirx.bitwise_or(bits, self._words[word])
-        return bits
 
 
 class BiasReader:
@@ -244,7 +135,7 @@ class BiasReader:
             key = tirx.min(block * block_k + inside, plan.spec.keys - scan.elements)
             registers = [self._scanned[load * each + word] for word in range(each)]
             at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
-            T.evaluate(T.ptx[_SCAN_LOADS[each]](*registers, at))
+            T.evaluate(T.ptx[SCAN_LOADS[each]](*registers, at))
 
     def _read_block(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit what this thread's rows need of one block of keys; past the last key, the last is read."""
@@ -332,8 +223,7 @@ class BiasReader:
         bits = words[0]
         for word in words[1:]:
             bits = tirx.bitwise_or(bits, word)
-        found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
-        return hold(found) != 0
+        return any_lane(bits, self._dtype)
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
         """Emit the adding to scaled products, or the masking of plain ones."""

@@ -26,10 +26,10 @@ from relaxtune.schedules.templates.attention.mask import (
     LOG2_E,
     MINUS_INFINITY,
     BiasReader,
-    PaddingSearch,
     Rows,
     hold,
 )
+from relaxtune.schedules.templates.attention.padding_search import PaddingSearch
 from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 from relaxtune.schedules.templates.emit.registers import in_register, tree, when
 
