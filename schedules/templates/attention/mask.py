@@ -41,6 +41,12 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
 
 
+_OF_LANE = "relaxtune_of_lane"
+_OF_LANE_SOURCE = """
+__forceinline__ __device__ unsigned relaxtune_of_lane(unsigned x, int lane) { return __shfl_sync(~0u, x, lane); }
+"""
+
+
 @dataclass(frozen=True)
 class Rows:
     """The two rows of a thread: their query and head, and the keys they may see (`first <= key < end`)."""
@@ -73,6 +79,57 @@ class _Scan:
         return cls(elements, loads, loads * elements * element_bytes // 4)
 
 
+class _OfLanes:
+    """A block of a mask of padding in the registers of a warp, of each 64 keys two neighbouring ones a lane.
+
+    Rows may begin anywhere: elements are read one by one, each by one lane.
+    """
+
+    def __init__(self, plan: TilePlan, buffer: tirx.Var, dtype: str, lane: tirx.Expr) -> None:
+        self._plan, self._buffer, self._dtype, self._lane = plan, buffer, dtype, lane
+        self._bits = 8 * int(tvm.DataType(dtype).itemsize)
+        # Two elements of 4 bytes are two words; smaller ones share one.
+        self._each = 2 if self._bits == 32 else 1
+        self._held = T.alloc_local([math.ceil(plan.parameters.block_k / 64) * self._each], "uint32")
+
+    @classmethod
+    def serves(cls, plan: TilePlan, dtype: str) -> bool:
+        """Whether a mask is read so: of padding, in elements of 4 bytes or less."""
+        assert plan.spec.bias is not None
+        return plan.spec.bias.of_padding and int(tvm.DataType(dtype).itemsize) <= 4
+
+    @property
+    def words(self) -> list[tirx.Expr]:
+        """What the lane holds."""
+        return [self._held[word] for word in _words(self._held)]
+
+    def read(self, start: tirx.Expr, block: tirx.Expr) -> None:
+        """Emit the reads of a block, of a row that begins at an element; past the last key, the last is read."""
+        block_k, keys = self._plan.parameters.block_k, self._plan.spec.keys
+        for number in range(math.ceil(block_k / 64)):
+            bits = []
+            for index in range(2):
+                inside = tirx.min((number * 32 + self._lane) * 2 + index, block_k - 1)
+                element = self._buffer[start + tirx.min(block * block_k + inside, keys - 1)]
+                bits.append(tirx.Cast("uint32", tirx.reinterpret(f"uint{self._bits}", element)))
+            if self._each == 1:
+                bits = [tirx.bitwise_or(bits[0], tirx.shift_left(bits[1], tirx.const(self._bits, "uint32")))]
+            for word, value in enumerate(bits):
+                T.buffer_store(self._held, value, [number * self._each + word])
+
+    def pair(self, pair: int) -> tirx.Var:
+        """Emit the fetching of a pair of 8 keys that belongs to this lane's scores; return its words."""
+        words = T.alloc_local([self._each], "uint32")
+        number, owner = divmod(pair, 8)
+        for word in range(self._each):
+            held = self._held[number * self._each + word]
+            found = T.cuda.func_call(
+                _OF_LANE, held, owner * 4 + self._lane % 4, source_code=_OF_LANE_SOURCE, return_type="uint32"
+            )
+            T.buffer_store(words, found, [word])
+        return words
+
+
 class BiasReader:
     """Reads the part of a mask that belongs to a block of keys into registers, and applies it.
 
@@ -95,16 +152,13 @@ class BiasReader:
         # One row of the mask may serve both rows of a thread.
         self._lines = 1 if is_zero(bias.query_stride) and (is_zero(bias.head_stride) or plan.group == 1) else 2
         strides = (bias.batch_stride, bias.head_stride, bias.query_stride)
-        # Most tiles have no mask of padding to read: where its rows begin anywhere, registers are not kept for it.
-        self._at_once = bias.of_padding and not isinstance(plan.spec.keys, int)
         even = all(is_even(size) for size in (*strides, plan.spec.keys))
+        of_lanes = not even and _OfLanes.serves(plan, self._dtype)
+        self._of_lanes = _OfLanes(plan, self._buffer, self._dtype, lane) if of_lanes else None
         # Where some of them are symbolic, a call says whether they are even.
         unknown = not even and not any(isinstance(size, int) and size % 2 for size in (*strides, plan.spec.keys))
-        load = (
-            _PAIR_LOADS.get(self._dtype)
-            if is_one(bias.key_stride) and (even or (unknown and not self._at_once))
-            else None
-        )
+        pairs = is_one(bias.key_stride) and (even or unknown) and not of_lanes
+        load = _PAIR_LOADS.get(self._dtype) if pairs else None
         self._even: tirx.Expr | None = None
         if load is not None and not even:
             bits = plan.spec.keys
@@ -123,9 +177,11 @@ class BiasReader:
 
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
+        if self._of_lanes is not None:
+            self._of_lanes.read(hold(rows.batch * self._bias.batch_stride), block)
+            return
         if self._scan is None:
-            if not self._at_once:
-                self._read_block(block, rows)
+            self._read_block(block, rows)
             return
         scan, plan = self._scan, self._plan
         block_k = plan.parameters.block_k
@@ -213,9 +269,11 @@ class BiasReader:
 
         Returns whether there is any, in a register; None where that is not looked for.
         """
-        if self.unit is None or self._load is None:
+        if self.unit is None or (self._load is None and self._of_lanes is None):
             return None
-        if self._scan is not None:
+        if self._of_lanes is not None:
+            words = self._of_lanes.words
+        elif self._scan is not None:
             words = [self._scanned[word] for word in range(self._scan.words)]
         else:
             held = [pair for line in self._held for pair in line]
@@ -227,31 +285,16 @@ class BiasReader:
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
         """Emit the adding to scaled products, or the masking of plain ones."""
-        if self._at_once:
-            self._apply_at_once(scores, block, rows)
-            return
         if self._scan is not None:
             self._read_block(block, rows)
         for line in range(self._lines):
             for pair in range(self._pairs):
+                held = self._held[line][pair] if self._of_lanes is None else self._of_lanes.pair(pair)
                 for index in range(2):
-                    element = self._element(self._held[line][pair], index)
+                    element = self._element(held, index)
                     for row in range(2) if self._lines == 1 else (line,):
                         at = pair * 4 + row * 2 + index
                         T.buffer_store(scores, self._masked(scores[at], element), [at])
-
-    def _apply_at_once(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
-        """Emit the reading and applying of one element after another, the same for both rows of a thread."""
-        start, last = hold(rows.batch * self._bias.batch_stride), self._plan.spec.keys - 1
-        first = hold(block * self._plan.parameters.block_k + self._column)
-        for place in range(2 * self._pairs):
-            pair, index = divmod(place, 2)
-            element = self._buffer[start + tirx.min(first + (pair * 8 + index), last)]
-            element = tirx.Cast("float32", element) if self._dtype in _FLOATS else element
-            held = in_register(element, str(element.ty.dtype))
-            for row in range(2):
-                at = pair * 4 + row * 2 + index
-                T.buffer_store(scores, self._masked(scores[at], held), [at])
 
     def _masked(self, product: tirx.Expr, element: tirx.Expr) -> tirx.Expr:
         if self.unit is None:
@@ -261,7 +304,7 @@ class BiasReader:
 
     def _element(self, held: tirx.Var, index: int) -> tirx.Expr:
         """Return one of a pair of elements; of a floating mask as float32."""
-        if self._load is None:
+        if self._load is None and self._of_lanes is None:
             return tirx.Cast("float32", held[index]) if self._dtype in _FLOATS else held[index]
         if self._dtype in _UNPACK:
             source = _UNPACK_SOURCE.replace("NAME", _UNPACK[self._dtype]).replace("KIND", _UNPACK_KINDS[self._dtype])
@@ -273,8 +316,8 @@ class BiasReader:
                 return_type="float32",
             )
         if self._dtype in ("int8", "uint8"):
-            return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, "uint16"))
-        return held[index]
+            return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, str(held.ty.dtype)))
+        return tirx.reinterpret(self._dtype, held[index])
 
 
 def _words(held: tirx.Var) -> range:

@@ -35,6 +35,18 @@ CASES = {
         replace(DECODE, bias=("add", "float16", (1, 1, 1, 250))),
         replace(PACKED, stages=3),
     ),
+    "padding of an odd number of keys": (
+        replace(DECODE, queries=33, keys=251, heads=2, kv_heads=1, bias=("add", "float32", (1, 1, 1, 251))),
+        AttentionParameters(2, 1, 64, 2, split=2),
+    ),
+    "odd padding of halves": (
+        replace(DECODE, batch=2, keys=251, bias=("add", "float16", (2, 1, 1, 251))),
+        replace(PACKED, block_k=128, split=1),
+    ),
+    "an odd number of keys to keep": (
+        replace(DECODE, batch=2, keys=251, bias=("keep", "bool", (2, 1, 1, 251))),
+        replace(PACKED, block_k=64, split=2),
+    ),
     "one query of a causal mask": (replace(DECODE, causal=True), replace(PACKED, split=2)),
     "whole": (DECODE, replace(PACKED, split=1)),
 }
@@ -49,7 +61,7 @@ def inputs_of(case: AttentionCase) -> tuple[list[np.ndarray], np.ndarray]:
     spec, params = case.made()
     arrays = draw(params, spec, 0)
     if case.bias is not None:
-        arrays[spec.bias.param][..., :150] = -np.inf
+        arrays[spec.bias.param][..., :150] = -np.inf if case.bias[0] == "add" else 0
     return arrays, reference(spec, params, arrays)
 
 
