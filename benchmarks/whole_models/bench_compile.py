@@ -41,8 +41,11 @@ def compile_once(model: str, target: str, options: Sequence[str]) -> float:
         command += ["--samples", "0", "--out", str(Path(folder) / "artifact")]
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         began = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True, env={**kept, "CUDA_CACHE_DISABLE": "1"})
-        return time.perf_counter() - began
+        done = subprocess.run(command, capture_output=True, text=True, env={**kept, "CUDA_CACHE_DISABLE": "1"})
+        seconds = time.perf_counter() - began
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return seconds
 
 
 def main() -> None:
