@@ -54,8 +54,8 @@ def test_table_serves_every_point_with_a_few_kernels(target: ResolvedTarget) -> 
         assert predicted_cycles(chosen, limits) <= 1.3 * predicted_cycles(best, limits), sizes
 
 
-def test_three_blocks_share_a_multiprocessor_under_a_mask_of_padding_and_spill_little(target: ResolvedTarget) -> None:
-    """As with known lengths: 128 registers a thread are enough but for two (NVRTC 13.0) or four (13.5)."""
+def test_three_blocks_share_a_multiprocessor_under_a_mask_of_padding(target: ResolvedTarget) -> None:
+    """As with known lengths: 128 registers a thread are enough."""
     case = replace(BERT, bias=("add", "float16", (BATCH, 1, 1, LENGTH)))  # type: ignore[arg-type]
     (table,), _ = list_candidates(function(case), target)
     assert isinstance(table, TableParameters)
@@ -70,7 +70,7 @@ def test_three_blocks_share_a_multiprocessor_under_a_mask_of_padding_and_spill_l
                 target=target.target,
                 pipeline=register_mixed_pipeline(),
             )
-        assert read_cubin(cubins[0]).frame_bytes <= 16
+        assert read_cubin(cubins[0]).frame_bytes == 0
 
 
 def test_table_is_one_function_with_a_kernel_each_and_a_check_of_sizes(target: ResolvedTarget) -> None:
