@@ -66,7 +66,9 @@ class _Kernel:
         with IRBuilder() as builder, T.prim_func():
             T.func_name("main")
             params = declare_params(self._func)
-            self._output = OutputTile(matmul, self._func.params, params, output_shares(), self._constants)
+            self._output = OutputTile(
+                matmul, self._func.params, params, output_shares(), self._constants, uniform_rows=True
+            )
             self._maps = [
                 encode_tensor(
                     name, params[param], matmul.input_dtype, (matmul.k, size), (matmul.k * 2,), (_DEPTH, ROWS), _SWIZZLE

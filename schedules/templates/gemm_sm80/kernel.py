@@ -54,7 +54,7 @@ class _Kernel:
             self._matmul = matmul = bind_rows(self._matmul)
             rows = matmul.extent
             tiles_m = plan.tiles_m if isinstance(rows, int) else T.Bind((rows + (p.block_m - 1)) // p.block_m)
-            output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants)
+            output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants, uniform_rows=False)
             T.device_entry()
             block = T.cta_id([tiles_m * plan.tiles_n * p.split_k])
             thread = T.thread_id([plan.threads])

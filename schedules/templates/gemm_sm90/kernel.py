@@ -72,7 +72,9 @@ class _Kernel:
             self._params = declare_params(self._func)
             self._matmul = matmul = bind_rows(self._matmul)
             sizes = GridSizes.of(plan, matmul.extent)
-            self._output = OutputTile(matmul, self._func.params, self._params, plan.shares, self._constants)
+            self._output = OutputTile(
+                matmul, self._func.params, self._params, plan.shares, self._constants, uniform_rows=True
+            )
             maps = self._encode_maps()
             T.device_entry()
             block = T.cta_id([sizes.blocks * plan.cluster])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.hopper import uniform
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.output.output_shares import VECTOR_BYTES, has_vectors
 from relaxtune.schedules.tir.blocks import Size, element_bytes
@@ -41,6 +41,8 @@ class PatchWriter:
         Of the thread.
     row_end, column_end
         What lies from here on is left out; None where nothing does.
+    of_warp
+        Returns a value that is the same in all threads of a warp as the compiler is to see it.
     """
 
     matmul: MatmulFunction
@@ -50,6 +52,7 @@ class PatchWriter:
     lane: tirx.Expr
     row_end: Size | None
     column_end: Size | None
+    of_warp: Callable[[tirx.Expr], tirx.Expr]
 
     def write(self, row: tirx.Expr, column: tirx.Expr, width: int) -> None:
         """Emit the writing of so many columns of a patch, its first row and column given as the output's."""
@@ -64,7 +67,7 @@ class PatchWriter:
         if self.row_end is None:
             self._write_elements(row, column, width, range(steps))
             return
-        with T.If(uniform(row + 16) <= self.row_end):
+        with T.If(self.of_warp(row + 16) <= self.row_end):
             with T.Then():
                 self._write_elements(row, column, width, range(steps))
             with T.Else(), T.serial(steps, unroll=False) as step:
