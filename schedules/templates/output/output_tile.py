@@ -64,8 +64,8 @@ class OutputTile:
 
     `source` and `params` are the parameters of the function and, in the same order, those of the kernel under
     construction; `constants` are the positions of those that no kernel writes. `copies` holds what is read one element
-    a column. With `uniform_rows`, the compiler is told that the warps without rows are whole: what wgmma's descriptors
-    take to stay in uniform registers, at the cost of others.
+    a column. With `uniform_rows`, the compiler is told that branches around rows are whole warps', which wgmma's
+    descriptors take to stay in uniform registers.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OutputTile:
         uniform_rows: bool,
     ) -> None:
         self._matmul = matmul
-        self._of_warp = uniform if uniform_rows else lambda value: value
+        self._uniform_rows = uniform_rows
         self._epilogue: Epilogue = matmul.epilogue
         self._value_of_sums = in_float32(matmul.epilogue.value)
         self._renamed = dict(zip(source, params, strict=True))
@@ -160,7 +160,9 @@ class OutputTile:
 
     def rows_exist(self, block: int) -> AbstractContextManager[None]:
         """Emit what the block emits for those warps that have rows of the output in one of its blocks of rows."""
-        return when([self._of_warp(self._row + block * self._step) < self._matmul.extent] if self._ragged_rows else [])
+        row = self._row + block * self._step
+        row = uniform(row) if self._uniform_rows and self._ragged_rows else row
+        return when([row < self._matmul.extent] if self._ragged_rows else [])
 
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
@@ -186,7 +188,7 @@ class OutputTile:
             self._lane,
             row_end=matmul.extent if self._ragged_rows else None,
             column_end=column_end if ragged_columns else None,
-            of_warp=self._of_warp,
+            uniform_rows=self._uniform_rows,
         )
         self.copies.wait(self._warp)
         for block in range(shares.m_blocks):

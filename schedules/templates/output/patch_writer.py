@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.hopper import uniform
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.output.output_shares import VECTOR_BYTES, has_vectors
 from relaxtune.schedules.tir.blocks import Size, element_bytes
@@ -41,8 +41,8 @@ class PatchWriter:
         Of the thread.
     row_end, column_end
         What lies from here on is left out; None where nothing does.
-    of_warp
-        Returns a value that is the same in all threads of a warp as the compiler is to see it.
+    uniform_rows
+        Whether a warp whose rows all exist has code of its own where it writes element by element.
     """
 
     matmul: MatmulFunction
@@ -52,7 +52,7 @@ class PatchWriter:
     lane: tirx.Expr
     row_end: Size | None
     column_end: Size | None
-    of_warp: Callable[[tirx.Expr], tirx.Expr]
+    uniform_rows: bool
 
     def write(self, row: tirx.Expr, column: tirx.Expr, width: int) -> None:
         """Emit the writing of so many columns of a patch, its first row and column given as the output's."""
@@ -62,12 +62,12 @@ class PatchWriter:
                 with when([line < 16] if partial else []):
                     self._write_vector(row, column, line, inside, lanes, self.row_end)
             return
-        # Element by element, without a branch for each where all 16 rows exist.
+        # Element by element: without a branch for each where all 16 rows exist.
         steps = 16 * width // 32
-        if self.row_end is None:
-            self._write_elements(row, column, width, range(steps))
+        if self.row_end is None or not self.uniform_rows:
+            self._write_elements(row, column, width, range(steps), self.row_end)
             return
-        with T.If(self.of_warp(row + 16) <= self.row_end):
+        with T.If(uniform(row + 16) <= self.row_end):
             with T.Then():
                 self._write_elements(row, column, width, range(steps))
             with T.Else(), T.serial(steps, unroll=False) as step:
