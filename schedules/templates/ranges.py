@@ -144,9 +144,9 @@ class Ranges:
             return [RangesParameters((SizeRange(most, proposed[0].to_json()),))]
         chosen = [*_cover(times, range(own), {}), *_cover(times, range(own, len(bounds)), fixed)]
         if rows is None and bounds[-1] < OPEN_ROWS:
-            # That of a named number of rows may be for no more than these.
-            serving = [one for one in (chosen[-1], *chosen, *times) if is_open_ended(one)]
-            chosen, bounds = [*chosen, (serving or chosen)[0]], (*bounds, OPEN_ROWS)
+            # That of a named number of rows may be for no more than these: else of the ranges before, the nearest.
+            beyond = next(filter(is_open_ended, (*reversed(chosen), *times)), chosen[-1])
+            chosen, bounds = [*chosen, beyond], (*bounds, OPEN_ROWS)
         last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
         return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
 

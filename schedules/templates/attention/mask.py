@@ -39,8 +39,6 @@ __forceinline__ __device__ float NAME(unsigned packed, int shift) {
 }
 """
 _UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
-
-
 _OF_LANE = "relaxtune_of_lane"
 _OF_LANE_SOURCE = """
 __forceinline__ __device__ unsigned relaxtune_of_lane(unsigned x, int lane) { return __shfl_sync(~0u, x, lane); }
@@ -136,7 +134,8 @@ class BiasReader:
     Two neighbouring elements of 1, 2 or 4 bytes are one load where they lie at a multiple of their size.
 
     Of a mask to be added, `find_added` tells whether there is anything in it. Where all queries have the same one (a
-    mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it.
+    mask of padding), a warp reads it with a load or two to see that, and only then as each thread needs it; where its
+    rows begin anywhere, lanes hand on what they have read then.
     """
 
     def __init__(self, plan: TilePlan, param: tirx.Var, lane: tirx.Expr) -> None:

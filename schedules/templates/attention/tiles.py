@@ -60,7 +60,7 @@ def each_tile(plan: TilePlan, block: tirx.Expr, make: Callable[[Tile], None]) ->
     items = (plan.items - block + plan.blocks - 1) // plan.blocks
     with T.serial(items * 2 if plan.paired else items) as turn:
         item = block + (turn // 2 if plan.paired else turn) * plan.blocks
-        heads, tile = plan.divisor.divide(item) if plan.divisor else (item // plan.head_items, item % plan.head_items)
+        tile, heads = _divided(plan, item)
         if plan.paired:
             tile = tirx.Select(turn % 2 == 0, plan.tiles - 1 - tile, tile)
         make(_locate(plan, turn, tile, heads, None))
@@ -74,11 +74,18 @@ def named(name: str, value: tirx.Expr) -> tirx.Expr:
     return register[0]
 
 
+def _divided(plan: TilePlan, item: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+    """Return an item's number within its group of heads, and the group's of all heads."""
+    if plan.divisor is None:
+        return item % plan.head_items, item // plan.head_items
+    heads, tile = plan.divisor.divide(item)
+    return tile, heads
+
+
 def _only_tile(plan: TilePlan, work: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     """Return a block's only tile, and its group of all heads."""
     if not plan.spec.causal:
-        heads, tile = plan.divisor.divide(work) if plan.divisor else (work // plan.tiles, work % plan.tiles)
-        return tile, heads
+        return _divided(plan, work)
     # The longest tiles first, of as many heads as have their keys in the L2 cache together.
     inside = work % (plan.section * plan.tiles)
     heads = work // (plan.section * plan.tiles) * plan.section + inside % plan.section

@@ -60,7 +60,7 @@ class _Kernel:
             self._maps = self._encode_maps()
             if plan.symbolic:
                 self._spec = bind_sizes(self._spec, self._func)
-                self._plan = plan = replace(plan, spec=self._spec)
+                plan = replace(plan, spec=self._spec)
                 self._plan = plan = replace(plan, divisor=Divisor.of(plan.head_items))
             T.device_entry()
             self._block = T.cta_id([plan.blocks])

@@ -160,9 +160,10 @@ class OutputTile:
 
     def rows_exist(self, block: int) -> AbstractContextManager[None]:
         """Emit what the block emits for those warps that have rows of the output in one of its blocks of rows."""
+        if not self._ragged_rows:
+            return when([])
         row = self._row + block * self._step
-        row = uniform(row) if self._uniform_rows and self._ragged_rows else row
-        return when([row < self._matmul.extent] if self._ragged_rows else [])
+        return when([(uniform(row) if self._uniform_rows else row) < self._matmul.extent])
 
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
