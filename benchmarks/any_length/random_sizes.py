@@ -5,9 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from relaxtune.models import TensorSpec
 
 Arm = Callable[[], Any]
 # Sizes that come once before calls are timed.
@@ -18,6 +21,19 @@ def random_points(most: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Return so many points of sizes drawn from 1 to the most of each axis."""
     rng = np.random.default_rng(0)
     return [tuple(int(rng.integers(1, size + 1)) for size in most) for _ in range(count)]
+
+
+def cut(
+    feeds: Mapping[str, np.ndarray], inputs: Sequence[TensorSpec], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """Return the first part of larger inputs, for axes of these sizes.
+
+    Drawn for each call, the caches of a decode step, which are gigabytes, took minutes.
+    """
+    from relaxtune.models.dims import evaluate_dim
+
+    shapes = {spec.name: tuple(evaluate_dim(axis, sizes) for axis in spec.shape) for spec in inputs}
+    return {name: np.ascontiguousarray(feeds[name][tuple(map(slice, shape))]) for name, shape in shapes.items()}
 
 
 def time_stream(arms: Mapping[str, Sequence[Arm]], calls: int) -> dict[str, dict[str, float]]:

@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.any_length.random_sizes import Arm, random_points, time_stream
+from benchmarks.any_length.random_sizes import Arm, cut, random_points, time_stream
 
 LENGTHS = (1, 7, 16, 50, 64, 100, 128, 200, 256, 333, 384, 512)
 STATIC = tuple((batch, length) for batch in (1, 8, 32) for length in (16, 128, 512))
@@ -271,8 +271,9 @@ def run_points(
     if arguments.stream and time.monotonic() - began < arguments.budget:
         most = tuple(max(sizes) for sizes in zip(*points, strict=True))
         arms_of: dict[str, list[Arm]] = {}
+        largest = feeds_of(most)
         for point in random_points(most, arguments.stream // 4):
-            feeds = feeds_of(point)
+            feeds = cut(largest, peers.model.inputs, dict(zip(axes, point, strict=True)))
             of_point = {_SYMBOLIC: own_arm(module, feeds)[0], **peers.arms(feeds, checks=False)}
             for name in of_point.keys() - {"torch_graphs", "torch_eager"}:
                 arms_of.setdefault(name, []).append(of_point[name])
