@@ -154,13 +154,14 @@ class Module:
         configure_threads(threads)
         for library in named_libraries(manifest.target.libraries):
             offer_library(library)
-        machine = load_machine(directory / MODULE_FILE, chosen)
+        turn = Turns(chosen)
+        with turn.alone:  # constants in the code are copied to the device
+            machine = load_machine(directory / MODULE_FILE, chosen)
         weights_file = directory / PARAMS_FILE
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
             stored = dict(zip(beside._manifest.weights, beside._weights, strict=True))
         else:
-            arrays = read_weights(weights_file, manifest)
-            stored = {name: tvm.runtime.tensor(array, device=chosen) for name, array in arrays}
+            stored = {name: turn.placed(array) for name, array in read_weights(weights_file, manifest)}
         module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
         module._weights_file = weights_file
         buckets = manifest.buckets
@@ -179,7 +180,8 @@ class Module:
         weights: Mapping[str, Tensor],
         threads: int | None,
     ) -> Self:
-        machine = load_machine(directory / entry.file, device)
+        with Turns(device).alone:
+            machine = load_machine(directory / entry.file, device)
         return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
 
     def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
@@ -267,9 +269,7 @@ class Module:
 
     def to_device(self, inputs: Mapping[str, np.ndarray]) -> tuple[Tensor, ...]:
         """Return the inputs as tensors on the device, in the model's order, for `run_device`."""
-        return tuple(
-            tvm.runtime.tensor(np.asarray(inputs[spec.name], order="C"), device=self._device) for spec in self.inputs
-        )
+        return tuple(self._turn.placed(np.asarray(inputs[spec.name], order="C")) for spec in self.inputs)
 
     def run_device(
         self, tensors: Sequence[Tensor | SupportsDLPack], *, stream: int | SupportsCudaStream | None = None

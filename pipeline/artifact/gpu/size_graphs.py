@@ -27,7 +27,7 @@ from tvm.runtime import Device, Tensor, empty
 from tvm.runtime.vm import VirtualMachine, VMInstrumentReturnKind
 
 from relaxtune.pipeline.artifact.gpu.driver import check, driver
-from relaxtune.pipeline.artifact.gpu.turns import Turns
+from relaxtune.pipeline.artifact.gpu.turns import Turns, uncollected
 from relaxtune.pipeline.errors import PipelineError
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class SizeGraphs:
         self, sizes: Sizes, tensors: Sequence[Tensor], own: tuple[Tensor, ...] | None
     ) -> _Graph | None:
         """Return what `_capture` does. The graph's memory comes from the pool: work of other streams in it is over."""
-        with self._turns.pool():
+        with self._turns.pool(), uncollected():
             return self._capture(sizes, tensors, own)
 
     def _capture(self, sizes: Sizes, tensors: Sequence[Tensor], own: tuple[Tensor, ...] | None) -> _Graph | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 from tvm.runtime import Device, Tensor, empty
 from tvm.runtime.vm import VirtualMachine
 
 from relaxtune.models import TensorSpec
 from relaxtune.pipeline.artifact.gpu.size_graphs import noted_allocations
-from relaxtune.pipeline.artifact.gpu.turns import Turns
+from relaxtune.pipeline.artifact.gpu.turns import Turns, uncollected
 from relaxtune.pipeline.artifact.loading import as_tuple
 
 
@@ -38,7 +38,8 @@ class StaticGraph:
         weights: Sequence[Tensor],
         turns: Turns,
     ) -> None:
-        self.buffers = tuple(empty(spec.shape, spec.dtype, device) for spec in inputs)
+        with turns.alone:
+            self.buffers = tuple(empty(spec.shape, spec.dtype, device) for spec in inputs)
         self._machine, self._turns = machine, turns
         # Saved with its arguments, so that a run does not hand over every weight again.
         saved = f"relaxtune_saved_{entry}"
@@ -57,7 +58,12 @@ class StaticGraph:
             return as_tuple(self._saved())
         taken: list[object] = []
         watch = self._captured and self._takes_memory is None
-        with self._turns.pool(), noted_allocations(self._machine, taken) if watch else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(self._turns.pool())
+            if not self._captured:
+                stack.enter_context(uncollected())
+            elif watch:
+                stack.enter_context(noted_allocations(self._machine, taken))
             outputs = as_tuple(self._saved())
         if watch:
             self._takes_memory = bool(taken)

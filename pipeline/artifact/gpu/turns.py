@@ -11,10 +11,15 @@ A call of a module works in memory of two kinds:
 So CUDA graphs of several modules, copies of one artifact among them, run at once on streams of their own. A wait is for
 the whole GPU: it holds for streams that were destroyed meanwhile, and for what reads a call's outputs. On a stream that
 the caller captures, nothing can be waited for: what a launch of the caller's graph follows is the caller's to say.
+
+TVM captures the graph of static sizes, in the module's first call, on a stream that the default one waits for and in
+CUDA's global mode. Until that is over, CUDA refuses copies and allocations of all other threads, and spoils the graph.
+So whatever modules do with the GPU is inside the turn of its device, be it no call (`alone`). What others do is not.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import weakref
@@ -23,6 +28,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import tvm
 import tvm_ffi
 from tvm.runtime import Device, Tensor
@@ -55,6 +61,8 @@ class _Shared:
     pool: _Memory = field(default_factory=_Memory)
 
 
+#: Seconds that a module which goes waits for the turn at most; a graph is captured in milliseconds.
+_TURN_MAX_S = 5.0
 _of_gpus: dict[int, _Shared] = {}
 _making = threading.Lock()
 
@@ -103,6 +111,11 @@ class Turns:
         """Let the next one."""
         self._shared.lock.release()
 
+    @property
+    def alone(self) -> AbstractContextManager[object]:
+        """A context in which no call of a module is given to the device; nothing is waited for but its end."""
+        return self._shared.lock
+
     @contextmanager
     def pool(self) -> Iterator[None]:
         """Wait, inside a turn, for the last call that took memory of the pool where that went to another stream."""
@@ -117,8 +130,18 @@ class Turns:
 
     def end_with(self, module: object) -> None:
         """Wait when a module goes, before its memory goes back to the pool."""
+
+        def wait_in_turn() -> None:
+            # Garbage is collected anywhere, also where this thread holds what the one whose turn it is waits for.
+            owned = self._shared.lock.acquire(timeout=_TURN_MAX_S)
+            try:
+                self.wait()
+            finally:
+                if owned:
+                    self._shared.lock.release()
+
         if self._shared.gpu is not None:
-            weakref.finalize(module, self.wait).atexit = False
+            weakref.finalize(module, wait_in_turn).atexit = False
 
     def copy(self, tensor: Tensor, to: Tensor) -> None:
         """Copy a tensor, on a GPU after what the current stream was given before."""
@@ -127,6 +150,11 @@ class Turns:
             return
         size = math.prod(to.shape) * numpy_dtype(str(to.dtype)).itemsize
         self._shared.gpu.copy(int(tensor.data_ptr()), int(to.data_ptr()), size, self.stream)
+
+    def placed(self, array: np.ndarray) -> Tensor:
+        """Copy an array to the device."""
+        with self.alone:
+            return tvm.runtime.tensor(array, device=self._device)
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Return a copy on the same device."""
@@ -159,6 +187,18 @@ class Turns:
         elif not gpu.is_capturing(self.stream):
             gpu.wait()
             memory.last = stream
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Let Python collect no garbage inside the block: a module among it would wait for a GPU that captures."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def on_stream(device: Device, stream: int | SupportsCudaStream | None) -> AbstractContextManager[object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -12,6 +14,7 @@ import pytest
 import tvm
 import tvm_ffi
 
+from relaxtune.pipeline.artifact import runtime
 from relaxtune.pipeline.artifact.gpu import turns
 from relaxtune.pipeline.artifact.gpu.driver import Gpu
 from relaxtune.pipeline.artifact.gpu.turns import Turns
@@ -118,6 +121,82 @@ def test_a_module_that_goes_waits_before_its_memory_does(gpu: Counted) -> None:
     assert gpu.waits == 0
     del holder
     assert gpu.waits == 1
+
+
+def waits_for_the_turn(turn: Turns, work: Callable[[], object]) -> bool:
+    """Whether work of another thread is done only after the turn of this one."""
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (work(), done.set()))
+    with turn:
+        thread.start()
+        early = done.wait(0.3)
+    thread.join()
+    return done.is_set() and not early
+
+
+def test_a_module_that_goes_waits_in_a_turn(gpu: Counted) -> None:
+    class Holder:
+        pass
+
+    holders, turn = [Holder()], Turns(DEVICE)
+    turn.end_with(holders[0])
+    assert waits_for_the_turn(turn, holders.clear)
+    assert gpu.waits == 1
+
+
+def test_a_module_that_goes_does_not_wait_for_a_turn_for_ever(gpu: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Holder:
+        pass
+
+    monkeypatch.setattr(turns, "_TURN_MAX_S", 0.01)
+    holders, turn = [Holder()], Turns(DEVICE)
+    turn.end_with(holders[0])
+    assert not waits_for_the_turn(turn, holders.clear)
+    assert gpu.waits == 1
+
+
+def test_loading_and_copies_to_the_device_wait_for_the_turn(
+    gpu: Counted, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What goes to the device, and whether that is in a turn.
+    inside: dict[str, set[bool]] = {}
+
+    def note(place: object, name: str) -> None:
+        original = getattr(place, name)
+
+        def noting(*args: object, **kwargs: object) -> object:
+            inside.setdefault(name, set()).add(turn._shared.lock._is_owned())  # type: ignore[attr-defined]
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, noting)
+
+    turn = Turns(DEVICE)
+    note(runtime, "load_machine")
+    note(tvm.runtime, "tensor")
+    module = Module.load(artifact)
+    assert inside == {"load_machine": {True}, "tensor": {True}}
+    inside.clear()
+    feeds = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in module.inputs}
+    module.to_device(feeds)
+    assert inside == {"tensor": {True}}
+    assert waits_for_the_turn(turn, lambda: module.to_device(feeds))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_a_graph_is_captured(enabled: bool) -> None:
+    def fail() -> None:
+        with turns.uncollected():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ZeroDivisionError):
+            fail()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_the_turn_is_free_again_where_the_wait_fails(gpu: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
