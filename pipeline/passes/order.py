@@ -17,6 +17,7 @@ from relaxtune.pipeline.passes.attention.recognise_attention import recognise_at
 from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotary
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
+from relaxtune.pipeline.passes.drop_known_conditions import drop_known_conditions
 from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
@@ -72,6 +73,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls, makes_precision=True),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
+        Step(Phase.FOLD_CONSTANTS, "drop_known_conditions", drop_known_conditions),
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),

@@ -25,7 +25,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
-from relaxtune.pipeline.passes.kit.uniform import uniform_value
+from relaxtune.pipeline.passes.kit.uniform import UniformValues
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.
@@ -112,7 +112,7 @@ class MaskReader:
             yield value if is_constant(value) else expr
 
     def _term(self, term: tvm.ir.Expr) -> Mask:
-        if uniform_value(term, self.graph.values) == 0:
+        if UniformValues(self.graph.values).of(term) == 0:
             return Mask()
         value = self._seen_through(term)
         if is_op(value, "where"):
@@ -172,7 +172,7 @@ class MaskReader:
 
     def _classified(self, condition: Condition) -> Mask:
         """Return a condition as what it is: always true, causal, causal with a window, or a condition."""
-        known = uniform_value(condition.expr, self.graph.values)
+        known = UniformValues(self.graph.values).of(condition.expr)
         if known is not None and bool(known) != condition.negated:
             return Mask()
         kept = self._plane(condition)

@@ -1,6 +1,8 @@
 """Tensors of any size whose elements are all one number: what `ConstantOfShape` fills, and what is computed of such.
 
 A tensor of symbolic shape is no constant, so that folding leaves a mask of ones in the graph, with its comparisons.
+Comparisons of positions with sizes are known, too, where they come out the same at all sizes: the one token of a decode
+step, at place `past`, sees each of the `past + 1` keys.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
+from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of
 
 _COMPUTED: Mapping[str, Callable[..., np.generic]] = {
     "add": np.add,
@@ -30,47 +33,108 @@ _COMPUTED: Mapping[str, Callable[..., np.generic]] = {
 }
 _MOVED = ("broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze", "strided_slice")
 _FILLED = {"ones": 1, "ones_like": 1, "zeros": 0, "zeros_like": 0}
+# Comparison -> whether its operands change places to make one of "less" of it, and by how much the right one is larger.
+_LESS: Mapping[str, tuple[bool, int]] = {
+    "less": (False, 1),
+    "less_equal": (False, 0),
+    "greater": (True, 1),
+    "greater_equal": (True, 0),
+}
+# Operations that are followed from a tensor back.
+_DEPTH_MAX = 64
+# The least and the largest of a tensor's integers.
+_Bounds = tuple[Size, Size]
 
 
-def uniform_value(expr: tvm.ir.Expr, values: Mapping[relax.Var, tvm.ir.Expr]) -> np.generic | None:
-    """Return the number that every element of a tensor is, None where that is not known.
+class UniformValues:
+    """The numbers that all elements of tensors are.
 
     Parameters
     ----------
-    expr : Expr
-        The tensor.
     values : mapping of Var to Expr
         What variables are bound to; an input is not among them.
     """
-    value = values.get(expr) if isinstance(expr, relax.Var) else expr
-    if value is None:
-        return None
-    if is_constant(value):
-        array = array_of(value)
-        if array.size == 0 or not (array == array.flat[0]).all():
+
+    def __init__(self, values: Mapping[relax.Var, tvm.ir.Expr]) -> None:
+        self._values = values
+        self._uniform: dict[relax.Var, np.generic | None] = {}
+        self._bounds: dict[relax.Var, _Bounds | None] = {}
+
+    def of(self, expr: tvm.ir.Expr, depth: int = 0) -> np.generic | None:
+        """Return the number that every element of a tensor is, None where that is not known."""
+        if not isinstance(expr, relax.Var):
+            return self._uniform_of(expr, depth)
+        if expr not in self._uniform and depth < _DEPTH_MAX and expr in self._values:
+            self._uniform[expr] = self._uniform_of(self._values[expr], depth)
+        return self._uniform.get(expr)
+
+    def _uniform_of(self, value: tvm.ir.Expr, depth: int) -> np.generic | None:
+        if is_constant(value):
+            array = array_of(value)
+            if array.size == 0 or not (array == array.flat[0]).all():
+                return None
+            element: np.generic = array.flat[0]
+            return element
+        if not isinstance(value, relax.Call) or not dtype_of(value).startswith(("bool", "int", "uint", "float")):
             return None
-        element: np.generic = array.flat[0]
-        return element
-    if not isinstance(value, relax.Call) or not dtype_of(value).startswith(("bool", "int", "uint", "float")):
-        return None
-    dtype = np.dtype(dtype_of(value))
-    filled: np.generic | int | None
-    if is_op(value, *_FILLED):
-        filled = _FILLED[value.op.name.removeprefix("relax.")]
-    elif is_op(value, "full", "full_like"):
-        filled = uniform_value(value.args[1], values)
-    elif is_op(value, *_MOVED, "astype"):
-        filled = uniform_value(value.args[0], values)
-    elif is_op(value, *_COMPUTED):
-        operands = [uniform_value(arg, values) for arg in value.args]
-        if any(operand is None for operand in operands):
+        filled: np.generic | int | bool | None = None
+        if is_op(value, *_FILLED):
+            filled = _FILLED[value.op.name.removeprefix("relax.")]
+        elif is_op(value, "full", "full_like"):
+            filled = self.of(value.args[1], depth + 1)
+        elif is_op(value, *_MOVED, "astype"):
+            filled = self.of(value.args[0], depth + 1)
+        elif is_op(value, *_COMPUTED):
+            operands = [self.of(arg, depth + 1) for arg in value.args]
+            if any(operand is None for operand in operands):
+                filled = self._compared(value, depth) if is_op(value, *_LESS) else None
+            else:
+                with np.errstate(all="ignore"):
+                    filled = _COMPUTED[value.op.name.removeprefix("relax.")](*operands)
+        if filled is None:
             return None
         with np.errstate(all="ignore"):
-            filled = _COMPUTED[value.op.name.removeprefix("relax.")](*operands)
-    else:
+            rounded: np.generic = np.dtype(dtype_of(value)).type(filled)
+        return rounded
+
+    def _compared(self, value: relax.Call, depth: int) -> bool | None:
+        """Return what a comparison of integers is at all sizes."""
+        swapped, more = _LESS[value.op.name.removeprefix("relax.")]
+        left, right = (self._bounds_of(arg, depth + 1) for arg in value.args)
+        if left is None or right is None:
+            return None
+        (low, high), (other_low, other_high) = (right, left) if swapped else (left, right)
+        if fits(high + more, other_low):
+            return True
+        return False if fits(other_high + 1 - more, low) else None
+
+    def _bounds_of(self, expr: tvm.ir.Expr, depth: int) -> _Bounds | None:
+        if not isinstance(expr, relax.Var):
+            return self._bounds_of_value(expr, depth)
+        if expr not in self._bounds and depth < _DEPTH_MAX and expr in self._values:
+            self._bounds[expr] = self._bounds_of_value(self._values[expr], depth)
+        return self._bounds.get(expr)
+
+    def _bounds_of_value(self, value: tvm.ir.Expr, depth: int) -> _Bounds | None:
+        if dtype_of(value) not in ("int32", "int64"):
+            return None
+        if is_constant(value):
+            array = array_of(value)
+            return (int(array.min()), int(array.max())) if array.size else None
+        if is_op(value, "arange"):
+            start, stop, step = (size_of(arg) for arg in value.args)
+            return (start, plain(stop - 1)) if start is not None and stop is not None and step == 1 else None
+        if is_op(value, "shape_to_tensor"):
+            sizes = list(value.args[0].values) if isinstance(value.args[0], relax.ShapeExpr) else []
+            size = size_of(sizes[0]) if len(sizes) == 1 else None
+            return None if size is None else (size, size)
+        if is_op(value, *_MOVED, "astype"):
+            return self._bounds_of(value.args[0], depth + 1)
+        if is_op(value, "add", "subtract"):
+            left, right = (self._bounds_of(arg, depth + 1) for arg in value.args)
+            if left is None or right is None:
+                return None
+            if is_op(value, "add"):
+                return plain(left[0] + right[0]), plain(left[1] + right[1])
+            return plain(left[0] - right[1]), plain(left[1] - right[0])
         return None
-    if filled is None:
-        return None
-    with np.errstate(all="ignore"):
-        rounded: np.generic = dtype.type(filled)
-    return rounded

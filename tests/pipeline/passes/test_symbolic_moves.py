@@ -32,7 +32,7 @@ def test_group_axes_finds_the_smallest_groups(before: Shape, after: Shape, group
     assert group_axes(before, after) == groups
 
 
-@pytest.mark.parametrize(("name", "more"), [("bert-tiny", 2), ("llama-tiny", 4), ("gpt2-tiny-decode", 2)])
+@pytest.mark.parametrize(("name", "more"), [("bert-tiny", 2), ("llama-tiny", 4), ("gpt2-tiny-decode", 0)])
 def test_symbolic_graph_has_as_many_kernels_a_layer_as_the_static_one(name: str, more: int) -> None:
     """What is more than in the static graph are masks and positions, which are constants there."""
     lowered = lower(import_model(symbolic_model(name)), LLVM)
@@ -45,7 +45,9 @@ def test_symbolic_graph_has_as_many_kernels_a_layer_as_the_static_one(name: str,
         assert_agrees(run_compiled(machine, lowered, feeds), run_reference(model, feeds), 1e-4)
 
 
-@pytest.mark.parametrize(("name", "more"), [("bert-tiny", 1), ("vit-tiny", 0), ("llama-tiny", 5)])
+@pytest.mark.parametrize(
+    ("name", "more"), [("bert-tiny", 1), ("vit-tiny", 0), ("llama-tiny", 5), ("llama-tiny-decode", 0)]
+)
 def test_symbolic_graph_has_few_kernels_on_hopper(name: str, more: int) -> None:
     """Attention, gates, look-ups and patches are found as in the static graph; rotations stay kernels of their own."""
     target, options = resolve_target("cuda:sm_90a").target, LoweringOptions(precision="fp16")

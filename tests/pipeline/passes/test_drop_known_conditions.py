@@ -1,0 +1,118 @@
+"""Conditions that hold at all sizes, and those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tvm import relax, tirx
+
+from relaxtune.pipeline.passes.drop_known_conditions import drop_known_conditions
+from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
+from relaxtune.pipeline.passes.kit.uniform import UniformValues
+from tests.pipeline.passes.pass_cases import graph_of, operators_of, run_module, state_of
+
+PAST, BATCH = tirx.Var("past", "int64"), tirx.Var("batch", "int64")
+
+
+def keys(more: int = 1, start: int = 0) -> relax.Expr:
+    return relax.op.arange(start, PAST + more, 1, dtype="int64")
+
+
+def place(more: int = 0, dtype: str = "int64") -> relax.Expr:
+    return relax.op.astype(relax.op.shape_to_tensor(relax.ShapeExpr([PAST + more])), dtype)
+
+
+def number(value: int) -> relax.Expr:
+    return relax.const(np.array([value]), "int64")
+
+
+OP = relax.op
+CASES: dict[str, tuple[Callable[[], relax.Expr], bool | None]] = {
+    "a token sees all keys": (lambda: OP.less_equal(keys(), place()), True),
+    "all but its own": (lambda: OP.less(keys(), place()), None),
+    "a key more": (lambda: OP.less_equal(keys(2), place()), None),
+    "less than one more": (lambda: OP.less(keys(), place(1)), True),
+    "none is beyond": (lambda: OP.greater(keys(), place()), False),
+    "the other way round": (lambda: OP.greater_equal(place(), keys()), True),
+    "at least the first": (lambda: OP.greater_equal(keys(), number(0)), True),
+    "more than the first": (lambda: OP.greater(keys(), number(0)), None),
+    "all after a start": (lambda: OP.greater(keys(start=1), number(0)), True),
+    "never negative": (lambda: OP.less(keys(), number(0)), False),
+    "moved": (lambda: OP.less_equal(OP.expand_dims(keys(), [0]), OP.expand_dims(place(), [1])), True),
+    "sums": (lambda: OP.less_equal(OP.add(keys(), number(5)), OP.add(place(3), number(2))), True),
+    "a sum too large": (lambda: OP.less_equal(OP.add(keys(), number(6)), OP.add(place(3), number(2))), None),
+    "differences": (lambda: OP.greater_equal(OP.subtract(place(), keys()), number(0)), True),
+    "a difference too small": (lambda: OP.greater(OP.subtract(place(), keys()), number(0)), None),
+    "other units": (lambda: OP.less_equal(keys(), OP.multiply(place(), number(1))), None),
+    "floats": (lambda: OP.less_equal(OP.astype(keys(), "float32"), place(0, "float32")), None),
+    "equal to some": (lambda: OP.equal(keys(), place()), None),
+}
+
+
+@pytest.mark.parametrize(("build", "expected"), CASES.values(), ids=CASES)
+def test_comparisons_are_known_where_all_sizes_agree(build: Callable[[], relax.Expr], expected: bool | None) -> None:
+    graph = graph_of(lambda _builder, _x: build(), {"x": ((PAST,), "float32")})
+    main = main_of(graph.mod)
+    values = {binding.var: binding.value for binding in bindings_of(main)}
+    found = UniformValues(values).of(main.body.body)
+    assert found is None if expected is None else found == expected
+    computed = [run_module(graph.mod, [np.zeros(past, "float32")])[0] for past in (1, 4)]
+    assert expected is None or all((one == expected).all() for one in computed)
+
+
+def test_long_chains_are_followed_no_further_than_a_bound_and_shared_parts_once() -> None:
+    def case(_builder: relax.BlockBuilder, _x: relax.Expr) -> relax.Expr:
+        total = place()
+        for _ in range(200):
+            total = _builder.emit(OP.add(total, total))
+        return OP.less(total, number(0))
+
+    main = main_of(graph_of(case, {"x": ((PAST,), "float32")}).mod)
+    assert UniformValues({binding.var: binding.value for binding in bindings_of(main)}).of(main.body.body) is None
+
+
+def masked(condition: relax.Expr, kind: str) -> Callable[..., relax.Expr]:
+    def case(_builder: relax.BlockBuilder, x: relax.Expr, y: relax.Expr, _past: relax.Expr) -> relax.Expr:
+        return OP.where(condition, x, y) if kind == "where" else getattr(OP, kind)(condition, x)
+
+    return case
+
+
+@pytest.mark.parametrize(
+    ("condition", "kind", "kept"),
+    [
+        (lambda: OP.less_equal(keys(), place()), "logical_and", 0),
+        (lambda: OP.greater(keys(), place()), "logical_or", 0),
+        (lambda: OP.less_equal(keys(), place()), "where", 0),
+        (lambda: OP.greater(keys(), place()), "where", 1),
+        (lambda: OP.greater(keys(), place()), "logical_and", None),
+        (lambda: OP.less_equal(keys(), place()), "logical_or", None),
+        (lambda: OP.less(keys(), place()), "logical_and", None),
+        (lambda: OP.less(keys(), place()), "where", None),
+    ],
+)
+@pytest.mark.parametrize("rows", [BATCH, 1])
+def test_known_conditions_are_dropped(
+    condition: Callable[[], relax.Expr], kind: str, kept: int | None, rows: tirx.Var | int
+) -> None:
+    shape = ((rows, PAST + 1), "bool")
+    graph = graph_of(masked(condition(), kind), {"x": shape, "y": shape, "past": ((PAST,), "float32")})
+    mod = drop_known_conditions(graph.mod, state_of(graph))
+    assert (kind in operators_of(mod)) == (kept is None)
+    rng = np.random.default_rng(0)
+    for past in (1, 5):
+        feeds = [rng.integers(0, 2, (1, past + 1)).astype(bool) for _ in range(2)] + [np.zeros(past, "float32")]
+        (right,), (found,) = run_module(graph.mod, feeds), run_module(mod, feeds)
+        np.testing.assert_array_equal(found, right)
+        assert kept is None or (found == feeds[kept]).all()
+
+
+def test_a_known_condition_that_makes_the_result_larger_stays() -> None:
+    shape = ((1,), "bool")
+    graph = graph_of(
+        lambda _builder, x, _past: OP.logical_and(OP.less_equal(keys(), place()), x),
+        {"x": shape, "past": ((PAST,), "float32")},
+    )
+    assert drop_known_conditions(graph.mod, state_of(graph)).same_as(graph.mod)
