@@ -25,6 +25,7 @@ from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.errors import TargetError, UnscheduledError
 from relaxtune.schedules.gpu.dlight_rules import cuda_rules
 from relaxtune.schedules.marks import SCHEDULED_ATTR, is_scheduled
+from relaxtune.schedules.tir.named_sizes import with_named_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def schedule_by_rules(name: str, func: PrimFunc, target: Target) -> tuple[str, S
         As `apply_fallback`.
     """
     rules = rules_for(target)
+    func = with_named_sizes(func)
     with target:
         for rule_name, rule in rules:
             try:
