@@ -17,8 +17,8 @@ from relaxtune.pipeline.passes.attention.recognise_attention import recognise_at
 from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotary
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
-from relaxtune.pipeline.passes.drop_known_conditions import drop_known_conditions
 from relaxtune.pipeline.passes.fill_empty import fill_empty
+from relaxtune.pipeline.passes.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
@@ -26,6 +26,7 @@ from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
 from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
+from relaxtune.pipeline.passes.layout.gathers_to_views import gathers_to_views
 from relaxtune.pipeline.passes.layout.interleave_gates import interleave_gates
 from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
 from relaxtune.pipeline.passes.layout.scatters_to_concat import scatters_to_concat
@@ -73,10 +74,11 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls, makes_precision=True),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
-        Step(Phase.FOLD_CONSTANTS, "drop_known_conditions", drop_known_conditions),
+        Step(Phase.FOLD_CONSTANTS, "fold_known_values", fold_known_values),
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
+        Step(Phase.REMOVE_DEAD_CODE, "gathers_to_views", gathers_to_views),
         Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
         Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
         Step(Phase.REMOVE_DEAD_CODE, "windows_to_matmul", windows_to_matmul),

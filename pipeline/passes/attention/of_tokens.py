@@ -17,7 +17,6 @@ from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import is_constant, is_op, number_of
 from relaxtune.pipeline.passes.kit.numbers import MASKED, number_at
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
-from relaxtune.pipeline.passes.tokens.gathered_masks import gathered_axes
 
 _MOVES = ("reshape", "expand_dims", "squeeze", "broadcast_to", "permute_dims")
 
@@ -124,8 +123,7 @@ def _number(expr: tvm.ir.Expr, graph: Graph, mask: relax.Var, number: float) -> 
     value = graph.value(expr) if isinstance(expr, relax.Var) else expr
     if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
         return None
-    rows, places = sizes_of(mask) or (0, 0)
-    moves = is_op(value, *_MOVES) or gathered_axes(value, graph, (rows, places)) is not None
+    moves = is_op(value, *_MOVES)
     count = 1 if moves else len(value.args)
     operands = [_number(one, graph, mask, number) for one in value.args[:count]]
     if any(one is None for one in operands):

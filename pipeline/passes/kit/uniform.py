@@ -32,6 +32,7 @@ _COMPUTED: Mapping[str, Callable[..., np.generic]] = {
     "where": lambda condition, chosen, other: chosen if condition else other,
 }
 _MOVED = ("broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze", "strided_slice")
+_GATHERED = ("take", "gather_elements", "gather_nd")
 _FILLED = {"ones": 1, "ones_like": 1, "zeros": 0, "zeros_like": 0}
 # Comparison -> whether its operands change places to make one of "less" of it, and by how much the right one is larger.
 _LESS: Mapping[str, tuple[bool, int]] = {
@@ -82,7 +83,7 @@ class UniformValues:
             filled = _FILLED[value.op.name.removeprefix("relax.")]
         elif is_op(value, "full", "full_like"):
             filled = self.of(value.args[1], depth + 1)
-        elif is_op(value, *_MOVED, "astype"):
+        elif is_op(value, *_MOVED, *_GATHERED, "astype"):
             filled = self.of(value.args[0], depth + 1)
         elif is_op(value, *_COMPUTED):
             operands = [self.of(arg, depth + 1) for arg in value.args]

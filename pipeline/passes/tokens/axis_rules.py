@@ -26,7 +26,6 @@ from relaxtune.pipeline.passes.tokens.axes import (
     plain_axes,
     regrouped,
 )
-from relaxtune.pipeline.passes.tokens.gathered_masks import gathered_axes
 
 OF_ELEMENTS = (
     *ELEMENTWISE,
@@ -216,9 +215,6 @@ class AxisRules:
             return (*degraded(ids), *plain_axes(shape_of(data)[1:]))
         if axes is None or ids is not None or axis is None:
             raise MixesTokensError("it looks tokens up by tokens")
-        gathered = self._gather(value) if axis == 0 else None
-        if gathered is not None:
-            return gathered
         if is_clean(axes):
             return None
         axis = positive(axis, len(axes))
@@ -229,20 +225,9 @@ class AxisRules:
         return None if is_clean(result) else result
 
     def _gather(self, value: relax.Call) -> Axes | None:
-        """Return the axes of each place's own element, gathered one by one."""
-        axes = self._data(value)
-        first = [factor for axis in axes[: 1 if is_op(value, "take") else 2] for factor in axis]
-        found = gathered_axes(value, self._graph, self._sizes)
-        if found is None or [factor.kind for factor in first] != [Kind.BATCH, Kind.PLACE]:
-            if is_op(value, "gather_nd") and not is_clean(axes):
-                raise MixesTokensError("it gathers tokens by places that are not known")
-            return None
-        shape = sizes_of(value.args[1]) or ()
-        given: list[Axis] = [()] * (len(shape) - (0 if is_op(value, "take") else 1))
-        for axis, factor in zip(found, first, strict=True):
-            if axis is not None:
-                given[axis] = (factor,)
-        return (*given, *axes[1 if is_op(value, "take") else 2 :])
+        if not is_clean(self._data(value)):
+            raise MixesTokensError("it gathers tokens by places that are not known")
+        return None
 
     def _keep(self, axis: Axis, wanted: list[int] | None) -> None:
         """Compute some places of each row even where the mask hides them."""

@@ -1,7 +1,7 @@
-"""Masks that exporters gather place by place: index tensors that count up, followed back to where they count.
+"""Pass: what is gathered place by place, each place once and in order, is the tensor itself.
 
 `transformers` writes a mask of padding as `mask[rows, places]`, with index tensors made of ranges: what is gathered is
-the mask itself, its axes moved.
+the mask itself, its axes moved. The index tensors are followed back to where they count.
 """
 
 from __future__ import annotations
@@ -14,27 +14,86 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, number_of
+from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, number_of, shape_of
+from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, size_of, sizes_of
+from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # How much an index grows along each axis of its tensor; it begins with 0.
 _Steps: TypeAlias = "tuple[Size, ...]"
+# Axes of the indices along which rows and places grow; None where there is one.
+_Axes: TypeAlias = "tuple[int | None, int | None]"
 _DEPTH_MAX = 24
 
 
-def gathered_axes(call: tvm.ir.Expr, graph: Graph, sizes: tuple[Size, Size]) -> tuple[int | None, int | None] | None:
+def gathers_to_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with gathers that read each place of [rows, places, ...] once as views.
+
+    ::
+
+        take(reshape(data, [rows * places]), row * places + place)   ->   reshape(data)
+        gather_nd(data, [row, place])                                ->   reshape(data)
+
+    Places that the indices name several times along an axis, all of them, are a broadcast.
+    """
+    graph = Graph(mod)
+    found: dict[relax.Var, tuple[tvm.ir.Expr, _Axes]] = {}
+    for binding in graph.bindings:
+        data = _data_of(binding.value, graph)
+        sizes = None if data is None else sizes_of(data)
+        if data is None or sizes is None or len(sizes) < 2:
+            continue
+        axes = _gathered_axes(binding.value, graph, (sizes[0], sizes[1]))
+        if axes is not None:
+            found[binding.var] = data, axes
+    if not found:
+        return mod
+    state.note(f"{len(found)} gathers are views")
+    return replace_found(mod, state, found, lambda new, binding, of: _view(new, binding, *of))
+
+
+def _data_of(value: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr | None:
+    """Return the tensor [rows, places, ...] of which a call may gather."""
+    if is_op(value, "gather_nd"):
+        return value.args[0] if int(value.attrs.batch_dims) == 0 else None
+    if not is_op(value, "take") or value.attrs.axis is None or int(value.attrs.axis) != 0:
+        return None
+    flat = graph.value(value.args[0])
+    if not is_op(flat, "reshape"):
+        return None
+    inner, outer = sizes_of(flat.args[0]), sizes_of(flat)
+    if inner is None or outer is None or _without_ones(inner[2:]) != _without_ones(outer[1:]):
+        return None
+    return flat.args[0]
+
+
+def _without_ones(shape: Shape) -> list[Size]:
+    return [size for size in shape if size != 1]
+
+
+def _view(new: Rewriter, binding: relax.VarBinding, data: tvm.ir.Expr, axes: _Axes) -> tvm.ir.Expr:
+    shape, index = shape_of(binding.var) or [], shape_of(binding.value.args[1]) or []
+    placed = len(index) - (0 if is_op(binding.value, "take") else 1)
+    spread = [axis for axis in range(placed) if axis not in axes and size_of(shape[axis]) != 1]
+    value, (rows, places) = new.of(data), axes
+    if rows is not None and places is not None and rows > places:
+        value = new.emit(relax.op.permute_dims(value, [1, 0, *range(2, len(shape_of(data) or ()))]))
+    once = [tirx.IntImm("int64", 1) if axis in spread else size for axis, size in enumerate(shape)]
+    view = relax.op.reshape(value, relax.ShapeExpr(once))
+    return relax.op.broadcast_to(new.emit(view), relax.ShapeExpr(shape)) if spread else view
+
+
+def _gathered_axes(call: tvm.ir.Expr, graph: Graph, sizes: tuple[Size, Size]) -> _Axes | None:
     """Return which axes of a gather's indices are rows and places, where it reads each place of [rows, places] once.
 
     None for an axis of one row or place; None alone for any other gather.
     """
     steps: list[_Steps | None]
-    if is_op(call, "take") and call.attrs.axis is not None and int(call.attrs.axis) == 0:
+    if is_op(call, "take"):
         index = call.args[1]
         found = _steps(index, graph) if (sizes_of(call.args[0]) or (0,))[0] == sizes[0] * sizes[1] else None
         axes = None if found is None else _placed(found, sizes_of(index) or (), (sizes[1], 1), sizes)
         return None if axes is None else (axes[0], axes[1])
-    if not is_op(call, "gather_nd") or int(call.attrs.batch_dims) != 0:
-        return None
     indices = _without_wrap(call.args[1], graph)
     shape = sizes_of(indices) or ()
     if is_constant(indices) and shape[-1:] == (2,):
@@ -112,7 +171,7 @@ def _steps(expr: tvm.ir.Expr, graph: Graph, depth: int = 0) -> _Steps | None:
             *(0 if size == 1 else step for step, size in zip(inner, before, strict=True)),
         )
     moved = [(size, step) for size, step in zip(before, inner, strict=True) if size != 1]
-    if [size for size, _ in moved] != [size for size in shape if size != 1]:
+    if [size for size, _ in moved] != _without_ones(shape):
         return None
     rest = iter(moved)
     return tuple(0 if size == 1 else next(rest)[1] for size in shape)

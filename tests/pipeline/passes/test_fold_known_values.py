@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.drop_known_conditions import drop_known_conditions
+from relaxtune.pipeline.passes.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.uniform import UniformValues
 from tests.pipeline.passes.pass_cases import graph_of, operators_of, run_module, state_of
@@ -99,7 +99,7 @@ def test_known_conditions_are_dropped(
 ) -> None:
     shape = ((rows, PAST + 1), "bool")
     graph = graph_of(masked(condition(), kind), {"x": shape, "y": shape, "past": ((PAST,), "float32")})
-    mod = drop_known_conditions(graph.mod, state_of(graph))
+    mod = fold_known_values(graph.mod, state_of(graph))
     assert (kind in operators_of(mod)) == (kept is None)
     rng = np.random.default_rng(0)
     for past in (1, 5):
@@ -115,4 +115,4 @@ def test_a_known_condition_that_makes_the_result_larger_stays() -> None:
         lambda _builder, x, _past: OP.logical_and(OP.less_equal(keys(), place()), x),
         {"x": shape, "past": ((PAST,), "float32")},
     )
-    assert drop_known_conditions(graph.mod, state_of(graph)).same_as(graph.mod)
+    assert fold_known_values(graph.mod, state_of(graph)).same_as(graph.mod)
