@@ -24,6 +24,9 @@ from relaxtune.pipeline.importer.converter_input import (
 )
 from relaxtune.pipeline.importer.shape_values import is_shape_value, onnx_slice, simplify, size_list
 
+# Sizes of axes are less than that.
+_AXIS_MAX = 1 << 31
+
 
 def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the sizes of a tensor as a shape value, cut by `start` and `end`."""
@@ -158,9 +161,13 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     ]
     if not cut:
         return data
-    if len(cut) == len(numbers) and not any(is_shape_value(item) for item in node.inputs[1:]):
-        return None
+    given = len(cut) == len(numbers) and not any(is_shape_value(item) for item in node.inputs[1:])
     numbers, sizes, starts, ends = ([items[place] for place in cut] for items in (numbers, sizes, starts, ends))
+    inside = _inside_all(sizes, starts, ends)
+    if inside is not None:
+        return relax.op.strided_slice(data, numbers, *inside, [1] * len(numbers), assume_inbound=True)
+    if given:
+        return None
     bounds = [*starts, *ends]
     if all(isinstance(item, int) for item in (*bounds, *sizes)):
         return _constant_slice(data, numbers, [onnx_slice(*item, 1) for item in zip(sizes, starts, ends, strict=True)])
@@ -178,6 +185,46 @@ def _is_whole(data: tvm.ir.Expr, axis: int, start: tvm.ir.Expr | int, end: tvm.i
     sizes = [simplify(size) for size in sizes_of(data)]
     own = sizes.pop(axis)
     return end >= own if isinstance(own, int) else reaches_the_end(end, [one for one in sizes if isinstance(one, int)])
+
+
+def _inside_all(
+    sizes: Sequence[tvm.ir.Expr | int], starts: Sequence[tvm.ir.Expr | int], ends: Sequence[tvm.ir.Expr | int]
+) -> tuple[list[tvm.ir.Expr | int], list[tvm.ir.Expr | int]] | None:
+    """Return bounds that are numbers, counted from the front; None where one may lie outside a symbolic axis.
+
+    TVM's own form has the least and the most of each, which hides that a size is another one.
+    """
+    if all(isinstance(size, int) for size in sizes):
+        return None
+    begin: list[tvm.ir.Expr | int] = []
+    end: list[tvm.ir.Expr | int] = []
+    for size, start, stop in zip(sizes, starts, ends, strict=True):
+        first, last = _inside(start, size), _inside(stop, size)
+        if first is None or last is None or not _is_least(simplify(last - first)):
+            return None
+        begin.append(first)
+        end.append(last)
+    return begin, end
+
+
+def _inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int | None:
+    """Return a bound given as a number, counted from the front; None where it may lie outside the axis."""
+    if not isinstance(bound, int):
+        return None
+    if bound >= TO_THE_END:
+        return size
+    front = bound if bound >= 0 else simplify(size + bound)
+    return front if _is_least(simplify(size - bound) if bound >= 0 else front) else None
+
+
+def _is_least(size: tvm.ir.Expr | int, least: int = 0) -> bool:
+    """Whether a size is surely not less than a number, given that no axis is negative."""
+    if isinstance(size, int):
+        return size >= least
+    analyzer = tvm.sym.Analyzer()
+    for var in tirx.analysis.undefined_vars(size):
+        analyzer.bind(var, tvm.ir.Range(0, _AXIS_MAX))
+    return bool(analyzer.const_int_bound(size).min_value >= least)
 
 
 def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> tvm.ir.Expr:

@@ -62,6 +62,27 @@ def test_slice_to_the_end_leaves_a_symbolic_axis_its_size(ends: tuple[int, ...],
         assert ("min" in str(graph.mod["main"].ret_ty)) is not whole
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "known"),
+    [
+        *((0, -1, True), (1, -1, True), (2, 2**63 - 1, True), (0, 2, True), (-2, -1, True), (-1, 2**63 - 1, True)),
+        *((0, 3, False), (-3, -1, False), (3, 2**63 - 1, False), (0, -3, False)),
+    ],
+)
+def test_bounds_that_are_inside_at_all_sizes_leave_a_sum_of_sizes(start: int, end: int, known: bool) -> None:
+    """Attention with a sink cuts its column off again: `[..., :-1]` of one more than the keys."""
+    constants = {"start": np.array([start]), "end": np.array([end]), "axis": np.array([0]), "more": floats(2, 3)}
+    nodes = [
+        helper.make_node("Concat", ["x", "more"], ["long"], axis=0),
+        helper.make_node("Slice", ["long", "start", "end", "axis"], ["cut"]),
+        helper.make_node("Relu", ["cut"], ["y"]),
+    ]
+    model = make_model(nodes, {"x": ("float32", ("n", 3))}, {"y": ("float32", ("m", 3))}, constants)
+    for rows in (1, 2, 5):
+        graph = assert_agrees(model, {"x": floats(rows, 3)})
+        assert ("min" in str(graph.mod["main"].ret_ty)) is not known
+
+
 def test_an_axis_may_be_long_where_the_tensor_is_small() -> None:
     assert not reaches_the_end(10**9, [4])
     assert reaches_the_end(10**9, [300, 300])
