@@ -15,7 +15,7 @@ from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.variants import with_variants
-from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, fix_output_memory
+from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, computes_sizes, fix_output_memory
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
@@ -92,7 +92,8 @@ def compile_module(
         What to generate code for; a CUDA target needs a compiler toolchain and no GPU.
     cuda_graph : bool
         On CUDA, whether the kernels of a module with static shapes run as one captured graph. It then reads its
-        inputs at fixed addresses, and its outputs stay valid until the next run.
+        inputs at fixed addresses, and its outputs stay valid until the next run. None is made of a module that computes
+        sizes.
     variants : sequence of sequences of KernelChoice
         Other choices of some functions each; every variant is an entry of its own (`pipeline.choose.variants`).
     like : CompiledModule or None
@@ -106,7 +107,7 @@ def compile_module(
     target = portable_host(target)
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
-        graph = cuda_graph and target.kind == "cuda"
+        graph = cuda_graph and target.kind == "cuda" and not computes_sizes(lowered.mod)
         # Kernels of a module without a graph are launched in another way than they were made for.
         elsewhere = choose_made([choice.made for choice in choices]) if graph else frozenset()
         mod = with_variants(apply_choices(lowered.mod, choices, elsewhere), variants, lowered.mod)

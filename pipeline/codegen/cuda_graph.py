@@ -34,6 +34,15 @@ from relaxtune.pipeline.codegen.planned_memory import entries, largest_shape, ma
 NUM_INPUT = "num_input"
 
 
+def computes_sizes(mod: tvm.ir.IRModule) -> bool:
+    """Return whether `main` reads a size from the device, which nothing that is captured can wait for.
+
+    `RewriteCUDAGraph` lifts the tensor and its reading, and leaves behind what the size defines.
+    """
+    values = [binding.value for block in mod["main"].body.blocks for binding in block.bindings]
+    return any(isinstance(one, relax.Call) and one.op == tvm.ir.Op.get("relax.tensor_to_shape") for one in values)
+
+
 def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule:
     """Return the module with `main`, and its variants, rewritten so that every kernel can be captured.
 

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import tvm
+from onnx import helper
 from tvm import relax
 
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.pipeline.artifact.compile import _plan_memory
-from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function
+from relaxtune.pipeline.artifact.compile import _plan_memory, compile_module
+from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, computes_sizes
 from relaxtune.pipeline.codegen.finish import pass_context
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from tests.pipeline.importer.onnx_cases import make_model
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,23 @@ def test_symbolic_inputs_stay_with_the_caller(target: ResolvedTarget) -> None:
     mod = capture_whole_function(lowered.mod, len(lowered.graph.inputs))
     assert int(mod["main"].attrs["num_input"]) == len(lowered.graph.inputs)
     assert kernels_of(planned(mod, target), "main")
+
+
+@pytest.mark.parametrize("size", [4, "n"])
+def test_a_module_that_reads_sizes_from_the_device_has_no_graph(target: ResolvedTarget, size: int | str) -> None:
+    """Mixtures of experts read how many tokens an expert has: captured, the kernels behind had no size."""
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["count"], keepdims=0),
+        helper.make_node("Range", ["zero", "count", "one"], ["places"]),
+        helper.make_node("Mul", ["places", "places"], ["y"]),
+    ]
+    constants = {"zero": np.array(0), "one": np.array(1)}
+    model = make_model(nodes, {"x": ("int64", (size,))}, {"y": ("int64", ("m",))}, constants)
+    lowered = lower(import_model(model), target.target)
+    assert computes_sizes(lowered.mod)
+    compiled = compile_module(lowered, (), target)
+    assert not compiled.cuda_graph
+
+
+def test_sizes_of_inputs_are_not_read_from_the_device(lowered_cuda: LoweredModule) -> None:
+    assert not computes_sizes(lowered_cuda.mod)
