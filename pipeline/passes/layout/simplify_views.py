@@ -17,7 +17,9 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.symbolic_moves import group_axes
 
 _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
@@ -27,8 +29,9 @@ def simplify_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     """Return `mod` with chains of reshapes and of transposes as one each, and without operations that change nothing.
 
     Nothing is changed by a reshape, broadcast or cast to what the tensor is, a transpose in the old order, `x + 0`,
-    `x - 0`, `x * 1`, `x / 1`; `split` and `take` of one position become slices, which fuse into their readers. Matmuls
-    of [1, S, H] by [H, N] keep their three axes: the schedules treat an axis of length one as no axis.
+    `x - 0`, `x * 1`, `x / 1`; `split` and `take` of one position become slices, which fuse into their readers. Axes
+    that are merged, moved as one and taken apart are a transpose: torch writes keys of [B, H, S, D] so. Matmuls of
+    [1, S, H] by [H, N] keep their three axes: the schedules treat an axis of length one as no axis.
     """
     return rewrite(mod, state, _Simplify())
 
@@ -59,10 +62,37 @@ class _Simplify:
             new.state.sources[var.name] = new.state.nodes_of([data.name, var.name])
         if is_op(value, "reshape") and is_op(inner, "reshape"):
             return relax.op.reshape(inner.args[0], new.of(value.args[1]))
+        if is_op(value, "reshape") and is_op(inner, "permute_dims"):
+            return _moved_as_one(new, value, inner)
         if is_op(value, "permute_dims") and is_op(inner, "permute_dims"):
-            outer_axes, inner_axes = _axes(value), _axes(inner)
-            return relax.op.permute_dims(inner.args[0], [inner_axes[axis] for axis in outer_axes])
+            return _transposed(new, data, _axes(value))
         return None
+
+
+def _transposed(new: Rewriter, data: tvm.ir.Expr, axes: list[int]) -> tvm.ir.Expr:
+    """Return a transpose of what may be one itself."""
+    inner = new.lookup_binding(data) if isinstance(data, relax.Var) else None
+    if not is_op(inner, "permute_dims"):
+        return relax.op.permute_dims(data, axes)
+    before = _axes(inner)
+    return relax.op.permute_dims(inner.args[0], [before[axis] for axis in axes])
+
+
+def _moved_as_one(new: Rewriter, value: relax.Call, transpose: relax.Call) -> tvm.ir.Expr | None:
+    """Return a reshape of a transpose of a reshape as one transpose, where the last one takes apart what is merged."""
+    flat = transpose.args[0]
+    merge = new.lookup_binding(flat) if isinstance(flat, relax.Var) else None
+    if not is_op(merge, "reshape"):
+        return None
+    before, merged, after = sizes_of(merge.args[0]), sizes_of(flat), sizes_of(value)
+    groups = None if before is None or merged is None else group_axes(before, merged)
+    if groups is None or before is None or any(len(inner) != 1 for _, inner in groups):
+        return None
+    parts = {inner[0]: outer for outer, inner in groups}
+    order = [axis for place in _axes(transpose) for axis in parts.get(place, ())]
+    if sorted(order) != list(range(len(before))) or tuple(before[axis] for axis in order) != after:
+        return None
+    return _transposed(new, merge.args[0], order)
 
 
 def _unchanged(value: relax.Call) -> tvm.ir.Expr | None:

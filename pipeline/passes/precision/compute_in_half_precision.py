@@ -107,6 +107,10 @@ class _Half(Rewriter):
             half: tvm.ir.Expr = relax.const(array_of(expr).astype(numpy_dtype(self._dtype)), self._dtype)
         elif is_op(value, *_VIEWS):
             half = self._bind_half(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
+        elif is_op(value, "where") and self._guards_contraction(value):
+            # Attention's result, say, is then rounded where it is made.
+            chosen = [self._half(arg) for arg in value.args[1:]]
+            half = self._bind_half(expr, relax.op.where(self.of(value.args[0]), *chosen))
         elif is_op(value, "take") and isinstance(value.args[0], relax.Var):
             rows, attrs = [self._half(value.args[0]), self.of(value.args[1])], value.attrs
             half = self._bind_half(expr, relax.Call(value.op, rows, attrs))
@@ -116,6 +120,11 @@ class _Half(Rewriter):
             half = self.emit(relax.op.astype(self.of(expr), self._dtype))
         self._halves[expr] = half
         return half
+
+    def _guards_contraction(self, where: relax.Call) -> bool:
+        """Return whether one side is a number and the other what a contraction gives."""
+        others = [arg for arg in where.args[1:] if not is_constant(arg)]
+        return len(others) == 1 and is_op(self._graph.value(self._graph.behind(others[0], *_VIEWS)[-1]), *_CONTRACTIONS)
 
     def _bind_half(self, var: relax.Var, half: tvm.ir.Expr) -> relax.Var:
         return self.extra(f"{var.name}__half", half, [var])

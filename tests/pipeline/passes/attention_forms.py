@@ -296,6 +296,23 @@ def masked_with_infinity() -> OnnxModel:
     return f.finish(f.op("Where", f.padding(), f.divided(f.scores(q, k)), -np.inf), v)
 
 
+def zeros_where_no_key_is_seen() -> OnnxModel:
+    """Keys are moved with batch and heads as one axis, and a count of the keys that a query sees guards its result.
+
+    transformers' own exporter writes it.
+    """
+    f = Form()
+    query, key, value = f.qkv()
+    flat = f.op("Transpose", f.op("Reshape", key, [BATCH * HEADS, LENGTH, SIZE]), perm=[0, 2, 1])
+    factors = [f.op("Mul", one, SIZE**-0.25) for one in (query, f.op("Reshape", flat, [BATCH, HEADS, SIZE, LENGTH]))]
+    seen = f.op("Expand", f.padding(), [BATCH, 1, LENGTH, LENGTH])
+    hidden = f.op("Mul", f.op("Cast", f.op("Not", seen), to=TensorProto.FLOAT), np.finfo("float32").min)
+    count = f.op("ReduceSum", f.op("Cast", seen, to=TensorProto.FLOAT), [-1], keepdims=1)
+    weights = f.op("Softmax", f.op("Add", f.op("MatMul", *factors), hidden), axis=-1)
+    kept = f.op("Where", f.op("Less", count, 1.0), 0.0, f.op("MatMul", weights, value))
+    return f.project(f.op("Transpose", kept, perm=[0, 2, 1, 3]))
+
+
 def masked_where_blocked() -> OnnxModel:
     f = Form()
     q, k, v = f.qkv()
@@ -360,6 +377,8 @@ FORMS: Mapping[Callable[[], OnnxModel], Expected] = {
     bias_of_an_input: Expected(3, bias="add"),
     masked_with_infinity: Expected(4, bias="keep"),
     masked_where_blocked: Expected(4, causal=True, bias="add"),
+    # The mask in two forms, its sum, and zeros in the result.
+    zeros_where_no_key_is_seen: Expected(7, bias="add"),
     # The caches are results in float32: written, and rounded for the kernel.
     cached: Expected(8),
 }

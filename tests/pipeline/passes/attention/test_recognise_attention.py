@@ -205,6 +205,17 @@ def test_recognise_attention_says_why_when_it_is_not_one_for_a_kernel(
 
 
 @pytest.mark.usefixtures("any_target")
+def test_recognise_attention_leaves_the_guard_that_counts_keys() -> None:
+    model = FORMS_BY_NAME["zeros_where_no_key_is_seen"]()
+    lowered = lower(import_model(model), LLVM, FP16)
+    assert specs_of(lowered)
+    feeds = random_inputs(model, seed=0)
+    feeds["attention_mask"][:] = 1
+    feeds["attention_mask"][0] = 0
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
+
+
+@pytest.mark.usefixtures("any_target")
 def test_recognise_attention_keeps_rows_finite_when_they_see_no_key() -> None:
     model = FORMS_BY_NAME["causal_sum_with_infinity_and_guard"]()
     lowered = lower(import_model(model), LLVM, FP16)
