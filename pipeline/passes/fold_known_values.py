@@ -21,7 +21,7 @@ def fold_known_values(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     causal mask of a decode step's one token, which hides nothing, and the token types of a model called without any.
     """
     graph = Graph(mod)
-    known = UniformValues(graph.values)
+    known = graph.uniform
     kept: dict[relax.Var, tvm.ir.Expr] = {}
     for binding in graph.bindings:
         choice = next((one for one in _choices(binding.value, known) if structural_equal(one.ty, binding.var.ty)), None)

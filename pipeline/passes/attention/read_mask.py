@@ -25,7 +25,6 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
-from relaxtune.pipeline.passes.kit.uniform import UniformValues
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.
@@ -112,7 +111,7 @@ class MaskReader:
             yield value if is_constant(value) else expr
 
     def _term(self, term: tvm.ir.Expr) -> Mask:
-        if UniformValues(self.graph.values).of(term) == 0:
+        if self.graph.uniform.of(term) == 0:
             return Mask()
         value = self._seen_through(term)
         if is_op(value, "where"):
@@ -172,7 +171,7 @@ class MaskReader:
 
     def _classified(self, condition: Condition) -> Mask:
         """Return a condition as what it is: always true, causal, causal with a window, or a condition."""
-        known = UniformValues(self.graph.values).of(condition.expr)
+        known = self.graph.uniform.of(condition.expr)
         if known is not None and bool(known) != condition.negated:
             return Mask()
         kept = self._plane(condition)

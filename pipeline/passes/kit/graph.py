@@ -9,6 +9,7 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of, users_of, values_of
 from relaxtune.pipeline.passes.kit.sizes import Symbols
+from relaxtune.pipeline.passes.kit.uniform import UniformValues
 
 
 class Graph:
@@ -29,6 +30,11 @@ class Graph:
     def symbols(self) -> Symbols:
         """The symbolic axes of the inputs."""
         return Symbols(relax.analysis.defined_symbolic_vars(self.main))
+
+    @cached_property
+    def uniform(self) -> UniformValues:
+        """Which tensors are one number."""
+        return UniformValues(self.values)
 
     @cached_property
     def users(self) -> dict[relax.Var, list[relax.Var]]:

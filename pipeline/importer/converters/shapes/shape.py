@@ -200,7 +200,7 @@ def _inside_all(
     end: list[tvm.ir.Expr | int] = []
     for size, start, stop in zip(sizes, starts, ends, strict=True):
         first, last = _inside(start, size), _inside(stop, size)
-        if first is None or last is None or not _is_least(simplify(last - first)):
+        if first is None or last is None or not _is_never_negative(simplify(last - first)):
             return None
         begin.append(first)
         end.append(last)
@@ -214,17 +214,17 @@ def _inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | 
     if bound >= TO_THE_END:
         return size
     front = bound if bound >= 0 else simplify(size + bound)
-    return front if _is_least(simplify(size - bound) if bound >= 0 else front) else None
+    return front if _is_never_negative(simplify(size - bound) if bound >= 0 else front) else None
 
 
-def _is_least(size: tvm.ir.Expr | int, least: int = 0) -> bool:
-    """Whether a size is surely not less than a number, given that no axis is negative."""
+def _is_never_negative(size: tvm.ir.Expr | int) -> bool:
+    """Whether a size is surely not negative, given that no axis is."""
     if isinstance(size, int):
-        return size >= least
+        return size >= 0
     analyzer = tvm.sym.Analyzer()
     for var in tirx.analysis.undefined_vars(size):
         analyzer.bind(var, tvm.ir.Range(0, _AXIS_MAX))
-    return bool(analyzer.const_int_bound(size).min_value >= least)
+    return bool(analyzer.const_int_bound(size).min_value >= 0)
 
 
 def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> tvm.ir.Expr:
