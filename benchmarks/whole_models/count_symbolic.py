@@ -1,20 +1,28 @@
 """Count the kernels of models with symbolic axes beside those of the same models with static ones; nothing is run.
 
-    python -m benchmarks.whole_models.count_symbolic [MODEL ...] [--target llvm] [--kernels]
+    python -m benchmarks.whole_models.count_symbolic [MODEL ...] [--exports DIR] [--target llvm] [--kernels]
+        [--jobs 2] [--json FILE.json]
 
-Each model has two layers. `kernels` counts calls of kernels in one inference, `launches` what a GPU is given for them.
-The graphs are lowered, and their kernels made by the defaults of templates and fallback schedules.
+Each model of the zoo has two layers. `--exports` takes the files with symbolic axes that `python -m tests.export.matrix
+--export-only` leaves, each beside itself with all axes given sizes, instead. `kernels` counts calls of kernels in one
+inference, `launches` what a GPU is given for them. The graphs are lowered, and their kernels made by the defaults of
+templates and fallback schedules.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
 
 from benchmarks.whole_models.count_launches import BUILDERS
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, load_model
+from relaxtune.models.errors import ModelError
 from relaxtune.models.inference import check_and_infer
 from relaxtune.models.loading import make_model
 from relaxtune.models.zoo.graph import Dim, Precision
@@ -22,6 +30,7 @@ from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.artifact.compile import apply_choices
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.tasks.extract import extract_tasks
@@ -29,6 +38,8 @@ from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.schedules.fallback import fallback_with_rules
 from relaxtune.schedules.gpu.binding import count_launches
 from relaxtune.schedules.targets import resolve_target
+from tests.export.matrix import head_commit
+from tests.export.matrix_worker import PINNED_SIZE, sized_shapes
 
 _SIZES: Mapping[str, int] = {"batch": 2, "sequence": 16, "past_sequence": 15}
 MODELS: Mapping[str, tuple[str, ...]] = {
@@ -88,23 +99,60 @@ def count(model: OnnxModel, target_name: str, precision: str | None) -> Count:
     return Count(sum(map(len, lowered.kernels.values())), launches, makers, names)
 
 
+def exported_models(path: Path) -> tuple[OnnxModel, OnnxModel]:
+    """Return the model of a file, with sizes for all axes and with its own."""
+    symbolic = load_model(path)
+    return load_model(path, shapes=sized_shapes(symbolic, *PINNED_SIZE)), symbolic
+
+
+def count_forms(name: str, path: Path | None, target: str) -> tuple[str, str, Count, Count] | tuple[str, str, str]:
+    """Return a model's name and target, and its counts with sizes and without, or why there are none."""
+    precision = "fp16" if target.startswith("cuda") else None
+    try:
+        if path is not None:
+            forms = exported_models(path)
+        else:
+            sizes = {axis: _SIZES[axis] for axis in MODELS[name]}
+            forms = zoo_model(name, sizes), zoo_model(name, {axis: axis for axis in sizes})
+        return name, target, count(forms[0], target, precision), count(forms[1], target, precision)
+    except (ModelError, PipelineError) as e:
+        return name, target, str(e)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="*", default=list(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; by default all, or none with --exports")
+    parser.add_argument("--exports", type=Path, help="a folder of the matrix's files")
     parser.add_argument("--target", nargs="+", default=["llvm", "cuda:sm_90a"])
     parser.add_argument("--kernels", action="store_true", help="list the kernels that only one of the two forms has")
+    parser.add_argument("--jobs", type=int, default=2, help="models at a time, a process each")
+    parser.add_argument("--json", type=Path, help="where the counts go")
     args = parser.parse_args()
-    for target in args.target:
-        precision = "fp16" if target.startswith("cuda") else None
-        for name in args.models:
-            static = count(zoo_model(name, {axis: _SIZES[axis] for axis in MODELS[name]}), target, precision)
-            symbolic = count(zoo_model(name, {axis: axis for axis in MODELS[name]}), target, precision)
-            print(f"{target:12} {name:18} kernels {static.kernels:3} -> {symbolic.kernels:3}", end="")
+    files = {path.stem: path for path in sorted(args.exports.glob("*-dynamic.onnx"))} if args.exports else {}
+    names = [*(args.models or ([] if files else MODELS)), *files]
+    rows = []
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = [pool.submit(count_forms, name, files.get(name), one) for one in args.target for name in names]
+        for future in waiting:
+            name, target, *found = future.result()
+            if isinstance(found[0], str):
+                print(f"{target:12} {name:34} not counted: {found[0].splitlines()[0][:200]}", flush=True)
+                rows.append({"model": name, "target": target, "why": found[0]})
+                continue
+            static, symbolic = found
+            print(f"{target:12} {name:34} kernels {static.kernels:3} -> {symbolic.kernels:3}", end="")
             print(f"  launches {static.launches:3} -> {symbolic.launches:3}", flush=True)
             print(f"    static:   {static.text}\n    symbolic: {symbolic.text}", flush=True)
             if args.kernels:
                 for form, own, other in (("static", static, symbolic), ("symbolic", symbolic, static)):
                     print(f"    only {form}: {', '.join(sorted(set(own.names) - set(other.names)))}")
+            counts = {
+                form: {"kernels": one.kernels, "launches": one.launches, "made_by": dict(one.makers)}
+                for form, one in (("static", static), ("symbolic", symbolic))
+            }
+            rows.append({"model": name, "target": target, **counts})
+    if args.json:
+        args.json.write_text(json.dumps({"commit": head_commit(), "models": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

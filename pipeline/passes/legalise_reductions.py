@@ -17,6 +17,7 @@ from tvm import relax, te, tirx, topi
 
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
 from relaxtune.pipeline.passes.fill_empty import number_of_none
+from relaxtune.pipeline.passes.kit.sizes import Size, fits, size_of
 
 Legaliser = Callable[[relax.BlockBuilder, tvm.ir.Call], tvm.ir.Expr]
 Reduce = Callable[..., te.Tensor]
@@ -58,7 +59,7 @@ def _of_any_size(operator: str, reduce: Reduce) -> Legaliser:
     own = _legaliser(operator, reduce)
 
     def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
-        known = not _symbolic_sizes(call.args[0].ty.shape, call.attrs.axis)
+        known = not _sizes_that_may_be_none(call.args[0].ty.shape, call.attrs.axis)
         return stock(builder, call) if known else own(builder, call)
 
     return legalise
@@ -104,7 +105,7 @@ def _mean(x: te.Tensor, axes: Axes, kept: bool) -> te.Tensor:
 
 def _unless_none(x: te.Tensor, axes: Axes, found: te.Tensor, none: float) -> te.Tensor:
     """Return what a reduction found, or where it had no elements in this call, the number for that."""
-    symbolic = _symbolic_sizes(x.shape, axes)
+    symbolic = _sizes_that_may_be_none(x.shape, axes)
     if not symbolic:
         return found
     empty = tirx.any(*(size == 0 for size in symbolic))
@@ -116,15 +117,32 @@ def _unless_none(x: te.Tensor, axes: Axes, found: te.Tensor, none: float) -> te.
 
 def _sizes(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
     """Return the sizes of the axes that are reduced; None stands for all."""
-    sizes = list(shape)
+    return [size for place, size in enumerate(shape) if place in _places(axes, shape)]
+
+
+def _sizes_that_may_be_none(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
+    """Return the reduced sizes that may be 0 while the result has elements.
+
+    The keys of a mask are no fewer than its queries: a sum over keys that has none is of no query.
+    """
+    reduced = _sizes(shape, axes)
+    kept = [size_of(size) for place, size in enumerate(shape) if place not in _places(axes, shape)]
+    return [
+        size
+        for size in reduced
+        if not isinstance(size, tirx.IntImm) and not any(_is_no_larger(other, size_of(size)) for other in kept)
+    ]
+
+
+def _is_no_larger(size: Size | None, than: Size | None) -> bool:
+    return size is not None and than is not None and size != 0 and fits(size, than)
+
+
+def _places(axes: Axes, shape: Sequence[tvm.ir.Expr]) -> set[int]:
     if axes is None:
-        return sizes
+        return set(range(len(shape)))
     listed = [axes] if isinstance(axes, int | tirx.IntImm) else list(axes)
-    return [sizes[int(axis)] for axis in listed]
-
-
-def _symbolic_sizes(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
-    return [size for size in _sizes(shape, axes) if not isinstance(size, tirx.IntImm)]
+    return {int(axis) % len(shape) for axis in listed}
 
 
 def _is_float(dtype: str) -> bool:

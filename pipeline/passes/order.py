@@ -48,6 +48,7 @@ from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
 from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
+from relaxtune.pipeline.passes.repeat_positions import repeat_positions
 from relaxtune.pipeline.passes.sum_in_blocks import sum_in_blocks
 from relaxtune.pipeline.passes.tokens.unpad import unpad
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
@@ -114,6 +115,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
         Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),
+        Step(Phase.FUSE, "repeat_positions", repeat_positions),
         Step(Phase.FUSE, "keep_chains_short", keep_chains_short),
         Step(Phase.FUSE, "fuse_operations", fuse_operations),
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),

@@ -112,13 +112,13 @@ def _unchanged(value: relax.Call) -> tvm.ir.Expr | None:
 
 
 def _row(new: Rewriter, take: relax.Call) -> tvm.ir.Expr | None:
-    """Return `x[..., i, ...]` for a number i as a slice."""
+    """Return `x[..., i, ...]` for a number i as a slice; of an axis of unknown size its first place alone is sure."""
     data, index = take.args
     shape = shape_of(data)
     if take.attrs.axis is None or not is_constant(index) or static_shape(index) != () or shape is None:
         return None
     axis, at = int(take.attrs.axis) % len(shape), int(array_of(index))
-    if not isinstance(shape[axis], tvm.tirx.IntImm) or not 0 <= at < int(shape[axis]):
+    if not (at == 0 or (isinstance(shape[axis], tvm.tirx.IntImm) and 0 < at < int(shape[axis]))):
         return None
     row = relax.op.strided_slice(new.of(data), [axis], [at], [at + 1], assume_inbound=True)
     return relax.op.squeeze(new.emit(row), [axis])

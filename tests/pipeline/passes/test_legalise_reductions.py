@@ -100,3 +100,18 @@ def test_the_logarithm_of_a_sum_of_no_integers_is_folded() -> None:
     assert not [report.failure for report in lowered.reports if report.failure]
     feeds = {"x": np.zeros((2, 0, 3), "int64")}
     np.testing.assert_array_equal(run_lowered(lowered, feeds), run_reference(model, feeds))
+
+
+@pytest.mark.parametrize(
+    ("keys", "checked"), [("length", False), ("past + length", False), ("past", True), ("2*length", False)]
+)
+def test_a_reduction_is_checked_for_no_elements_where_its_result_may_have_some(keys: str, checked: bool) -> None:
+    """A mask of [queries, keys] has no fewer keys than queries: sums over keys stay what TVM can fuse after others."""
+    graph = make_model(
+        [helper.make_node("ReduceSum", ["mask", "last"], ["y"], keepdims=1)],
+        {"mask": ("float32", ("batch", "length", keys)), "past": ("float32", ("past",))},
+        {"y": ("float32", ("batch", "length", 1))},
+        {"last": np.array([-1])},
+    )
+    lowered = lower(import_model(graph), UNOPTIMISED)
+    assert ("unless_none" in str(lowered.mod)) == checked

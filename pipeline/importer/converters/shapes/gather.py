@@ -33,6 +33,10 @@ def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
     if not has_sizes(data):
         return None
     axis = _axis(int_attribute(node, "axis", 0), data)
+    size, index = data.ty.shape.values[axis], constant_value(indices)
+    if not isinstance(size, tirx.IntImm) and index is not None and index.shape == () and index == -1:
+        last = relax.op.strided_slice(data, [axis], [size - 1], [size], assume_inbound=True)
+        return relax.op.squeeze(node.builder.emit(last), [axis])
     return relax.op.take(data, non_negative(node, indices, data, [axis]), axis, mode="clip")
 
 

@@ -49,6 +49,18 @@ def test_gather_agrees_when_indices_are_negative_scalar_or_constant(
     assert_agrees(model, feeds)
 
 
+@pytest.mark.parametrize("index", [0, -1, 1])
+def test_gather_agrees_of_one_place_of_an_axis_of_any_size(index: int) -> None:
+    model = make_model(
+        [helper.make_node("Gather", ["x", "i"], ["y"], axis=1)],
+        {"x": ("float32", ("batch", "length", 5))},
+        {"y": ("float32", ("batch", 5))},
+        {"i": np.array(index)},
+    )
+    graph = assert_agrees(model, {"x": DATA})
+    assert ("take" in str(graph.mod)) == (index != -1)
+
+
 def test_gather_reads_nothing_outside_when_an_index_is_out_of_range() -> None:
     model = make_model(
         [helper.make_node("Gather", ["table", "i"], ["y"])],

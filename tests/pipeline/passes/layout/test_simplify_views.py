@@ -57,3 +57,27 @@ def test_a_transpose_before_joins_it() -> None:
     assert operators_of(mod) == ["permute_dims"]
     data = np.arange(3 * 5 * 32, dtype="float32").reshape(3, 5, 4, 8)
     np.testing.assert_array_equal(run_module(mod, [data])[0], data.transpose(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "index", "operators"),
+    [
+        (S, 0, ["strided_slice", "squeeze"]),
+        (7, 3, ["strided_slice", "squeeze"]),
+        # Where the axis may end before the place, and outside it, the index is clipped.
+        (S, 1, ["take"]),
+        (7, 7, ["take"]),
+    ],
+)
+def test_one_place_of_an_axis_is_a_slice_where_it_surely_is_inside(
+    size: tirx.Expr | int, index: int, operators: list[str]
+) -> None:
+    def case(_builder: relax.BlockBuilder, x: relax.Expr) -> relax.Expr:
+        return OP.take(x, relax.const(index, "int64"), 1, mode="clip")
+
+    graph = graph_of(case, {"x": ((B, size, 4), "float32")})
+    mod = simplify_views(graph.mod, state_of(graph))
+    assert operators_of(mod) == operators
+    for length in (7,) if size == 7 else (1, 2, 7):
+        data = np.arange(2 * length * 4, dtype="float32").reshape(2, length, 4)
+        np.testing.assert_array_equal(run_module(mod, [data])[0], data[:, min(index, length - 1)])
