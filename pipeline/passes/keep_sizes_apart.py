@@ -1,31 +1,56 @@
-"""Pass: kernels made of sizes alone stay out of the groups that are fused."""
+"""Pass: kernels made of sizes alone stay out of groups that would define a size twice."""
 
 from __future__ import annotations
 
 import tvm
-from tvm import tirx
+from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.kit.ir import with_functions
+from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, shape_of, with_functions
 from relaxtune.pipeline.passes.kit.rewrite import OPAQUE
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import is_buffer
 
 
 def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with functions that read no tensor and are given sizes as numbers marked as opaque.
+    """Return `mod` with functions that read no tensor and are given sizes as numbers marked as opaque where they must.
 
-    Such a function writes a shape as a tensor. In a group without an input that has the same symbolic axis, the size
-    becomes a parameter of the fused function beside an output of that size, which defines it a second time, and
-    TVM refuses the function.
+    Such a function writes a shape as a tensor. In a fused function the size becomes a parameter. Beside an axis that
+    only the fused function's output has, such as that of positions, TVM (0.27) refuses the function: the size of the
+    axis is a parameter, too, and defined a second time by the output. So the function stays apart where anything that
+    could be in its group has such an axis, or that size as an axis.
     """
-    made_of_sizes = {
-        name: func.with_attr("op_pattern", OPAQUE)
-        for name, func in mod.functions_items()
-        if isinstance(func, tirx.PrimFunc) and _made_of_sizes(func)
-    }
-    return with_functions(mod, made_of_sizes)
+    apart: set[tvm.ir.GlobalVar] = set()
+    # For each tensor, what could be in one group with it: functions of sizes, their sizes, and axes that no input has.
+    groups: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], set[tirx.Var], set[tirx.Var]]] = {}
+    for binding in bindings_of(main_of(mod)):
+        called = called_function(binding.value)
+        if called is None or not _fuses(mod[called]):
+            continue
+        operands = list(binding.value.args[1].fields)
+        tensors = [one for one in operands if isinstance(one, relax.Var)]
+        before = [groups[one] for one in tensors if one in groups]
+        names, sizes, new = ({one for group in before for one in group[part]} for part in range(3))
+        axes = _axes(binding.var)
+        new |= axes.difference(*map(_axes, tensors))
+        if _made_of_sizes(mod[called]):
+            names |= {called}
+            sizes |= {var for one in operands if tvm.ir.is_prim_expr(one) for var in tirx.analysis.undefined_vars(one)}
+        groups[binding.var] = names, sizes, new
+        if new or sizes & axes:
+            apart |= names
+    return with_functions(mod, {name: mod[name].with_attr("op_pattern", OPAQUE) for name in apart})
+
+
+def _axes(tensor: relax.Var) -> set[tirx.Var]:
+    """Return the sizes that a tensor defines: its axes that are one symbol."""
+    return {axis for axis in shape_of(tensor) or () if isinstance(axis, tirx.Var)}
 
 
 def _made_of_sizes(func: tirx.PrimFunc) -> bool:
     buffers = [param for param in func.params if is_buffer(param)]
     return len(buffers) == 1 and len(func.params) > 1
+
+
+def _fuses(func: tvm.ir.BaseFunc) -> bool:
+    pattern = func.attrs.get("op_pattern") if isinstance(func, tirx.PrimFunc) and func.attrs else None
+    return pattern is not None and int(pattern) < OPAQUE

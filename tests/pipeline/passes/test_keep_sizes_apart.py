@@ -65,3 +65,44 @@ def test_without_the_pass_tvm_refuses_the_group() -> None:
     options = LoweringOptions(disabled_passes=frozenset({"keep_sizes_apart"}))
     with pytest.raises(LoweringError, match="fuse_tir"):
         lower(import_model(padding_of_a_step()), resolve_target("llvm").target, options)
+
+
+def place_of_a_step(*, rows: bool) -> OnnxModel:
+    """The angles of one token behind a cache, or with `rows` of several."""
+    nodes = [
+        NODE("Shape", ["past"], ["sizes"]),
+        NODE("Gather", ["sizes", "v1"], ["length"]),
+        NODE("Cast", ["length"], ["place"], to=1),
+        NODE("Mul", ["place", "frequencies"], ["token"]),
+    ]
+    if rows:
+        nodes += [
+            NODE("Shape", ["ids"], ["two"]),
+            NODE("Gather", ["two", "n1"], ["count"]),
+            NODE("Range", ["n0", "count", "n1"], ["counted"]),
+            NODE("Add", ["counted", "length"], ["places"]),
+            NODE("Unsqueeze", ["places", "v1"], ["column"]),
+            NODE("Cast", ["column"], ["floats"], to=1),
+            NODE("Mul", ["floats", "frequencies"], ["angles"]),
+        ]
+    last = "angles" if rows else "token"
+    nodes.append(NODE("Cos", [last], ["y"]))
+    constants = {
+        "v1": np.array([1]), "n0": np.array(0), "n1": np.array(1),
+        "frequencies": np.array([1.0, 0.5, 0.25], "float32"),
+    }  # fmt: skip
+    inputs = {"ids": ("int64", ("batch", "tokens")), "past": ("float32", ("batch", "length", 4))}
+    shape = ("tokens", 3) if rows else (3,)
+    return make_model(nodes, inputs, {"y": ("float32", shape)}, constants)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(False, 1), (True, 2)])
+def test_a_size_is_part_of_the_kernel_that_reads_it_unless_its_output_has_an_axis_of_its_own(
+    rows: bool, kernels: int
+) -> None:
+    model = place_of_a_step(rows=rows)
+    lowered = lower(import_model(model), resolve_target("llvm").target)
+    assert sum(map(len, lowered.kernels.values())) == kernels
+    for batch, length, tokens in ((1, 1, 1), (2, 6, 3)):
+        feeds = {"ids": np.zeros((batch, tokens), "int64"), "past": np.zeros((batch, length, 4), "float32")}
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
