@@ -18,11 +18,12 @@ from relaxtune.pipeline.errors import PipelineError
 DEFAULT_STREAM = 0
 # No stream has this identity: the default one is not asked for its own.
 _DEFAULT_IDENTITY = -1
-# CUDA_ERROR_DEINITIALIZED: the process ends, and the driver has ended before.
-_ENDED = 4
+# CUDA_ERROR_OUT_OF_MEMORY, and CUDA_ERROR_DEINITIALIZED: the process ends, and the driver has ended before.
+_NO_MEMORY, _ENDED = 2, 4
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _ARGUMENTS = {
     "cuInit": [ctypes.c_uint],
+    "cuGetErrorString": [ctypes.c_int, _POINTER],
     "cuDeviceGet": [_POINTER, ctypes.c_int],
     "cuDevicePrimaryCtxRetain": [_POINTER, ctypes.c_int],
     "cuCtxSetCurrent": [_POINTER],
@@ -57,7 +58,11 @@ def check(status: int, what: str) -> None:
         It is one.
     """
     if status:
-        raise PipelineError(f"the CUDA driver's answer to {what} is error {status}")
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(status, ctypes.byref(text))
+        advice = "; `nvidia-smi` says which processes hold the GPU's memory" if status == _NO_MEMORY else ""
+        said = (text.value or b"an error it has no text for").decode()
+        raise PipelineError(f"the CUDA driver's answer to {what} is: {said} ({status}){advice}")
 
 
 class Gpu:

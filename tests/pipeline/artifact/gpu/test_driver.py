@@ -37,6 +37,10 @@ int cuStreamEndCapture(void* stream, void** graph) { return 0; }
 int cuGraphInstantiateWithFlags(void** made, void* graph, unsigned long long flags) { return 0; }
 int cuGraphDestroy(void* graph) { return 0; }
 int cuGraphExecDestroy(void* graph) { return 0; }
+int cuGetErrorString(int status, const char** text) {
+  *text = status == 2 ? "out of memory" : status == 700 ? "an illegal memory access" : 0;
+  return *text == 0;
+}
 """
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -76,7 +80,7 @@ def test_streams_have_an_identity_and_the_default_one_is_not_asked_for_its_own(g
     assert gpu.identity(HIGH) == HIGH + 1
     driver().fail(400)
     assert gpu.identity(0) == -1
-    with pytest.raises(PipelineError, match="answer to cuStreamGetId is error 400"):
+    with pytest.raises(PipelineError, match=r"answer to cuStreamGetId is: an error it has no text for \(400\)"):
         gpu.identity(7)
     assert [gpu.is_capturing(stream) for stream in (11, 7)] == [True, False]
 
@@ -88,5 +92,8 @@ def test_a_wait_is_for_the_whole_gpu_and_a_driver_that_has_ended_has_no_work(gpu
     gpu.wait()
     assert driver().noted(1) == before + 2
     driver().fail(700)
-    with pytest.raises(PipelineError, match="answer to cuCtxSynchronize is error 700"):
+    with pytest.raises(PipelineError, match=r"answer to cuCtxSynchronize is: an illegal memory access \(700\)$"):
+        gpu.wait()
+    driver().fail(2)
+    with pytest.raises(PipelineError, match=r"is: out of memory \(2\); `nvidia-smi` says which processes"):
         gpu.wait()
