@@ -21,7 +21,7 @@ from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is
 from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
-from relaxtune.pipeline.passes.symbolic_moves import legalise_concatenation, legalise_reshape
+from relaxtune.pipeline.passes.symbolic.symbolic_moves import legalise_concatenation, legalise_reshape
 
 # TVM generates no code for them in float16, on a CPU or on a GPU.
 _NOT_IN_HALF = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")

@@ -18,10 +18,8 @@ from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotar
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
 from relaxtune.pipeline.passes.fill_empty import fill_empty
-from relaxtune.pipeline.passes.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
-from relaxtune.pipeline.passes.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
@@ -48,8 +46,11 @@ from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
 from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
-from relaxtune.pipeline.passes.repeat_positions import repeat_positions
 from relaxtune.pipeline.passes.sum_in_blocks import sum_in_blocks
+from relaxtune.pipeline.passes.symbolic.count_along_inputs import count_along_inputs
+from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
+from relaxtune.pipeline.passes.symbolic.keep_sizes_apart import keep_sizes_apart
+from relaxtune.pipeline.passes.symbolic.repeat_positions import repeat_positions
 from relaxtune.pipeline.passes.tokens.unpad import unpad
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
 from relaxtune.pipeline.passes.weights.lift_weights import lift_weights
@@ -107,6 +108,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "quantise_weights", quantise_weights, makes_precision=True),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         Step(Phase.PATTERNS, "turn_weights", turn_weights),
+        Step(Phase.PATTERNS, "count_along_inputs", count_along_inputs),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),

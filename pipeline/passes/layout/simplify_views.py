@@ -19,7 +19,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.symbolic_moves import group_axes
+from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 
 _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}

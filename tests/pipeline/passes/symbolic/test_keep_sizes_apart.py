@@ -62,7 +62,7 @@ def test_a_size_beside_an_output_of_that_size_agrees_with_onnx_runtime() -> None
 
 
 def test_without_the_pass_tvm_refuses_the_group() -> None:
-    options = LoweringOptions(disabled_passes=frozenset({"keep_sizes_apart"}))
+    options = LoweringOptions(disabled_passes=frozenset({"keep_sizes_apart", "count_along_inputs"}))
     with pytest.raises(LoweringError, match="fuse_tir"):
         lower(import_model(padding_of_a_step()), resolve_target("llvm").target, options)
 
@@ -96,12 +96,15 @@ def place_of_a_step(*, rows: bool) -> OnnxModel:
     return make_model(nodes, inputs, {"y": ("float32", shape)}, constants)
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(False, 1), (True, 2)])
-def test_a_size_is_part_of_the_kernel_that_reads_it_unless_its_output_has_an_axis_of_its_own(
-    rows: bool, kernels: int
+@pytest.mark.parametrize(
+    ("rows", "disabled", "kernels"), [(False, "", 1), (True, "", 1), (True, "count_along_inputs", 2)]
+)
+def test_a_size_is_part_of_the_kernel_that_reads_it_unless_an_axis_is_of_no_input(
+    rows: bool, disabled: str, kernels: int
 ) -> None:
     model = place_of_a_step(rows=rows)
-    lowered = lower(import_model(model), resolve_target("llvm").target)
+    options = LoweringOptions(disabled_passes=frozenset({disabled} - {""}))
+    lowered = lower(import_model(model), resolve_target("llvm").target, options)
     assert sum(map(len, lowered.kernels.values())) == kernels
     for batch, length, tokens in ((1, 1, 1), (2, 6, 3)):
         feeds = {"ids": np.zeros((batch, tokens), "int64"), "past": np.zeros((batch, length, 4), "float32")}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.uniform import UniformValues
+from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
 from tests.pipeline.passes.pass_cases import graph_of, operators_of, run_module, state_of
 
 PAST, BATCH = tirx.Var("past", "int64"), tirx.Var("batch", "int64")

@@ -11,6 +11,7 @@ from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, is_co
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.symbolic.count_along_inputs import COUNT_ATTR
 from relaxtune.schedules.tir.expressions import call_names
 
 # From the count to what is read: exporters write a cast, a sum, up to three new axes, a product and a concatenation.
@@ -65,7 +66,7 @@ def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, relax.Call]:
         called = called_function(binding.value)
         if called is None or not _is_elementwise(mod[called]) or call_names(mod[called].body) - _CALLS:
             continue
-        fields = binding.value.args[1].fields
+        fields = () if COUNT_ATTR in mod[called].attrs else binding.value.args[1].fields
         operands = [one for one in fields if not is_constant(one) and not tvm.ir.is_prim_expr(one)]
         sizes = sizes_of(binding.var)
         if sizes is None or sum(not isinstance(size, int) for size in sizes) > 1:

@@ -36,7 +36,7 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
             names |= {called}
             sizes |= {var for one in operands if tvm.ir.is_prim_expr(one) for var in tirx.analysis.undefined_vars(one)}
         groups[binding.var] = names, sizes, new
-        if new or sizes & axes:
+        if new:
             apart |= names
     return with_functions(mod, {name: mod[name].with_attr("op_pattern", OPAQUE) for name in apart})
 
