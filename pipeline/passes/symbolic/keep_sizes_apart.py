@@ -17,25 +17,21 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     Such a function writes a shape as a tensor. In a fused function the size becomes a parameter. Beside an axis that
     only the fused function's output has, such as that of positions, TVM (0.27) refuses the function: the size of the
     axis is a parameter, too, and defined a second time by the output. So the function stays apart where anything that
-    could be in its group has such an axis, or that size as an axis.
+    could be in its group has such an axis.
     """
     apart: set[tvm.ir.GlobalVar] = set()
-    # For each tensor, what could be in one group with it: functions of sizes, their sizes, and axes that no input has.
-    groups: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], set[tirx.Var], set[tirx.Var]]] = {}
+    # For each tensor, what could be in one group with it: functions of sizes, and axes that no input of the group has.
+    groups: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], set[tirx.Var]]] = {}
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
         if called is None or not _fuses(mod[called]):
             continue
-        operands = list(binding.value.args[1].fields)
-        tensors = [one for one in operands if isinstance(one, relax.Var)]
+        tensors = [one for one in binding.value.args[1].fields if isinstance(one, relax.Var)]
         before = [groups[one] for one in tensors if one in groups]
-        names, sizes, new = ({one for group in before for one in group[part]} for part in range(3))
-        axes = _axes(binding.var)
-        new |= axes.difference(*map(_axes, tensors))
-        if _made_of_sizes(mod[called]):
-            names |= {called}
-            sizes |= {var for one in operands if tvm.ir.is_prim_expr(one) for var in tirx.analysis.undefined_vars(one)}
-        groups[binding.var] = names, sizes, new
+        names = {called} if _made_of_sizes(mod[called]) else set()
+        names = names.union(*(group[0] for group in before))
+        new = _axes(binding.var).difference(*map(_axes, tensors)).union(*(group[1] for group in before))
+        groups[binding.var] = names, new
         if new:
             apart |= names
     return with_functions(mod, {name: mod[name].with_attr("op_pattern", OPAQUE) for name in apart})
