@@ -64,3 +64,22 @@ def test_result_that_depends_on_no_input_is_a_weight(sizes: tuple[int, ...]) -> 
     assert [array.shape for array in lowered.weights.values()] == [sizes]
     (got,) = run_lowered(lowered, {"x": np.zeros(1, "float32")})
     np.testing.assert_array_equal(got, np.zeros(sizes))
+
+
+@pytest.mark.parametrize("rows", ["rows", 3])
+def test_what_is_joined_to_none_stays_as_it_is(rows: int | str) -> None:
+    """As rotary embeddings of whole heads are written: the rest of each head, which is nothing, is joined again."""
+    nodes = [
+        helper.make_node("Slice", ["x", "size", "end", "axis"], ["rest"]),
+        helper.make_node("Neg", ["x"], ["turned"]),
+        helper.make_node("Concat", ["turned", "rest"], ["y"], axis=1),
+        helper.make_node("Concat", ["rest", "turned", "rest", "x"], ["z"], axis=1),
+    ]
+    constants = {"size": np.array([8]), "end": np.array([2**63 - 1]), "axis": np.array([1])}
+    outputs = {"y": ("float32", (rows, 8)), "z": ("float32", (rows, 16))}
+    model = make_model(nodes, {"x": ("float32", (rows, 8))}, outputs, constants)
+    lowered = lower(import_model(model), UNOPTIMISED)
+    assert "zeros" not in str(lowered.mod)
+    feeds = {"x": np.arange(24, dtype="float32").reshape(3, 8)}
+    for got, want in zip(run_lowered(lowered, feeds), run_reference(model, feeds), strict=True):
+        np.testing.assert_array_equal(got, want)
