@@ -118,7 +118,8 @@ def _row(new: Rewriter, take: relax.Call) -> tvm.ir.Expr | None:
     if take.attrs.axis is None or not is_constant(index) or static_shape(index) != () or shape is None:
         return None
     axis, at = int(take.attrs.axis) % len(shape), int(array_of(index))
-    if not (at == 0 or (isinstance(shape[axis], tvm.tirx.IntImm) and 0 < at < int(shape[axis]))):
+    known = int(shape[axis]) if isinstance(shape[axis], tvm.tirx.IntImm) else 1
+    if not 0 <= at < known:
         return None
     row = relax.op.strided_slice(new.of(data), [axis], [at], [at + 1], assume_inbound=True)
     return relax.op.squeeze(new.emit(row), [axis])
