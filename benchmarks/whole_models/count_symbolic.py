@@ -38,7 +38,7 @@ from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.schedules.fallback import fallback_with_rules
 from relaxtune.schedules.gpu.binding import count_launches
 from relaxtune.schedules.targets import resolve_target
-from tests.export.matrix import head_commit
+from tests.export.matrix import environment, head_commit
 from tests.export.matrix_worker import PINNED_SIZE, sized_shapes
 
 _SIZES: Mapping[str, int] = {"batch": 2, "sequence": 16, "past_sequence": 15}
@@ -129,6 +129,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the counts go")
     args = parser.parse_args()
     files = {path.stem: path for path in sorted(args.exports.glob("*-dynamic.onnx"))} if args.exports else {}
+    if args.exports and not files:
+        parser.error(f"no *-dynamic.onnx in {args.exports}: `python -m tests.export.matrix --export-only` makes them")
+    if unknown := sorted(set(args.models) - set(MODELS)):
+        parser.error(f"no model {', '.join(unknown)}: expected some of {', '.join(MODELS)}")
     names = [*(args.models or ([] if files else MODELS)), *files]
     rows = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
@@ -152,7 +156,7 @@ def main() -> None:
             }
             rows.append({"model": name, "target": target, **counts})
     if args.json:
-        args.json.write_text(json.dumps({"commit": head_commit(), "models": rows}, indent=1) + "\n")
+        args.json.write_text(json.dumps({**environment(head_commit()), "models": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, with_functions, with_main
-from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, pattern_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import name_fused, record_unfused
 from relaxtune.schedules.tir.expressions import call_names
@@ -30,7 +30,7 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
         if apart:
             # Grouped before all others, as if these were opaque.
             others = {
-                name: func for name, func in mod.functions_items() if name not in apart and _pattern(func) != OPAQUE
+                name: func for name, func in mod.functions_items() if name not in apart and pattern_of(func) != OPAQUE
             }
             opaque = {name: func.with_attr("op_pattern", OPAQUE) for name, func in others.items()}
             mod = with_functions(relax.transform.FuseOps()(with_functions(mod, opaque)), others)
@@ -57,7 +57,7 @@ def _functions_of_indices(mod: tvm.ir.IRModule) -> tuple[set[tvm.ir.GlobalVar], 
         read = [var for var in relax.analysis.free_vars(binding.value) if var in made]
         if not _is_integer(binding.var):
             found |= {one for var in read if made[var][1] and _is_integer(var) for one in made[var][0]}
-        if _pattern(mod[name]) <= INJECTIVE:
+        if pattern_of(mod[name]) <= INJECTIVE:
             functions = {name}.union(*(made[var][0] for var in read))
             made[binding.var] = functions, _takes_log(mod[name]) or any(made[var][1] for var in read)
             tensors = [var for var in relax.analysis.free_vars(binding.value) if isinstance(var.ty, relax.TensorType)]
@@ -77,10 +77,6 @@ def _functions_of_indices(mod: tvm.ir.IRModule) -> tuple[set[tvm.ir.GlobalVar], 
 def _sizes(var: relax.Var) -> list[str]:
     """Return the sizes of a tensor that are not one, in any order."""
     return sorted(str(size) for size in var.ty.shape if not (isinstance(size, tirx.IntImm) and int(size) == 1))
-
-
-def _pattern(func: tvm.ir.BaseFunc) -> int:
-    return int(func.attrs["op_pattern"]) if func.attrs and "op_pattern" in func.attrs else OPAQUE
 
 
 def _takes_log(func: tirx.PrimFunc) -> bool:

@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from tvm.ir.expr import TensorLoad
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
-from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, Rewriter, pattern_of, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import list_blocks
 
@@ -27,7 +27,7 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     multiply. Where the product grows too large, the chain is cut.
     """
     functions = {var: func for var, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
-    reads = {var: _visits_by_parameter(func) for var, func in functions.items() if _fuses(func)}
+    reads = {var: _visits_by_parameter(func) for var, func in functions.items() if pattern_of(func) <= INJECTIVE}
     visits: dict[relax.Var, float] = {}
     cut: set[relax.Var] = set()
     for binding in bindings_of(main_of(mod)):
@@ -53,12 +53,6 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         return relax.Call(binding.value.op, [apart[called], new.of(operands), *rest], ty_args=binding.value.ty_args)
 
     return rewrite(mod, state, rule)
-
-
-def _fuses(func: tirx.PrimFunc) -> bool:
-    """Return whether an operation may take in those before it."""
-    pattern = func.attrs.get("op_pattern") if func.attrs else None
-    return pattern is not None and int(pattern) <= INJECTIVE
 
 
 def _visits_by_parameter(func: tirx.PrimFunc) -> list[float]:

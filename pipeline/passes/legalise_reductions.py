@@ -117,7 +117,8 @@ def _unless_none(x: te.Tensor, axes: Axes, found: te.Tensor, none: float) -> te.
 
 def _sizes(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
     """Return the sizes of the axes that are reduced; None stands for all."""
-    return [size for place, size in enumerate(shape) if place in _places(axes, shape)]
+    places = _places(axes, shape)
+    return [size for place, size in enumerate(shape) if place in places]
 
 
 def _sizes_that_may_be_none(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tvm.ir.Expr]:
@@ -125,11 +126,11 @@ def _sizes_that_may_be_none(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tv
 
     The keys of a mask are no fewer than its queries: a sum over keys that has none is of no query.
     """
-    reduced = _sizes(shape, axes)
-    kept = [size_of(size) for place, size in enumerate(shape) if place not in _places(axes, shape)]
+    places = _places(axes, shape)
+    kept = [size_of(size) for place, size in enumerate(shape) if place not in places]
     return [
         size
-        for size in reduced
+        for size in _sizes(shape, axes)
         if not isinstance(size, tirx.IntImm) and not any(_is_no_larger(other, size_of(size)) for other in kept)
     ]
 

@@ -25,6 +25,11 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 INJECTIVE, OPAQUE = 2, 8
 
 
+def pattern_of(func: tvm.ir.BaseFunc) -> int:
+    """Return TVM's OpPatternKind of a function, OPAQUE where it has none."""
+    return int(func.attrs.get("op_pattern", OPAQUE)) if func.attrs else OPAQUE
+
+
 class Done(Enum):
     """What a rule returns that has bound what it wanted itself, or wants the binding gone."""
 

@@ -7,6 +7,7 @@ from tvm import relax, te, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, is_op, main_of, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.sizes import size_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 #: Of a function that does not read what it is given.
@@ -33,7 +34,7 @@ def count_along_inputs(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
             sizes = True
         elif is_op(value, "arange"):
             start, stop, step = value.args
-            if isinstance(stop, tirx.Var) and stop in along and _is(start, 0) and _is(step, 1):
+            if isinstance(stop, tirx.Var) and stop in along and (size_of(start), size_of(step)) == (0, 1):
                 found[binding.var] = along[stop]
     return replace_found(mod, state, found, _counted) if sizes and found else mod
 
@@ -46,7 +47,3 @@ def _counted(new: Rewriter, binding: relax.VarBinding, where: tuple[relax.Var, i
         return te.compute((x.shape[place],), lambda i: i.astype(dtype), name="arange")
 
     return new.kernel(count, param, name="arange", **{COUNT_ATTR: 1})
-
-
-def _is(value: tvm.ir.Expr, number: int) -> bool:
-    return isinstance(value, tirx.IntImm) and int(value) == number

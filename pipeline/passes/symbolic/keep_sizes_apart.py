@@ -6,7 +6,7 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, shape_of, with_functions
-from relaxtune.pipeline.passes.kit.rewrite import OPAQUE
+from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, pattern_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import is_buffer
 
@@ -24,7 +24,7 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     groups: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], set[tirx.Var]]] = {}
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
-        if called is None or not _fuses(mod[called]):
+        if called is None or pattern_of(mod[called]) == OPAQUE:
             continue
         tensors = [one for one in binding.value.args[1].fields if isinstance(one, relax.Var)]
         before = [groups[one] for one in tensors if one in groups]
@@ -45,8 +45,3 @@ def _axes(tensor: relax.Var) -> set[tirx.Var]:
 def _made_of_sizes(func: tirx.PrimFunc) -> bool:
     buffers = [param for param in func.params if is_buffer(param)]
     return len(buffers) == 1 and len(func.params) > 1
-
-
-def _fuses(func: tvm.ir.BaseFunc) -> bool:
-    pattern = func.attrs.get("op_pattern") if isinstance(func, tirx.PrimFunc) and func.attrs else None
-    return pattern is not None and int(pattern) < OPAQUE

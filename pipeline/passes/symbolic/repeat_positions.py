@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, is_constant, main_of, users_of
-from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, pattern_of, rewrite
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.count_along_inputs import COUNT_ATTR
@@ -37,7 +37,7 @@ def repeat_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 
     def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         called = called_function(binding.value)
-        if called is None or not _is_elementwise(mod[called]):
+        if called is None or pattern_of(mod[called]) > INJECTIVE:
             return None
         if not any(one in shared for one in binding.value.args[1].fields):
             return None
@@ -64,7 +64,7 @@ def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, relax.Call]:
     made_of: dict[relax.Var, frozenset[relax.Var]] = {}
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
-        if called is None or not _is_elementwise(mod[called]) or call_names(mod[called].body) - _CALLS:
+        if called is None or pattern_of(mod[called]) > INJECTIVE or call_names(mod[called].body) - _CALLS:
             continue
         fields = () if COUNT_ATTR in mod[called].attrs else binding.value.args[1].fields
         operands = [one for one in fields if not is_constant(one) and not tvm.ir.is_prim_expr(one)]
@@ -75,8 +75,3 @@ def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, relax.Call]:
         if all(one in found for one in operands) and len(operations) <= _OPERATIONS_MAX:
             found[binding.var], made_of[binding.var] = binding.value, operations
     return found
-
-
-def _is_elementwise(func: tvm.ir.BaseFunc) -> bool:
-    pattern = func.attrs.get("op_pattern") if isinstance(func, tirx.PrimFunc) and func.attrs else None
-    return pattern is not None and int(pattern) <= INJECTIVE

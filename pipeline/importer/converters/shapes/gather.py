@@ -28,7 +28,7 @@ from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise
 
 
 def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return rows of `data` along one axis."""
+    """Return rows of `data` along one axis; of the last one (-1) of a symbolic axis, a slice."""
     data, indices = node.input(0), node.input(1)
     if not has_sizes(data):
         return None

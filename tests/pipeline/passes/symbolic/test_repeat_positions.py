@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 from onnx import helper
 
@@ -18,6 +19,15 @@ NODE = helper.make_node
 TABLE = np.random.default_rng(1).standard_normal((40, 8)).astype("float32")
 
 
+def counted(axis: str) -> list[onnx.NodeProto]:
+    """Return the nodes that count along an axis of x, given as a constant's name."""
+    return [
+        NODE("Shape", ["x"], ["sizes"]),
+        NODE("Gather", ["sizes", axis], ["length"]),
+        NODE("Range", ["n0", "length", "n1"], ["counted"]),
+    ]
+
+
 def embedding_and_mask() -> OnnxModel:
     """Positions of a sequence with rows of a table, and a causal mask of the same positions."""
     constants = {
@@ -25,9 +35,7 @@ def embedding_and_mask() -> OnnxModel:
         "table": TABLE, "off": np.array(-1.0, "float32"), "on": np.array(0.0, "float32"),
     }  # fmt: skip
     nodes = [
-        NODE("Shape", ["x"], ["sizes"]),
-        NODE("Gather", ["sizes", "n1"], ["length"]),
-        NODE("Range", ["n0", "length", "n1"], ["counted"]),
+        *counted(axis="n1"),
         NODE("Add", ["counted", "n1"], ["places"]),
         NODE("Gather", ["table", "places"], ["rows"]),
         NODE("Add", ["x", "rows"], ["y"]),
@@ -64,13 +72,11 @@ def test_a_graph_with_repeated_positions_agrees_with_onnx_runtime() -> None:
 
 def test_positions_that_are_outputs_too_are_computed_once_for_those() -> None:
     nodes = [
-        NODE("Shape", ["x"], ["sizes"]),
-        NODE("Gather", ["sizes", "n0"], ["length"]),
-        NODE("Range", ["n0", "length", "n1"], ["places"]),
-        NODE("Add", ["places", "x"], ["y"]),
-        NODE("Mul", ["places", "x"], ["z"]),
+        *counted(axis="n0"),
+        NODE("Add", ["counted", "x"], ["y"]),
+        NODE("Mul", ["counted", "x"], ["z"]),
     ]
-    shape = {name: ("int64", ("length",)) for name in ("y", "z", "places")}
+    shape = {name: ("int64", ("length",)) for name in ("y", "z", "counted")}
     model = make_model(nodes, {"x": ("int64", ("length",))}, shape, {"n0": np.array(0), "n1": np.array(1)})
     lowered = lower(import_model(model), resolve_target("llvm").target)
     feeds = {"x": np.arange(5) * 3}
