@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, with_functions, with_main
+from relaxtune.pipeline.passes.kit.ir import (
+    bindings_of,
+    called_function,
+    main_of,
+    shape_of,
+    users_of,
+    with_functions,
+    with_main,
+)
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, pattern_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import name_fused, record_unfused
+from relaxtune.pipeline.passes.symbolic.tabulate_positions import TABLE_ATTR
 from relaxtune.schedules.tir.expressions import call_names
 
 
@@ -20,13 +29,14 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     A matmul, norm or softmax takes the elementwise operations after it into its group (bias, activation, residual,
     scale, mask); elementwise chains, reshapes and transposes group among themselves.
 
-    Indices that take a logarithm are a group of their own: the buckets of relative positions (T5), one for a pair of
-    positions, in the group of the look-up were computed for each head and batch row, and nine times over in the source.
-    What is looked up by them in a weight is a group too, where each batch row takes the same: in the group of the mask
-    it was looked up for each (H200, 32 rows of 512 tokens: 260 us, and 44 to add the mask to what is there).
+    A table of relative positions (`tabulate_positions`) is read where its values are wanted on a GPU. On a CPU, where
+    its elements would be read one by one for each head and row, that is a group of its own.
+
+    Other indices that take a logarithm, relative places that are inputs say, are a group of their own, too: the buckets
+    of pairs of places, in the group of the look-up, were computed for each head, and nine times over in the source.
     """
     unfused = record_unfused(mod)
-    for apart in _functions_of_indices(mod):
+    for apart in _functions_apart(mod, state):
         if apart:
             # Grouped before all others, as if these were opaque.
             others = {
@@ -37,19 +47,34 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     return name_fused(define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
 
 
-def _functions_of_indices(mod: tvm.ir.IRModule) -> tuple[set[tvm.ir.GlobalVar], set[tvm.ir.GlobalVar]]:
-    """Return the functions that compute integers with logarithms, where those are read to make other numbers.
+def _functions_apart(mod: tvm.ir.IRModule, state: LoweringState) -> Iterator[set[tvm.ir.GlobalVar]]:
+    """Yield sets of functions that are grouped among themselves, one set after another."""
+    if not state.launches_cost:
+        yield _functions_of_tables(mod)
+    yield _functions_of_indices(mod)
 
-    The second set has those that look up a weight by such integers, or move what was looked up, where that is then
-    repeated.
-    """
+
+def _functions_of_tables(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
+    """Return the functions that read tables along two symbolic axes or more, and those that only they read."""
+    main = main_of(mod)
+    readers = users_of(main)
+    found: dict[relax.Var, tvm.ir.GlobalVar] = {}
+    for binding in reversed(list(bindings_of(main))):
+        name = called_function(binding.value)
+        if name is None or pattern_of(mod[name]) > INJECTIVE:
+            continue
+        symbolic = sum(not isinstance(size, tirx.IntImm) for size in shape_of(binding.var) or ())
+        wide = TABLE_ATTR in mod[name].attrs and symbolic > 1
+        if wide or (binding.var in readers and all(one in found for one in readers[binding.var])):
+            found[binding.var] = name
+    return set(found.values())
+
+
+def _functions_of_indices(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
+    """Return the functions that compute integers with logarithms, where those are read to make other numbers."""
     found: set[tvm.ir.GlobalVar] = set()
     # Variable -> functions that compute it, and whether one takes a logarithm.
     made: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], bool]] = {}
-    # Variable -> functions that look it up and move it.
-    looked_up: dict[relax.Var, set[tvm.ir.GlobalVar]] = {}
-    repeated: set[tvm.ir.GlobalVar] = set()
-    params = set(main_of(mod).params)
     for binding in bindings_of(main_of(mod)):
         name = called_function(binding.value)
         if name is None:
@@ -60,23 +85,7 @@ def _functions_of_indices(mod: tvm.ir.IRModule) -> tuple[set[tvm.ir.GlobalVar], 
         if pattern_of(mod[name]) <= INJECTIVE:
             functions = {name}.union(*(made[var][0] for var in read))
             made[binding.var] = functions, _takes_log(mod[name]) or any(made[var][1] for var in read)
-            tensors = [var for var in relax.analysis.free_vars(binding.value) if isinstance(var.ty, relax.TensorType)]
-            indices = [var for var in tensors if var in made and made[var][1] and _is_integer(var)]
-            weights = [var for var in tensors if var in params]
-            if indices and len(indices) + len(weights) == len(tensors) and not _is_integer(binding.var):
-                looked_up[binding.var] = {name}
-            elif len(tensors) == 1 and tensors[0] in looked_up and _sizes(tensors[0]) == _sizes(binding.var):
-                looked_up[binding.var] = looked_up[tensors[0]] | {name}
-            else:
-                for var in tensors:
-                    if var in looked_up and _sizes(var) != _sizes(binding.var):
-                        repeated |= looked_up[var]
-    return found, repeated
-
-
-def _sizes(var: relax.Var) -> list[str]:
-    """Return the sizes of a tensor that are not one, in any order."""
-    return sorted(str(size) for size in var.ty.shape if not (isinstance(size, tirx.IntImm) and int(size) == 1))
+    return found
 
 
 def _takes_log(func: tirx.PrimFunc) -> bool:

@@ -21,7 +21,7 @@ from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is
 from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
-from relaxtune.pipeline.passes.symbolic.symbolic_moves import legalise_concatenation, legalise_reshape
+from relaxtune.pipeline.passes.symbolic.symbolic_moves import legalise_concatenation, legalise_reshape, legalise_slice
 
 # TVM generates no code for them in float16, on a CPU or on a GPU.
 _NOT_IN_HALF = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")
@@ -272,6 +272,7 @@ def _legalisers() -> dict[str, Legaliser]:
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
     own |= {name: _kept_apart(own.get(name) or _stock(name)) for name in (f"relax.{operator}" for operator in FOLDED)}
     own |= {"relax.concat": legalise_concatenation, "relax.reshape": legalise_reshape}
+    own |= {"relax.strided_slice": legalise_slice}
     own |= {f"relax.{name}": _widened(f"relax.{name}", getattr(topi, name)) for name in _NOT_IN_HALF}
     own["relax.divide"] = _divided(topi.divide, own["relax.divide"])
     for name, function in (("relax.mod", topi.mod), ("relax.floor_mod", topi.floor_mod)):
@@ -287,7 +288,7 @@ def _legalisers() -> dict[str, Legaliser]:
 def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each operator as a call of a TIR function; maxima, minima and signs keep a NaN.
 
-    Reshapes and concatenations of symbolic shapes are those of `symbolic_moves`.
+    Reshapes, concatenations and slices at symbolic places are those of `symbolic_moves`.
 
     Raises
     ------

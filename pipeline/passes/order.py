@@ -28,6 +28,7 @@ from relaxtune.pipeline.passes.layout.gathers_to_views import gathers_to_views
 from relaxtune.pipeline.passes.layout.interleave_gates import interleave_gates
 from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
 from relaxtune.pipeline.passes.layout.scatters_to_concat import scatters_to_concat
+from relaxtune.pipeline.passes.layout.share_repeated_weights import share_repeated_weights
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
 from relaxtune.pipeline.passes.layout.unflatten_matmuls import unflatten_matmuls
 from relaxtune.pipeline.passes.layout.windows_to_matmul import windows_to_matmul
@@ -51,6 +52,7 @@ from relaxtune.pipeline.passes.symbolic.count_along_inputs import count_along_in
 from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.symbolic.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.symbolic.repeat_positions import repeat_positions
+from relaxtune.pipeline.passes.symbolic.tabulate_positions import tabulate_positions
 from relaxtune.pipeline.passes.tokens.unpad import unpad
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
 from relaxtune.pipeline.passes.weights.lift_weights import lift_weights
@@ -84,6 +86,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
         Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
         Step(Phase.REMOVE_DEAD_CODE, "windows_to_matmul", windows_to_matmul),
+        Step(Phase.REMOVE_DEAD_CODE, "share_repeated_weights", share_repeated_weights),
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "scatters_to_concat", scatters_to_concat),
         Step(Phase.REMOVE_DEAD_CODE, "remove_nan_guards", remove_nan_guards),
@@ -93,6 +96,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PRECISION, "round_to_tf32", round_to_tf32, makes_precision=True),
         Step(Phase.PRECISION, "accumulate_in_float32", accumulate_in_float32),
         # 4 pattern rewrites
+        Step(Phase.PATTERNS, "tabulate_positions", tabulate_positions),
         Step(Phase.PATTERNS, "combine_matmuls", combine_matmuls),
         Step(Phase.PATTERNS, "gather_before_slices", gather_before_slices),
         Step(Phase.PATTERNS, "interleave_gates", interleave_gates),

@@ -211,7 +211,8 @@ class _Reader:
             return self._reduction(block, at)
         if not block.is_spatial:
             raise UnsupportedExpressionError(f"block {block.name} is neither elementwise nor a reduction")
-        if not same_sizes(block.sizes, shape_of(buffer)):
+        # What has no axes is written by a block of one, of one place.
+        if not same_sizes(block.sizes, shape_of(buffer) or (1,)):
             raise UnsupportedExpressionError(f"block {block.name} writes a part of its output")
         return self._expand(store.value, at)
 

@@ -44,7 +44,7 @@ _LESS: Mapping[str, tuple[bool, int]] = {
 # Operations that are followed from a tensor back.
 _DEPTH_MAX = 64
 # The least and the largest of a tensor's integers.
-_Bounds = tuple[Size, Size]
+Bounds = tuple[Size, Size]
 
 
 class UniformValues:
@@ -59,7 +59,7 @@ class UniformValues:
     def __init__(self, values: Mapping[relax.Var, tvm.ir.Expr]) -> None:
         self._values = values
         self._uniform: dict[relax.Var, np.generic | None] = {}
-        self._bounds: dict[relax.Var, _Bounds | None] = {}
+        self._bounds: dict[relax.Var, Bounds | None] = {}
 
     def of(self, expr: tvm.ir.Expr, depth: int = 0) -> np.generic | None:
         """Return the number that every element of a tensor is, None where that is not known."""
@@ -101,7 +101,7 @@ class UniformValues:
     def _compared(self, value: relax.Call, depth: int) -> bool | None:
         """Return what a comparison of integers is at all sizes."""
         swapped, more = _LESS[value.op.name.removeprefix("relax.")]
-        left, right = (self._bounds_of(arg, depth + 1) for arg in value.args)
+        left, right = (self.bounds_of(arg, depth + 1) for arg in value.args)
         if left is None or right is None:
             return None
         (low, high), (other_low, other_high) = (right, left) if swapped else (left, right)
@@ -109,14 +109,15 @@ class UniformValues:
             return True
         return False if fits(other_high + 1 - more, low) else None
 
-    def _bounds_of(self, expr: tvm.ir.Expr, depth: int) -> _Bounds | None:
+    def bounds_of(self, expr: tvm.ir.Expr, depth: int = 0) -> Bounds | None:
+        """Return between which sizes the integers of a tensor are, None where that is not known."""
         if not isinstance(expr, relax.Var):
             return self._bounds_of_value(expr, depth)
         if expr not in self._bounds and depth < _DEPTH_MAX and expr in self._values:
             self._bounds[expr] = self._bounds_of_value(self._values[expr], depth)
         return self._bounds.get(expr)
 
-    def _bounds_of_value(self, value: tvm.ir.Expr, depth: int) -> _Bounds | None:
+    def _bounds_of_value(self, value: tvm.ir.Expr, depth: int) -> Bounds | None:
         if dtype_of(value) not in ("int32", "int64"):
             return None
         if is_constant(value):
@@ -130,9 +131,9 @@ class UniformValues:
             size = size_of(sizes[0]) if len(sizes) == 1 else None
             return None if size is None else (size, size)
         if is_op(value, *_MOVED, "astype"):
-            return self._bounds_of(value.args[0], depth + 1)
+            return self.bounds_of(value.args[0], depth + 1)
         if is_op(value, "add", "subtract"):
-            left, right = (self._bounds_of(arg, depth + 1) for arg in value.args)
+            left, right = (self.bounds_of(arg, depth + 1) for arg in value.args)
             if left is None or right is None:
                 return None
             if is_op(value, "add"):

@@ -1,4 +1,4 @@
-"""Pass: look-ups of rows (embeddings) in a form that fuses with what is around them."""
+"""Pass: look-ups of rows (embeddings), and of elements, in a form that fuses with what is around them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         hidden = words + take(types, ...) + positions
 
     TVM counts a gather as opaque, so every look-up was two kernels, and their sum another. Indices count from the end
-    where they are negative, and are kept within the table, as before. On CUDA.
+    where they are negative, and are kept within the table, as before. `gather_elements` (the relative positions of
+    DeBERTa) is one such, too. On CUDA.
     """
     if not state.launches_cost:
         return mod
     graph = Graph(mod)
-    found: dict[relax.Var, tuple[relax.Var, bool]] = {}
+    found: dict[relax.Var, tuple[tvm.ir.Expr, bool]] = {}
     for binding in graph.bindings:
         value = binding.value
+        if is_op(value, "gather_elements"):
+            found[binding.var] = value.args[1], False
+            continue
         if not is_op(value, "take") or not isinstance(value.args[1], relax.Var) or value.attrs.axis is None:
             continue
         table, ids = static_shape(value.args[0]), shape_of(value.args[1])
@@ -57,10 +61,26 @@ def _unwrapped(ids: relax.Var, rows: int, graph: Graph) -> relax.Var | None:
     return plain if same and number_of(test.args[1], plain) == 0.0 and number_of(total.args[1], plain) == rows else None
 
 
-def _gather(new: Rewriter, binding: relax.VarBinding, found: tuple[relax.Var, bool]) -> tvm.ir.Expr:
+def _gather(new: Rewriter, binding: relax.VarBinding, found: tuple[tvm.ir.Expr, bool]) -> tvm.ir.Expr:
     ids, wrap = found
     operands = (new.of(binding.value.args[0]), new.of(ids))
-    return new.kernel(_rows(wrap), *operands, name="gather", op_pattern=INJECTIVE)
+    by_element = is_op(binding.value, "gather_elements")
+    compute = _elements(int(binding.value.attrs.axis)) if by_element else _rows(wrap)
+    return new.kernel(compute, *operands, name="gather", op_pattern=INJECTIVE)
+
+
+def _elements(axis: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+    """Return the tensor expression of data by indices along an axis, at the same place along the others."""
+
+    def compute(data: te.Tensor, ids: te.Tensor) -> te.Tensor:
+        along = axis % len(data.shape)
+
+        def element(*index: tirx.Var) -> tirx.Expr:
+            return data(*index[:along], ids(*index), *index[along + 1 :])
+
+        return te.compute(ids.shape, element, name="gather_elements")
+
+    return compute
 
 
 def _rows(wrap: bool) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:

@@ -6,6 +6,7 @@ the mask itself, its axes moved. The index tensors are followed back to where th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,8 +17,9 @@ from tvm import relax, tirx
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, number_of, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
-from relaxtune.pipeline.passes.kit.sizes import Shape, Size, size_of, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, plain, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 
 # How much an index grows along each axis of its tensor; it begins with 0.
 _Steps: TypeAlias = "tuple[Size, ...]"
@@ -170,11 +172,14 @@ def _steps(expr: tvm.ir.Expr, graph: Graph, depth: int = 0) -> _Steps | None:
             *[0] * (len(shape) - len(inner)),
             *(0 if size == 1 else step for step, size in zip(inner, before, strict=True)),
         )
-    moved = [(size, step) for size, step in zip(before, inner, strict=True) if size != 1]
-    if [size for size, _ in moved] != _without_ones(shape):
+    groups = group_axes(before, shape)
+    if groups is None or any(len(inputs) > 1 for inputs, _ in groups):
         return None
-    rest = iter(moved)
-    return tuple(0 if size == 1 else next(rest)[1] for size in shape)
+    grown: list[Size] = [0] * len(shape)
+    for (axis,), outputs in groups:
+        for place, output in enumerate(outputs):
+            grown[output] = plain(inner[axis] * math.prod(shape[other] for other in outputs[place + 1 :]))
+    return tuple(grown)
 
 
 def _of_array(array: np.ndarray) -> _Steps | None:

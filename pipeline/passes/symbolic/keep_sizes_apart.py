@@ -17,23 +17,26 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     Such a function writes a shape as a tensor. In a fused function the size becomes a parameter. Beside an axis that
     only the fused function's output has, such as that of positions, TVM (0.27) refuses the function: the size of the
     axis is a parameter, too, and defined a second time by the output. So the function stays apart where anything that
-    could be in its group has such an axis.
+    could be in its group has such an axis, and nothing that is between the two reads a tensor with it.
     """
     apart: set[tvm.ir.GlobalVar] = set()
-    # For each tensor, what could be in one group with it: functions of sizes, and axes that no input of the group has.
-    groups: dict[relax.Var, tuple[set[tvm.ir.GlobalVar], set[tirx.Var]]] = {}
+    # For each tensor, what could be in one group with it: functions of sizes, each with the axes that inputs of the
+    # group have if both are in it, and axes that no input of the group has.
+    groups: dict[relax.Var, tuple[dict[tvm.ir.GlobalVar, set[tirx.Var]], set[tirx.Var]]] = {}
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
         if called is None or pattern_of(mod[called]) == OPAQUE:
             continue
         tensors = [one for one in binding.value.args[1].fields if isinstance(one, relax.Var)]
-        before = [groups[one] for one in tensors if one in groups]
-        names = {called} if _made_of_sizes(mod[called]) else set()
-        names = names.union(*(group[0] for group in before))
-        new = _axes(binding.var).difference(*map(_axes, tensors)).union(*(group[1] for group in before))
+        read = set[tirx.Var]().union(*(_axes(one) - groups.get(one, ({}, set()))[1] for one in tensors))
+        new = _axes(binding.var).difference(*map(_axes, tensors))
+        names = {called: read} if _made_of_sizes(mod[called]) else {}
+        for before, unread in (groups[one] for one in tensors if one in groups):
+            new |= unread
+            for name, axes in before.items():
+                names[name] = names.get(name, axes | read) & (axes | read)
         groups[binding.var] = names, new
-        if new:
-            apart |= names
+        apart |= {name for name, axes in names.items() if new - axes}
     return with_functions(mod, {name: mod[name].with_attr("op_pattern", OPAQUE) for name in apart})
 
 

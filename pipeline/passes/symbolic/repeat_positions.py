@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import tvm
 from tvm import relax
@@ -12,25 +13,37 @@ from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, pattern_o
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.count_along_inputs import COUNT_ATTR
-from relaxtune.schedules.tir.expressions import call_names
+from relaxtune.pipeline.passes.symbolic.tabulate_positions import TABLE_ATTR
+from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, call_names
 
 # From the count to what is read: exporters write a cast, a sum, up to three new axes, a product and a concatenation.
 _OPERATIONS_MAX = 12
 # What an operation may call: a concatenation chooses by it.
-_CALLS = {"prim.if_then_else"}
+_CALLS = {IF_THEN_ELSE}
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A call that computes positions, or functions of them; `cheap` if it may be repeated, `operations` it takes."""
+
+    call: relax.Call
+    of_table: bool
+    cheap: bool
+    operations: frozenset[relax.Var]
 
 
 def repeat_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with a copy of positions for each elementwise operation that reads them.
 
     Positions are what is computed of no tensor but constants with plain arithmetic and has one symbolic axis, or none:
-    `arange`, a size, new axes, sums, the angles of rotary embeddings. Of static sizes they are constants. Of symbolic
+    `arange`, a size, new axes, sums, the angles of rotary embeddings; and readings of tables by positions
+    (`tabulate_positions`), with what they compute where a table ends. Of static sizes they are constants. Of symbolic
     ones, read by the look-up of an embedding and by a mask, or by a cosine and a sine, they were a kernel of their own,
     since nothing that is read twice is fused with what reads it.
     """
     found = _positions(mod)
     readers = users_of(main_of(mod))
-    shared = {var for var in found if len(set(readers.get(var, ()))) > 1}
+    shared = {var for var, one in found.items() if one.cheap and (one.of_table or len(set(readers.get(var, ()))) > 1)}
     if not shared:
         return mod
     state.note(f"positions of {len(shared)} readings are counted where they are read")
@@ -43,35 +56,41 @@ def repeat_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
             return None
         copies: dict[relax.Var, relax.Var] = {}
 
-        def with_copies(call: relax.Call) -> relax.Call:
+        def with_copies(call: relax.Call, cheap: bool) -> relax.Call:
             function, operands, *sizes = call.args
-            fields = [copied(one) if one in found else new.of(one) for one in operands.fields]
+            repeated = {one for one in operands.fields if one in found and (found[one].cheap or not cheap)}
+            fields = [copied(one) if one in repeated else new.of(one) for one in operands.fields]
             return relax.Call(call.op, [function, relax.Tuple(fields), *sizes], ty_args=call.ty_args)
 
         def copied(var: relax.Var) -> relax.Var:
             if var not in copies:
-                copies[var] = new.extra(var.name, with_copies(found[var]), [var])
+                copies[var] = new.extra(var.name, with_copies(found[var].call, cheap=False), [var])
             return copies[var]
 
-        return with_copies(binding.value)
+        return with_copies(binding.value, cheap=True)
 
     return rewrite(mod, state, rule)
 
 
-def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, relax.Call]:
-    """Return the calls that compute positions, by their variables."""
-    found: dict[relax.Var, relax.Call] = {}
-    made_of: dict[relax.Var, frozenset[relax.Var]] = {}
+def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, _Position]:
+    """Return the calls that compute positions, and functions of nothing else, by their variables."""
+    found: dict[relax.Var, _Position] = {}
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
-        if called is None or pattern_of(mod[called]) > INJECTIVE or call_names(mod[called].body) - _CALLS:
-            continue
-        fields = () if COUNT_ATTR in mod[called].attrs else binding.value.args[1].fields
-        operands = [one for one in fields if not is_constant(one) and not tvm.ir.is_prim_expr(one)]
         sizes = sizes_of(binding.var)
-        if sizes is None or sum(not isinstance(size, int) for size in sizes) > 1:
+        if called is None or sizes is None or pattern_of(mod[called]) > INJECTIVE:
             continue
-        operations = frozenset({binding.var}).union(*(made_of.get(one, frozenset()) for one in operands))
-        if all(one in found for one in operands) and len(operations) <= _OPERATIONS_MAX:
-            found[binding.var], made_of[binding.var] = binding.value, operations
+        function = mod[called]
+        fields = () if COUNT_ATTR in function.attrs else binding.value.args[1].fields
+        operands = [one for one in fields if not is_constant(one) and not tvm.ir.is_prim_expr(one)]
+        if not all(one in found for one in operands):
+            continue
+        # Of a table, the positions count: what is computed where it ends is not.
+        of_table = TABLE_ATTR in function.attrs
+        read = [found[one] for one in operands]
+        operations = frozenset({binding.var}).union(*(one.operations for one in (read[:1] if of_table else read)))
+        cheap = of_table or (all(one.cheap for one in read) and not call_names(function.body) - _CALLS)
+        found[binding.var] = _Position(
+            binding.value, of_table, cheap and len(operations) <= _OPERATIONS_MAX, operations
+        )
     return found

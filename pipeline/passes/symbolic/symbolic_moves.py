@@ -1,7 +1,7 @@
-"""Reshapes and concatenations of symbolic shapes as kernels that fuse with their neighbours.
+"""Reshapes, concatenations and slices at symbolic places as kernels that fuse with their neighbours.
 
 TVM takes the flat position of every element of a reshape apart by symbolic sizes. What comes of it counts as opaque, as
-a concatenation at a symbolic place does: a slice, a reshape and a transpose of heads are three kernels.
+a concatenation or a slice at a symbolic place does: a slice, a reshape and a transpose of heads are three kernels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import tvm
 from tvm import relax, te, tirx, topi
 
-from relaxtune.pipeline.passes.kit.ir import static_shape
+from relaxtune.pipeline.passes.kit.ir import shape_of, static_shape
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE
-from relaxtune.pipeline.passes.kit.sizes import Shape, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Shape, fits, size_of, sizes_of
 
 # Numbers of axes before and after, of one group of axes.
 Groups = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -56,6 +56,28 @@ def legalise_concatenation(builder: relax.BlockBuilder, call: relax.Call) -> tvm
     return builder.call_te(
         topi.concatenate, list(parts.fields), axis, primfunc_name_hint="concatenate", primfunc_attrs=attrs
     )
+
+
+def legalise_slice(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr:
+    """Return a slice from a symbolic place on, known to be inside, as the call of a TIR function; others as TVM."""
+    data, axes, starts, _, *strides = call.args
+    shape, places = shape_of(call), [size_of(start) for start in starts.fields]
+    steps = {int(step) for one in strides for step in one.fields}
+    inside = bool(call.attrs.assume_inbound) and all(place is not None and fits(0, place) for place in places)
+    if shape is None or not inside or steps - {1} or all(isinstance(place, int) for place in places):
+        return tvm.ir.Op.get("relax.strided_slice").get_attr("FLegalize")(builder, call)
+    moved = [int(axis) % len(shape) for axis in axes.fields]
+
+    def cut(x: te.Tensor, *sizes: tirx.Expr) -> te.Tensor:
+        first = dict(zip(moved, sizes[len(shape) :], strict=True))
+
+        def element(*index: tirx.Var) -> tirx.Expr:
+            return x(*(at + first.get(axis, 0) for axis, at in enumerate(index)))
+
+        return te.compute(sizes[: len(shape)], element, name="strided_slice", tag=topi.tag.INJECTIVE)
+
+    attrs, given = {"op_pattern": INJECTIVE}, [*shape, *starts.fields]
+    return builder.call_te(cut, data, *given, primfunc_name_hint="strided_slice", primfunc_attrs=attrs)
 
 
 def group_axes(before: Shape, after: Shape) -> Groups | None:

@@ -13,11 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from tvm import tirx
+from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
 from tvm_ffi import StructuralKey
 
 from relaxtune.schedules.tir.blocks import element_bytes
-from relaxtune.schedules.tir.dataflow import Dataflow, without_loads
+from relaxtune.schedules.tir.dataflow import Dataflow
 from relaxtune.schedules.tir.expressions import (
     constant_value,
     depends_on,
@@ -134,21 +135,26 @@ class Accesses:
     def _access(self, load: TensorLoad, guards: tuple[Guard, ...]) -> Access:
         flow, lanes = self._flow, self._lanes
         inner: dict[tirx.Var, tuple[Access, int]] = {}
-        shared: dict[StructuralKey, tirx.Var] = {}
+        shared: dict[tuple[Access, int], tirx.Var] = {}
 
         def at(expr: tirx.Expr, lane: int, around: tuple[Guard, ...]) -> tirx.Expr:
-            plain, loads = without_loads(expr)
-            names: dict[tirx.Var, tirx.Expr] = {}
-            for var, one in loads.items():
-                access = self.of(one, around)
-                # Lanes that share an element share its variable, so that it cancels out of differences.
-                key = StructuralKey(one) if not access.width else (StructuralKey(one), lane)
-                if key not in shared:
-                    shared[key] = tirx.Var(f"{one.source.name}_{len(shared)}", dtype_of(one))
-                    inner[shared[key]] = access, lane
-                names[var] = shared[key]
-            place = self.vector * lanes + lane
-            return substitute(plain, {flow.columns.var: place, **names})
+            def named(node: tirx.Expr, around: tuple[Guard, ...]) -> tirx.Expr:
+                if isinstance(node, TensorLoad):
+                    access = self.of(node, around)
+                    # Lanes that share an element share its variable, so that it cancels out of differences.
+                    key = (access, lane if access.width else 0)
+                    if key not in shared:
+                        shared[key] = tirx.Var(f"{node.source.name}_{len(shared)}", dtype_of(node))
+                        inner[shared[key]] = access, lane
+                    return shared[key]
+                if is_branch(node):
+                    condition, *sides = node.args
+                    guarded = zip(sides, (True, False), strict=True)
+                    taken = [named(side, (*around, (condition, holds))) for side, holds in guarded]
+                    return Call(node.op, [named(condition, around), *taken], ret_ty=node.ty)
+                return rebuild(node, lambda operand: named(operand, around))
+
+            return substitute(named(expr, around), {flow.columns.var: self.vector * lanes + lane})
 
         conditions: list[list[tirx.Expr]] = []
         around: tuple[Guard, ...] = ()

@@ -18,8 +18,8 @@ from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, MATH_CALLS, call_n
 _HALVES = ("float16", "bfloat16")
 _WIDE = "float32"
 _JUMPS = frozenset(
-    f"tirx.{name}" for name in ("floor", "ceil", "round", "nearbyint", "trunc", "fmod", "isnan", "isinf", "isfinite")
-)
+    f"tirx.{name}" for name in ("floor", "round", "nearbyint", "trunc", "fmod", "isnan", "isinf", "isfinite")
+) | {"prim.ceil"}
 
 
 def in_float32(value: tirx.Expr) -> tirx.Expr:

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 from tvm import relax
 
-from relaxtune.models import OnnxModel, load_model
+from relaxtune.models import OnnxModel
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.schedules.tir.blocks import written_params
-from relaxtune.schedules.tir.expressions import call_names
 from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
 from tests.pipeline.passes.pass_cases import (
@@ -73,20 +71,6 @@ def test_gather_rows_stays_within_the_table_when_an_index_does_not() -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_buckets_of_positions_are_computed_once_for_all_heads_and_rows_when_sizes_are_symbolic() -> None:
-    names = ("input_ids", "attention_mask")
-    model = load_model("t5-tiny-1-layers", shapes={name: ("batch", "sequence") for name in names})
-    lowered = lower(import_model(model), LLVM)
-    written = [
-        lowered.mod[name].params[written_params(lowered.mod[name])[0]].ty.shape
-        for name in lowered.kernels
-        if "tirx.log" in call_names(lowered.mod[name].body)
-    ]
-    assert [len(shape) for shape in written] == [2]
-    feeds = random_inputs(model, seed=0, dims={"batch": 2, "sequence": 11})
-    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 2e-5)
-
-
 def test_gather_rows_keeps_the_bounds_of_indices_known() -> None:
     (task,) = extract_tasks([lower(import_model(embeddings()), resolve_target("cuda:sm_90a").target)])
     assert sorted(task.index_ranges.values()) == [5, 5]
