@@ -17,7 +17,7 @@ from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, MATH_CALLS, call_n
 
 _HALVES = ("float16", "bfloat16")
 _WIDE = "float32"
-_JUMPS = frozenset(
+JUMPS = frozenset(
     f"tirx.{name}" for name in ("floor", "round", "nearbyint", "trunc", "fmod", "isnan", "isinf", "isfinite")
 ) | {"prim.ceil"}
 
@@ -37,7 +37,7 @@ def _calls_functions(value: tirx.Expr) -> bool:
     casts = find_all(value, tirx.Cast)
     if any("float" in dtype_of(cast.value) and "float" not in dtype_of(cast) for cast in casts):
         return False
-    names, smooth = call_names(value), MATH_CALLS - _JUMPS
+    names, smooth = call_names(value), MATH_CALLS - JUMPS
     return bool(names & smooth) and names <= smooth | {IF_THEN_ELSE}
 
 

@@ -76,6 +76,22 @@ def test_gather_rows_keeps_the_bounds_of_indices_known() -> None:
     assert sorted(task.index_ranges.values()) == [5, 5]
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_look_ups_of_elements_are_part_of_what_reads_them(axis: int) -> None:
+    f = Form()
+    found = f.op("GatherElements", f.op("Sigmoid", f.x(2, 3, 4)), f.input("index", "int64", 2, 3, 2), axis=axis)
+    model = f.model(f.op("Tanh", found), (2, 3, 2))
+    lowered = lower(import_model(model), LLVM)
+    assert kernels(lowered) == 1
+    generator = np.random.default_rng(0)
+    feeds = {
+        "x": generator.standard_normal((2, 3, 4)).astype("float32"),
+        "index": generator.integers(-2, 2, (2, 3, 2)),
+    }
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
+
+
 def test_gather_rows_leaves_more_kernels_when_it_is_off_or_the_target_is_a_cpu() -> None:
     off = LoweringOptions(disabled_passes=frozenset({"gather_rows"}))
     assert kernels(lower(import_model(embeddings()), resolve_target("cuda:sm_90a").target, off)) > 1

@@ -1,8 +1,18 @@
 from __future__ import annotations
 
+import tvm
 from tvm import tirx
 
-from relaxtune.schedules.tir.expressions import rebuild
+from relaxtune.schedules.templates.emit.wide_epilogue import JUMPS
+from relaxtune.schedules.tir.expressions import MATH_CALLS, call_name, rebuild
+
+
+def test_functions_have_the_names_of_operators() -> None:
+    """TVM (0.27) names some of them `prim.`: a kernel that rounds up was refused."""
+    assert set(tvm.ir.Op.list_op_names()) >= MATH_CALLS
+    x = tirx.Var("x", "float32")
+    assert call_name(tirx.ceil(x)) in JUMPS
+    assert call_name(tirx.log2(x)) in MATH_CALLS - JUMPS
 
 
 def test_rebuild_takes_numbers_to_the_width_of_what_replaces_a_variable() -> None:

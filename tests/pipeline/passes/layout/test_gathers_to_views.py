@@ -60,7 +60,19 @@ def flat(*, axis: int = 0, step: Callable[[Size, Size], Size] = lambda _, places
     return case
 
 
+def counted_through(shape: Callable[[Size, Size], Sequence[Size]]) -> Case:
+    """Return rows of a flat tensor by places that are counted in one go, and then put in some shape."""
+
+    def case(builder: relax.BlockBuilder, data: relax.Expr, rows: Size, places: Size) -> relax.Expr:
+        numbers = builder.emit(OP.arange(0, rows * places, 1, dtype="int64"))
+        index = OP.reshape(numbers, relax.ShapeExpr(list(shape(rows, places))))
+        return OP.take(OP.reshape(data, relax.ShapeExpr([rows * places, 1])), index, axis=0, mode="fast")
+
+    return case
+
+
 VIEWS: dict[str, Case] = {
+    "counted in one go": counted_through(lambda r, p: (r, p)),
     "a mask by row and place": nd(lambda r, p: (r, 1, 1, p), 0, 3),
     "for each query": nd(lambda r, p: (r, 1, p, p), 0, 3),
     "places before rows": nd(lambda r, p: (p, r), 1, 0),
@@ -70,6 +82,7 @@ VIEWS: dict[str, Case] = {
 OTHERS: dict[str, Case] = {
     "from the second place": nd(lambda r, p: (r, 1, 1, p), 0, 3, start=1),
     "both along one axis": lambda b, data, r, p: OP.gather_nd(data, pairs(b, counted(r, 0, 1), counted(r, 0, 1), (r,))),
+    "counted in one go, turned": counted_through(lambda r, p: (p, r)),
     "flat, one further": flat(more=1),
     "flat, wrong rows": flat(step=lambda rows, _: rows),
 }

@@ -96,6 +96,54 @@ def place_of_a_step(*, rows: bool) -> OnnxModel:
     return make_model(nodes, inputs, {"y": ("float32", shape)}, constants)
 
 
+def mask_of_heads() -> OnnxModel:
+    """A causal mask behind a cache, beside what is computed of each head's row: Bloom's, by Optimum."""
+    nodes = [
+        NODE("Shape", ["past"], ["sizes"]),
+        NODE("Gather", ["sizes", "n1"], ["length"]),
+        NODE("Shape", ["ids"], ["two"]),
+        NODE("Gather", ["two", "n1"], ["count"]),
+        NODE("Add", ["length", "count"], ["total"]),
+        NODE("Range", ["n0", "total", "n1"], ["keys"]),
+        NODE("Range", ["n0", "count", "n1"], ["tokens"]),
+        NODE("Add", ["tokens", "length"], ["places"]),
+        NODE("Unsqueeze", ["places", "v1"], ["queries"]),
+        NODE("LessOrEqual", ["keys", "queries"], ["before"]),
+        NODE("Unsqueeze", ["mask", "columns"], ["kept"]),
+        NODE("And", ["before", "kept"], ["seen"]),
+        NODE("Where", ["seen", "zero", "hidden"], ["scores"]),
+        NODE("Reshape", ["rows", "by_head"], ["of_heads"]),
+        NODE("Add", ["of_heads", "scores"], ["y"]),
+    ]
+    constants = {
+        "n0": np.array(0), "n1": np.array(1), "v1": np.array([1]), "columns": np.array([1, 2]),
+        "by_head": np.array([-1, 2, 1, 1]), "zero": np.array(0.0, "float32"), "hidden": np.array(-9.0, "float32"),
+    }  # fmt: skip
+    inputs: dict[str, tuple[str, tuple[object, ...]]] = {
+        "mask": ("bool", ("batch", "past + count")),
+        "ids": ("int64", ("batch", "count")),
+        "past": ("float32", ("batch", "past", 4)),
+        "rows": ("float32", ("2*batch", 1)),
+    }
+    return make_model(nodes, inputs, {"y": ("float32", ("batch", 2, "count", "past + count"))}, constants)
+
+
+def test_a_size_stays_where_an_input_of_the_group_has_the_axis_that_its_output_has() -> None:
+    """The batch of the reshape is the mask's, which is read on the way."""
+    model = mask_of_heads()
+    lowered = lower(import_model(model), resolve_target("llvm").target)
+    assert sum(map(len, lowered.kernels.values())) == 1
+    generator = np.random.default_rng(0)
+    for batch, past, count in ((1, 3, 1), (3, 2, 4)):
+        feeds = {
+            "mask": generator.random((batch, past + count)) > 0.5,
+            "ids": np.zeros((batch, count), "int64"),
+            "past": np.zeros((batch, past, 4), "float32"),
+            "rows": generator.standard_normal((2 * batch, 1)).astype("float32"),
+        }
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
+
+
 @pytest.mark.parametrize(
     ("rows", "disabled", "kernels"), [(False, "", 1), (True, "", 1), (True, "count_along_inputs", 2)]
 )

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from onnx import helper
 
 from relaxtune.models.inputs import random_inputs
 from relaxtune.models.polynomials import Polynomial
@@ -9,9 +11,9 @@ from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.sizes import Shape
 from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.importer.onnx_cases import run_reference
+from tests.pipeline.importer.onnx_cases import make_model, run_reference
 from tests.pipeline.passes.attention.test_symbolic_attention import SIZES, symbolic_model
-from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, small_model
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled, run_lowered, small_model
 
 B, S = Polynomial.symbol("batch"), Polynomial.symbol("sequence")
 
@@ -30,6 +32,29 @@ B, S = Polynomial.symbol("batch"), Polynomial.symbol("sequence")
 )
 def test_group_axes_finds_the_smallest_groups(before: Shape, after: Shape, groups: object) -> None:
     assert group_axes(before, after) == groups
+
+
+def test_a_slice_from_a_symbolic_place_on_is_part_of_what_reads_it() -> None:
+    nodes = [
+        helper.make_node("Shape", ["past"], ["sizes"]),
+        helper.make_node("Slice", ["sizes", "v1", "v2"], ["length"]),
+        helper.make_node("Sigmoid", ["x"], ["half"]),
+        helper.make_node("Slice", ["half", "length", "last", "v1"], ["cut"]),
+        helper.make_node("Mul", ["cut", "new"], ["y"]),
+    ]
+    constants = {"v1": np.array([1]), "v2": np.array([2]), "last": np.array([2**62])}
+    inputs: dict[str, tuple[str, tuple[object, ...]]] = {
+        "x": ("float32", ("batch", "past + count", 3)),
+        "past": ("float32", ("batch", "past", 3)),
+        "new": ("float32", ("batch", "count", 3)),
+    }
+    model = make_model(nodes, inputs, {"y": ("float32", ("batch", "count", 3))}, constants)
+    lowered = lower(import_model(model), LLVM)
+    assert sum(map(len, lowered.kernels.values())) == 1
+    for past, count in ((0, 1), (3, 1), (2, 4)):
+        x = np.random.default_rng(0).standard_normal((2, past + count, 3)).astype("float32")
+        feeds = {"x": x, "past": x[:, :past], "new": x[:, past:]}
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
 
 
 @pytest.mark.parametrize(("name", "more"), [("bert-tiny", 2), ("llama-tiny", 4), ("gpt2-tiny-decode", 0)])

@@ -75,6 +75,22 @@ def test_load_that_was_made_before_a_branch_is_not_made_again() -> None:
     assert found["ids"].conditions == ()
 
 
+def test_each_side_of_a_branch_in_an_index_is_read_under_its_condition() -> None:
+    def tensors() -> list[te.Tensor]:
+        ids, near, far = tensor("ids", (6,), "int64"), tensor("near", (4,), "int64"), tensor("far", (9,), "int64")
+        table = tensor("table", (9, 64))
+
+        def row(i: tirx.Var) -> tirx.Expr:
+            return tirx.if_then_else(ids[i] < 4, near[ids[i]], far[ids[i]])
+
+        return [ids, near, far, table, te.compute((6, 64), lambda i, j: table[row(i), j], name="rows")]
+
+    found = accesses_of(MemoryCase(tensors, lambda x: x), 8)
+    assert list(found) == ["ids", "near", "far", "table"]
+    assert [len(found[name].conditions) for name in found] == [0, 1, 1, 0]
+    assert {access for access, _ in found["table"].inner.values()} == {found[name] for name in ("ids", "near", "far")}
+
+
 def test_rows_at_odd_addresses_are_read_in_what_divides_them() -> None:
     def tensors() -> list[te.Tensor]:
         x = tensor("x", (6, 70))
