@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from tvm.ir.expr import TensorLoad
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
-from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, Rewriter, pattern_of, rewrite
+from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, pattern_of, with_opaque_calls
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import list_blocks
 
@@ -42,17 +42,7 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     if not cut:
         return mod
     state.note(f"{len(cut)} operations end a chain that is too long to be simplified as one kernel")
-    apart: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
-
-    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        if binding.var not in cut:
-            return None
-        called, operands, *rest = binding.value.args
-        if called not in apart:
-            apart[called] = new.function(functions[called].with_attr("op_pattern", OPAQUE), called.name_hint)
-        return relax.Call(binding.value.op, [apart[called], new.of(operands), *rest], ty_args=binding.value.ty_args)
-
-    return rewrite(mod, state, rule)
+    return with_opaque_calls(mod, state, cut)
 
 
 def _visits_by_parameter(func: tirx.PrimFunc) -> list[float]:

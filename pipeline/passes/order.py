@@ -120,8 +120,8 @@ def lowering_steps() -> tuple[Step, ...]:
         # 6 fuse
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
-        Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),
         Step(Phase.FUSE, "repeat_positions", repeat_positions),
+        Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),
         Step(Phase.FUSE, "keep_chains_short", keep_chains_short),
         Step(Phase.FUSE, "fuse_operations", fuse_operations),
         Step(Phase.FUSE, "fuse_tir", stock(relax_pass.FuseTIR()), "a kernel is one PrimFunc"),

@@ -176,8 +176,10 @@ class _Reader:
             elif not axes or not same_sizes([axes[-1].size], [length]):
                 raise UnsupportedExpressionError(f"it reduces over {length} elements, its output's rows are others")
             self._columns = axes[-1]
-        self._analyzer = ranged_analyzer((axis.var, axis.size) for axis in axes)
         inner = axes[:-1] if per_row else axes
+        # An output of one element has no axes; the space has one.
+        axes = axes or [Axis(tirx.Var("a", "int64"), 1)]
+        self._analyzer = ranged_analyzer((axis.var, axis.size) for axis in axes)
         outputs = []
         for position in written:
             shape = shape_of(func.params[position])

@@ -10,13 +10,14 @@ A pass reads the graph (`Graph`) and decides which bindings change. A rule then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from enum import Enum
 from typing import Final, TypeVar
 
 import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.passes.kit.ir import main_of, with_main
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -109,6 +110,27 @@ _Plain = mutator(Rewriter)
 def rewrite(mod: tvm.ir.IRModule, state: LoweringState, rule: Rule) -> tvm.ir.IRModule:
     """Return `mod` with each binding of `main` as a rule makes it, and bindings without a reader dropped."""
     return written_by(mod, _Plain(mod, state, rule))
+
+
+def with_opaque_calls(mod: tvm.ir.IRModule, state: LoweringState, chosen: Set[relax.Var]) -> tvm.ir.IRModule:
+    """Return `mod` with some variables bound to calls of opaque copies of their functions, equal calls once."""
+    copies: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+    made: dict[tuple[object, ...], relax.Var] = {}
+
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var not in chosen:
+            return None
+        called, *rest = binding.value.args
+        if called not in copies:
+            copies[called] = new.function(mod[called].with_attr("op_pattern", OPAQUE), called.name_hint)
+        arguments = [new.of(one) for one in rest]
+        key = (called, *map(StructuralKey, arguments))
+        if key not in made:
+            call = relax.Call(binding.value.op, [copies[called], *arguments], ty_args=binding.value.ty_args)
+            made[key] = new.extra(binding.var.name, call, [binding.var])
+        return made[key]
+
+    return rewrite(mod, state, rule) if chosen else mod
 
 
 def replace_found(

@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
-from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of
+from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
 
 _COMPUTED: Mapping[str, Callable[..., np.generic]] = {
     "add": np.add,
@@ -100,6 +100,8 @@ class UniformValues:
 
     def _compared(self, value: relax.Call, depth: int) -> bool | None:
         """Return what a comparison of integers is at all sizes."""
+        if is_op(value, "less") and self._counts_some(value.args[0]) and self._is_one(value.args[1]):
+            return False
         swapped, more = _LESS[value.op.name.removeprefix("relax.")]
         left, right = (self.bounds_of(arg, depth + 1) for arg in value.args)
         if left is None or right is None:
@@ -108,6 +110,35 @@ class UniformValues:
         if fits(high + more, other_low):
             return True
         return False if fits(other_high + 1 - more, low) else None
+
+    def _is_one(self, expr: tvm.ir.Expr) -> bool:
+        number = self.of(expr)
+        return number is not None and 0 < float(number) <= 1
+
+    def _counts_some(self, expr: tvm.ir.Expr) -> bool:
+        """Return whether a tensor counts along the last axis which keys are no further than a query, and one is.
+
+        A causal mask hides no row whole; exporters ask in each layer how many keys a query sees.
+        """
+        value = self._value(expr)
+        data = self._value(value.args[0]) if is_op(value, "sum") else None
+        last = (-1, len(sizes_of(data) or ()) - 1) if is_op(data, "astype") else ()
+        if not is_op(data, "astype") or len(value.attrs.axis or ()) != 1 or int(value.attrs.axis[0]) not in last:
+            return False
+        mask = self._value(data.args[0])
+        while is_op(mask, "broadcast_to") and (sizes_of(mask) or (0,))[-1] == (sizes_of(mask.args[0]) or (1,))[-1]:
+            mask = self._value(mask.args[0])
+        sizes = sizes_of(mask) if is_op(mask, "less_equal", "greater_equal") else None
+        if not sizes or not (fits(1, sizes[-1]) or sizes[-1] in sizes[:-1]):
+            return False
+        keys, queries = mask.args if is_op(mask, "less_equal") else mask.args[::-1]
+        lowest, query = self.bounds_of(keys), self.bounds_of(queries)
+        while is_op(keys := self._value(keys), *_MOVED) and not is_op(keys, "strided_slice"):
+            keys = keys.args[0]
+        return is_op(keys, "arange") and lowest is not None and query is not None and fits(lowest[0], query[0])
+
+    def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
+        return self._values.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
     def bounds_of(self, expr: tvm.ir.Expr, depth: int = 0) -> Bounds | None:
         """Return between which sizes the integers of a tensor are, None where that is not known."""

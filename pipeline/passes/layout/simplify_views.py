@@ -17,7 +17,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
-from relaxtune.pipeline.passes.kit.sizes import sizes_of
+from relaxtune.pipeline.passes.kit.sizes import listed_sizes, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 
@@ -106,8 +106,8 @@ def _unchanged(value: relax.Call) -> tvm.ir.Expr | None:
     if is_op(value, "permute_dims"):
         return value.args[0] if _axes(value) == sorted(_axes(value)) else None
     if is_op(value, *_MOVES, "astype") and _same_type(value.args[0], value):
-        strided = is_op(value, "strided_slice") and len(value.args) > 4
-        return None if strided else value.args[0]
+        steps = listed_sizes(value.args[4]) if is_op(value, "strided_slice") and len(value.args) > 4 else []
+        return value.args[0] if steps is not None and all(step == 1 for step in steps) else None
     return None
 
 

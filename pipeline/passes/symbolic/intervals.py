@@ -10,7 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_op
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of
 
 # The bounds of floats are widened by so much of themselves, many times what an operation of float32 rounds by.
 _ROUNDING = 1e-5
@@ -44,16 +44,18 @@ def interval_after(value: relax.Call, operands: Sequence[Interval]) -> Interval 
     if name in _MOVES or name == "where":
         hull = operands[1:] if name == "where" else operands
         return Interval(min(one.low for one in hull), max(one.high for one in hull), settled)
+    # What is computed of numbers that stay stays, whatever it is.
+    unknown = Interval(-np.inf, np.inf, settled=True) if settled else None
     if name not in _RULES or (name == "astype" and dtype_of(value) == "bool"):
-        return None
+        return unknown
     with np.errstate(all="ignore"):
         bounds = _RULES[name](*operands)
     if bounds is None or not np.isfinite(bounds).all():
-        return None
+        return unknown
     low, high = (float(bound) for bound in bounds)
     if name == "astype" and "int" in dtype_of(value):
-        low, high = np.trunc(low), np.trunc(high)
-    if is_op(value, *_ROUNDED) and "float" in dtype_of(value) and not settled:
+        low, high = float(np.trunc(low)), float(np.trunc(high))
+    if name in _ROUNDED and "float" in dtype_of(value) and not settled:
         low, high = low - abs(low) * _ROUNDING, high + abs(high) * _ROUNDING
     return Interval(low, high, settled=settled or low == high)
 

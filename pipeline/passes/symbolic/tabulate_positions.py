@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import dtype_of, main_of, shape_of
+from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, dtype_of, is_op, main_of, same_shape, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.functions_of_positions import FunctionsOfPositions, Root
@@ -44,10 +44,13 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     tables = _evaluated(wanted, positions, state)
     starts: dict[tuple[relax.Var, relax.Var], tvm.ir.Expr] = {}
 
+    # What reads a table without the copies of its values along other axes.
+    unstretched: dict[relax.Var, relax.Var] = {}
+
     def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         var, root = binding.var, wanted.get(binding.var)
         if root is None:
-            return None
+            return _without_copies(new, binding, unstretched)
         operands = [new.of(root), tables[var]]
         if any(positions.roots[root].open) and not positions.settles(var, root):
             starts[root, root] = operands[0]
@@ -57,9 +60,24 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         read = new.kernel(compute, *operands, name="table", op_pattern=INJECTIVE, **{TABLE_ATTR: 1})
         if [*map(str, shape)] == [*map(str, shape_of(var) or ())]:
             return read
-        return relax.op.broadcast_to(new.extra(f"{var.name}__table", read, [var]), relax.ShapeExpr(shape_of(var)))
+        unstretched[var] = new.extra(f"{var.name}__table", read, [var])
+        return relax.op.broadcast_to(unstretched[var], relax.ShapeExpr(shape_of(var)))
 
     return rewrite(mod, state, rule)
+
+
+def _without_copies(
+    new: Rewriter, binding: relax.VarBinding, unstretched: Mapping[relax.Var, relax.Var]
+) -> tvm.ir.Expr | None:
+    """Return an operation of two that copies the values of a table itself, None where it does not."""
+    value = binding.value
+    if not is_op(value, *ELEMENTWISE) or not any(one in unstretched for one in value.args):
+        return None
+    if not any(one not in unstretched and same_shape(one, binding.var) for one in value.args):
+        return None
+    return relax.Call(
+        value.op, [unstretched[one] if one in unstretched else new.of(one) for one in value.args], value.attrs
+    )
 
 
 def _bytes(var: relax.Var, root: relax.Var, positions: FunctionsOfPositions) -> int:

@@ -79,6 +79,17 @@ def test_what_is_taken_from_a_known_place_is_settled() -> None:
     assert interval_after(taken, [table, Interval(0, 1, settled=False)]) == Interval(3, 5, settled=False)
 
 
+def test_what_is_computed_of_settled_numbers_is_settled() -> None:
+    """T5's decoder takes the logarithm of no distance, where it does not want it."""
+    found = interval_after(call("log", "float32"), [Interval(0, 0, settled=True)])
+    assert found == Interval(-np.inf, np.inf, settled=True)
+    chosen = interval_after(
+        call("where", "bool", "float32", "float32"), [Interval(1, 1, settled=True), Interval(4, 4, settled=True), found]
+    )
+    assert chosen == Interval(4, 4, settled=True)
+    assert interval_after(call("tan", "float32"), [Interval(0, 1, settled=True)]) == found
+
+
 def test_what_has_no_rule_has_no_bounds() -> None:
     assert interval_after(call("tan", "float32"), [Interval(0, 1, settled=False)]) is None
     assert interval_of(relax.const(np.zeros((0,), "float32"))) is None
