@@ -125,6 +125,9 @@ class UniformValues:
         last = (-1, len(sizes_of(data) or ()) - 1) if is_op(data, "astype") else ()
         if not is_op(data, "astype") or len(value.attrs.axis or ()) != 1 or int(value.attrs.axis[0]) not in last:
             return False
+        seen, sizes = self.of(data.args[0]), sizes_of(data)
+        if seen is not None and seen and sizes:
+            return fits(1, sizes[-1]) or sizes[-1] in sizes[:-1]
         mask = self._value(data.args[0])
         while is_op(mask, "broadcast_to") and (sizes_of(mask) or (0,))[-1] == (sizes_of(mask.args[0]) or (1,))[-1]:
             mask = self._value(mask.args[0])
@@ -132,6 +135,9 @@ class UniformValues:
         if not sizes or not (fits(1, sizes[-1]) or sizes[-1] in sizes[:-1]):
             return False
         keys, queries = mask.args if is_op(mask, "less_equal") else mask.args[::-1]
+        *others, along = sizes_of(keys) or (0,)
+        if along != sizes[-1] or any(size != 1 for size in others):
+            return False
         lowest, query = self.bounds_of(keys), self.bounds_of(queries)
         while is_op(keys := self._value(keys), *_MOVED) and not is_op(keys, "strided_slice"):
             keys = keys.args[0]

@@ -29,7 +29,20 @@ def turned_sums(rows: int, columns: int) -> MemoryCase:
     return MemoryCase(tensors, lambda x: x - x.sum(-1, keepdims=True)[::-1])
 
 
+def of_one_number(*, returned: bool) -> MemoryCase:
+    """All elements by one that has no axes; or that one alone."""
+
+    def tensors() -> list[te.Tensor]:
+        x = tensor("x", (3, 4), "float32")
+        one = te.compute((), lambda: x[1, 2] + 1, name="one")
+        return [x, one] if returned else [x, te.compute((3, 4), lambda i, j: x[i, j] * one(), name="scaled")]
+
+    return MemoryCase(tensors, lambda x: x[1, 2] + 1 if returned else x * (x[1, 2] + 1))
+
+
 CASES = {
+    "by one number": of_one_number(returned=False),
+    "one number": of_one_number(returned=True),
     "turned": turned_sums(4, 5),
     "layer norm": cases.layer_norm((2, 3, 6), residual=True),
     "rms norm": cases.rms_norm((5, 4)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
     Converter,
@@ -19,14 +19,18 @@ from relaxtune.pipeline.importer.shape_values import simplify, size_list
 
 
 def convert_tile(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return a tensor repeated along its axes, where a number of repeats is symbolic.
+    """Return a tensor repeated along its axes, where a size or a number of repeats is symbolic.
 
-    TVM knows the shape of the result at run time only, and no operator after it can be compiled then.
+    TVM knows the shape of the result at run time only, where repeats are symbolic, and no operator after it can be
+    compiled then. Where sizes are, its kernel fuses with nothing.
     """
     data, repeats = node.input(0), size_list(node.input(1))
-    if repeats is None or all(isinstance(times, int) for times in repeats):
+    known = repeats is not None and all(isinstance(times, int) for times in repeats)
+    if repeats is None or (known and not isinstance(data.ty.shape, relax.ShapeExpr)):
         return None
     sizes = sizes_of(data)
+    if known and all(isinstance(size, tirx.IntImm) for size in sizes):
+        return None
     pairs = list(zip(repeats, sizes, strict=True))
     apart = relax.op.reshape(data, relax.ShapeExpr([item for size in sizes for item in (1, size)]))
     stretched = relax.op.broadcast_to(apart, relax.ShapeExpr([item for pair in pairs for item in pair]))

@@ -29,6 +29,20 @@ def number(value: int) -> relax.Expr:
 
 
 OP = relax.op
+
+
+def too_few(mask: relax.Expr, number_seen: float = 1.0, axis: int = -1) -> relax.Expr:
+    """Return where fewer keys are seen than a number, as transformers asks."""
+    rows = OP.broadcast_to(mask, relax.ShapeExpr([2, PAST + 1, PAST + 1]))
+    seen = OP.sum(OP.astype(rows, "float32"), axis=[axis], keepdims=True)
+    return OP.less(seen, relax.const(number_seen, "float32"))
+
+
+def causal(more: int = 0) -> relax.Expr:
+    queries = OP.expand_dims(keys(), [1])
+    return OP.less_equal(OP.expand_dims(keys(start=more, more=1 + more), [0]), queries)
+
+
 CASES: dict[str, tuple[Callable[[], relax.Expr], bool | None]] = {
     "a token sees all keys": (lambda: OP.less_equal(keys(), place()), True),
     "all but its own": (lambda: OP.less(keys(), place()), None),
@@ -47,6 +61,18 @@ CASES: dict[str, tuple[Callable[[], relax.Expr], bool | None]] = {
     "a difference too small": (lambda: OP.greater(OP.subtract(place(), keys()), number(0)), None),
     "other units": (lambda: OP.less_equal(keys(), OP.multiply(place(), number(1))), None),
     "floats": (lambda: OP.less_equal(OP.astype(keys(), "float32"), place(0, "float32")), None),
+    "a causal mask hides no row": (lambda: too_few(causal()), False),
+    "the other way round, too": (
+        lambda: too_few(OP.greater_equal(OP.expand_dims(keys(), [1]), OP.expand_dims(keys(), [0]))),
+        False,
+    ),
+    "what hides itself hides the first row": (lambda: too_few(causal(1)), None),
+    "two keys are not seen by all": (lambda: too_few(causal(), 2.0), None),
+    "a column may be hidden": (lambda: too_few(OP.permute_dims(causal(), [1, 0])), None),
+    "along the queries": (lambda: too_few(causal(), axis=-2), None),
+    "a row of keys that are after all": (lambda: too_few(OP.less_equal(OP.expand_dims(keys(), [1]), keys())), None),
+    "what hides nothing": (lambda: too_few(OP.less_equal(OP.multiply(keys(), number(0)), number(0))), None),
+    "all is seen": (lambda: too_few(relax.const(np.array([[True]]))), False),
     "equal to some": (lambda: OP.equal(keys(), place()), None),
 }
 

@@ -30,6 +30,22 @@ def test_tile_agrees_when_its_repeats_are_sizes(rows: int) -> None:
     assert_agrees(model, {"x": np.zeros((rows, 4), "float32"), "table": table})
 
 
+@pytest.mark.parametrize("repeats", [[1, 2, 1], [3, 1, 2]])
+def test_tile_of_a_symbolic_size_agrees(repeats: list[int]) -> None:
+    model = make_model(
+        [
+            NODE("Sigmoid", ["x"], ["half"]),
+            NODE("Tile", ["half", "repeats"], ["tiled"]),
+            NODE("Tanh", ["tiled"], ["y"]),
+        ],
+        {"x": ("float32", ("rows", 2, 3))},
+        {"y": ("float32", ("tiled_rows", 2 * repeats[1], 3 * repeats[2]))},
+        {"repeats": np.array(repeats)},
+    )
+    for rows in (1, 4):
+        assert_agrees(model, {"x": np.random.default_rng(0).standard_normal((rows, 2, 3)).astype("float32")})
+
+
 @pytest.mark.parametrize("axis", [-1, 0, 1])
 @pytest.mark.parametrize("depth", [4, "columns"])
 def test_one_hot_agrees_when_values_are_computed(axis: int, depth: int | str) -> None:
