@@ -1,0 +1,41 @@
+"""Tables of positions on a GPU, within them and beyond their ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tvm
+
+from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.passes.symbolic import functions_of_positions
+from relaxtune.pipeline.validate.validation import validate
+from relaxtune.schedules.targets import resolve_target
+from tests.pipeline.passes.attention.test_symbolic_attention import symbolic_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("positions", [5, 24, 4096])
+@pytest.mark.parametrize("name", ["llama-tiny", "t5-tiny"])
+def test_models_agree_with_onnx_runtime_where_tables_end(
+    name: str, positions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of T5's buckets, tables of 24 places end before all is the same."""
+    monkeypatch.setattr(functions_of_positions, "POSITIONS", positions)
+    model, target = symbolic_model(name), resolve_target("cuda")
+    lowered = lower(import_model(model), target.target, LoweringOptions(precision="fp16"))
+    assert any("table" in kernel for kernel in lowered.kernels)
+    write_artifact(compile_module(lowered, (), target), tmp_path / "artifact")
+    module = Module.load(tmp_path / "artifact")
+    for length in (1, 5, 6, 23, 24, 25, 130):
+        dims = {"batch": 2, "sequence": length}
+        assert validate(module, model, dims=dims, samples=1, repeats=1).passed, dims
