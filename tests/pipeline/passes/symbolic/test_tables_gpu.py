@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import tvm
 
+from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.passes.symbolic import functions_of_positions
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.validate.validation import validate
-from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.passes.attention.test_symbolic_attention import symbolic_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,11 +30,14 @@ def test_models_agree_with_onnx_runtime_where_tables_end(
 ) -> None:
     """Of T5's buckets, tables of 24 places end before all is the same."""
     monkeypatch.setattr(functions_of_positions, "POSITIONS", positions)
-    model, target = symbolic_model(name), resolve_target("cuda")
-    lowered = lower(import_model(model), target.target, LoweringOptions(precision="fp16"))
-    assert any("table" in kernel for kernel in lowered.kernels)
-    write_artifact(compile_module(lowered, (), target), tmp_path / "artifact")
+    shapes = {spec.name: spec.shape for spec in get_preset(name).inputs}
+    prepared = prepare_model(ModelRequest(name, shapes, "cuda", LoweringOptions(precision="fp16")))
+    assert any("table" in kernel for kernel in prepared.lowered.kernels)
+    choices = select_kernels(
+        prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
+    )
+    write_artifact(compile_module(prepared.lowered, choices, prepared.target), tmp_path / "artifact")
     module = Module.load(tmp_path / "artifact")
     for length in (1, 5, 6, 23, 24, 25, 130):
         dims = {"batch": 2, "sequence": length}
-        assert validate(module, model, dims=dims, samples=1, repeats=1).passed, dims
+        assert validate(module, prepared.model, dims=dims, samples=1, repeats=1).passed, dims
