@@ -10,6 +10,7 @@ from tvm import relax, te, tirx
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import is_op, number_of, shape_of, static_shape
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 
@@ -23,7 +24,7 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
 
     TVM counts a gather as opaque, so every look-up was two kernels, and their sum another. Indices count from the end
     where they are negative, and are kept within the table, as before. `gather_elements` (the relative positions of
-    DeBERTa) is one such, too. On CUDA.
+    DeBERTa) and `gather_nd` of rows are such, too. On CUDA.
     """
     if not state.launches_cost:
         return mod
@@ -31,7 +32,7 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     found: dict[relax.Var, tuple[tvm.ir.Expr, bool]] = {}
     for binding in graph.bindings:
         value = binding.value
-        if is_op(value, "gather_elements"):
+        if is_op(value, "gather_elements") or _gathers_rows(value):
             found[binding.var] = value.args[1], False
             continue
         if not is_op(value, "take") or not isinstance(value.args[1], relax.Var) or value.attrs.axis is None:
@@ -46,6 +47,14 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     if not found:
         return mod
     return replace_found(mod, state, found, _gather)
+
+
+def _gathers_rows(value: tvm.ir.Expr) -> bool:
+    """Return whether a call gathers rows of a table, each by a tuple of one index (Whisper's positions)."""
+    if not is_op(value, "gather_nd") or int(value.attrs.batch_dims):
+        return False
+    *_, size = sizes_of(value.args[1]) or (0,)
+    return size == 1 and len(static_shape(value.args[0]) or ()) == 2
 
 
 def _unwrapped(ids: relax.Var, rows: int, graph: Graph) -> relax.Var | None:
@@ -64,8 +73,10 @@ def _unwrapped(ids: relax.Var, rows: int, graph: Graph) -> relax.Var | None:
 def _gather(new: Rewriter, binding: relax.VarBinding, found: tuple[tvm.ir.Expr, bool]) -> tvm.ir.Expr:
     ids, wrap = found
     operands = (new.of(binding.value.args[0]), new.of(ids))
-    by_element = is_op(binding.value, "gather_elements")
-    compute = _elements(int(binding.value.attrs.axis)) if by_element else _rows(wrap)
+    if is_op(binding.value, "gather_elements"):
+        compute = _elements(int(binding.value.attrs.axis))
+    else:
+        compute = _rows(wrap, in_tuples=is_op(binding.value, "gather_nd"))
     return new.kernel(compute, *operands, name="gather", op_pattern=INJECTIVE)
 
 
@@ -83,18 +94,19 @@ def _elements(axis: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
     return compute
 
 
-def _rows(wrap: bool) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
+def _rows(wrap: bool, *, in_tuples: bool) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
     """Return the tensor expression of `table[ids]`; with `wrap`, negative indices count from the end."""
 
     def compute(table: te.Tensor, ids: te.Tensor) -> te.Tensor:
         rows = tirx.const(int(table.shape[0]), ids.dtype)
 
         def element(*index: tirx.Var) -> tirx.Expr:
-            at = ids(*index[:-1])
+            at = ids(*index[:-1], *([0] if in_tuples else []))
             if wrap:
                 at = tirx.if_then_else(at < 0, at + rows, at)
             return table[tirx.max(tirx.min(at, rows - 1), tirx.const(0, ids.dtype)), index[-1]]
 
-        return te.compute((*ids.shape, table.shape[1]), element, name="gather")
+        places = ids.shape[:-1] if in_tuples else ids.shape
+        return te.compute((*places, table.shape[1]), element, name="gather")
 
     return compute

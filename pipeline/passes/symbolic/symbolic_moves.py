@@ -43,7 +43,8 @@ def legalise_reshape(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Ex
 
         return te.compute(shape, element, name="T_reshape", tag=topi.tag.INJECTIVE)
 
-    return builder.call_te(regroup, data, *call.args[1].values, primfunc_name_hint="reshape")
+    attrs = {"op_pattern": INJECTIVE}
+    return builder.call_te(regroup, data, *call.args[1].values, primfunc_name_hint="reshape", primfunc_attrs=attrs)
 
 
 def legalise_concatenation(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr:

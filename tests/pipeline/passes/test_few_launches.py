@@ -92,6 +92,19 @@ def test_look_ups_of_elements_are_part_of_what_reads_them(axis: int) -> None:
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_look_ups_by_tuples_of_one_index_are_look_ups_of_rows() -> None:
+    f = Form()
+    found = f.op("GatherND", TABLE, f.input("index", "int64", 2, 3, 1))
+    model = f.model(f.op("Tanh", found), (2, 3, 4))
+    lowered = lower(import_model(model), LLVM)
+    assert kernels(lowered) == 1
+    feeds = {"index": np.array([[0, 4, -1], [-5, 2, 1]])[..., None]}
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
+    (task,) = extract_tasks([lower(import_model(model), resolve_target("cuda:sm_90a").target)])
+    assert list(task.index_ranges.values()) == [5]
+
+
 def test_gather_rows_leaves_more_kernels_when_it_is_off_or_the_target_is_a_cpu() -> None:
     off = LoweringOptions(disabled_passes=frozenset({"gather_rows"}))
     assert kernels(lower(import_model(embeddings()), resolve_target("cuda:sm_90a").target, off)) > 1
