@@ -199,7 +199,11 @@ class FunctionsOfPositions:
         found: dict[relax.Var, Function] = {}
         for root in parts[0]:
             axes = self._axes(value, shape, root) if all(root in part for part in parts) else None
-            if axes is not None:
+            own = sizes_of(root) or ()
+            # What is copied along an axis of the root, or joined, does not depend on it place by place.
+            if axes is not None and all(
+                axis is None or size == own[axis] for axis, size in zip(axes, shape, strict=True)
+            ):
                 found[root] = Function(axes, is_op(value, *_COSTLY) or any(part[root].costly for part in parts))
         return found
 

@@ -137,6 +137,29 @@ def test_a_rotation_behind_a_cache_agrees_with_onnx_runtime(
     assert_agrees(run_lowered(lowered_of(model), feeds), run_reference(model, feeds), 1e-6)
 
 
+@pytest.mark.parametrize("copies", ["Expand", "Concat", "Tile"])
+def test_a_place_that_is_copied_along_its_own_axis_agrees_with_onnx_runtime(copies: str) -> None:
+    """One integer has one axis, along which a table has its positions; its copies are no positions."""
+    nodes = [
+        NODE("Shape", ["cache"], ["cache_sizes"]),
+        NODE("Gather", ["cache_sizes", "v1"], ["past"]),
+        NODE("Cast", ["past"], ["real"], to=onnx.TensorProto.FLOAT),
+        NODE("Cos", ["real"], ["cos"]),
+        NODE("Concat", ["cos"] * 4, ["copied"], axis=0)
+        if copies == "Concat"
+        else NODE(copies, ["cos", "v4"], ["copied"]),
+        NODE("Mul", ["x", "copied"], ["y"]),
+    ]
+    inputs: dict[str, tuple[str, tuple[object, ...]]] = {
+        "x": ("float32", ("batch", 4)),
+        "cache": ("float32", ("batch", "past", 3)),
+    }
+    model = make_model(nodes, inputs, {"y": inputs["x"]}, {**NUMBERS, "v4": np.array([4])})
+    for past in (1, 7):
+        feeds = random_of(x=(2, 4), cache=(2, past, 3))
+        assert_agrees(run_lowered(lowered_of(model), feeds), run_reference(model, feeds), 1e-6)
+
+
 def test_with_maxima_tables_have_all_positions() -> None:
     lowered = lowered_of(past_and_present(), length=8, past=30)
     assert not {"tirx.cos", "tirx.sin"} & functions_called(lowered)
