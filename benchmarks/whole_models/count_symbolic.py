@@ -1,12 +1,12 @@
 """Count the kernels of models with symbolic axes beside those of the same models with static ones; nothing is run.
 
     python -m benchmarks.whole_models.count_symbolic [MODEL ...] [--exports DIR] [--target llvm] [--kernels]
-        [--jobs 2] [--json FILE.json]
+        [--sizes 64x128] [--jobs 2] [--json FILE.json]
 
 Each model of the zoo has two layers. `--exports` takes the files with symbolic axes that `python -m tests.export.matrix
---export-only` leaves, each beside itself with all axes given sizes, instead. `kernels` counts calls of kernels in one
-inference, `launches` what a GPU is given for them. The graphs are lowered, and their kernels made by the defaults of
-templates and fallback schedules.
+--export-only` leaves, each beside itself with all axes given sizes (`--sizes`, batch and length), instead. `kernels`
+counts calls of kernels in one inference, `launches` what a GPU is given for them. The graphs are lowered, and their
+kernels made by the defaults of templates and fallback schedules.
 """
 
 from __future__ import annotations
@@ -99,18 +99,20 @@ def count(model: OnnxModel, target_name: str, precision: str | None) -> Count:
     return Count(sum(map(len, lowered.kernels.values())), launches, makers, names)
 
 
-def exported_models(path: Path) -> tuple[OnnxModel, OnnxModel]:
-    """Return the model of a file, with sizes for all axes and with its own."""
+def exported_models(path: Path, sizes: tuple[int, int]) -> tuple[OnnxModel, OnnxModel]:
+    """Return the model of a file, with a batch and a length for all axes and with its own."""
     symbolic = load_model(path)
-    return load_model(path, shapes=sized_shapes(symbolic, *PINNED_SIZE)), symbolic
+    return load_model(path, shapes=sized_shapes(symbolic, *sizes)), symbolic
 
 
-def count_forms(name: str, path: Path | None, target: str) -> tuple[str, str, Count, Count] | tuple[str, str, str]:
+def count_forms(
+    name: str, path: Path | None, target: str, known: tuple[int, int]
+) -> tuple[str, str, Count, Count] | tuple[str, str, str]:
     """Return a model's name and target, and its counts with sizes and without, or why there are none."""
     precision = "fp16" if target.startswith("cuda") else None
     try:
         if path is not None:
-            forms = exported_models(path)
+            forms = exported_models(path, known)
         else:
             sizes = {axis: _SIZES[axis] for axis in MODELS[name]}
             forms = zoo_model(name, sizes), zoo_model(name, {axis: axis for axis in sizes})
@@ -119,11 +121,17 @@ def count_forms(name: str, path: Path | None, target: str) -> tuple[str, str, Co
         return name, target, str(e)
 
 
+def _sizes(text: str) -> tuple[int, int]:
+    batch, length = map(int, text.split("x"))
+    return batch, length
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; by default all, or none with --exports")
     parser.add_argument("--exports", type=Path, help="a folder of the matrix's files")
     parser.add_argument("--target", nargs="+", default=["llvm", "cuda:sm_90a"])
+    parser.add_argument("--sizes", type=_sizes, default=PINNED_SIZE, help="known batch and length of exports (2x11)")
     parser.add_argument("--kernels", action="store_true", help="list the kernels that only one of the two forms has")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, a process each")
     parser.add_argument("--json", type=Path, help="where the counts go")
@@ -136,7 +144,9 @@ def main() -> None:
     names = [*(args.models or ([] if files else MODELS)), *files]
     rows = []
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(count_forms, name, files.get(name), one) for one in args.target for name in names]
+        waiting = [
+            pool.submit(count_forms, name, files.get(name), one, args.sizes) for one in args.target for name in names
+        ]
         for future in waiting:
             name, target, *found = future.result()
             if isinstance(found[0], str):

@@ -35,8 +35,8 @@ class _Position:
 def repeat_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with a copy of positions for each elementwise operation that reads them.
 
-    Positions are what is computed of no tensor but constants with plain arithmetic and has one symbolic axis, or none:
-    `arange`, a size, new axes, sums, the angles of rotary embeddings; and readings of tables by positions
+    Positions are what a few operations compute of no tensor but constants, with plain arithmetic: `arange`, a size, new
+    axes, sums, the angles of rotary embeddings, which keys a query sees; and readings of tables by positions
     (`tabulate_positions`), with what they compute where a table ends. Of static sizes they are constants. Of symbolic
     ones, read by the look-up of an embedding and by a mask, or by a cosine and a sine, they were a kernel of their own,
     since nothing that is read twice is fused with what reads it.
@@ -77,8 +77,7 @@ def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, _Position]:
     found: dict[relax.Var, _Position] = {}
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
-        sizes = sizes_of(binding.var)
-        if called is None or sizes is None or pattern_of(mod[called]) > INJECTIVE:
+        if called is None or sizes_of(binding.var) is None or pattern_of(mod[called]) > INJECTIVE:
             continue
         function = mod[called]
         fields = () if COUNT_ATTR in function.attrs else binding.value.args[1].fields
