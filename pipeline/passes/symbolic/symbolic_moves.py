@@ -43,8 +43,7 @@ def legalise_reshape(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Ex
 
         return te.compute(shape, element, name="T_reshape", tag=topi.tag.INJECTIVE)
 
-    attrs = {"op_pattern": INJECTIVE}
-    return builder.call_te(regroup, data, *call.args[1].values, primfunc_name_hint="reshape", primfunc_attrs=attrs)
+    return builder.call_te(regroup, data, *call.args[1].values, primfunc_name_hint="reshape")
 
 
 def legalise_concatenation(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr:
