@@ -121,9 +121,11 @@ def count_forms(
         return name, target, str(e)
 
 
-def _sizes(text: str) -> tuple[int, int]:
-    batch, length = map(int, text.split("x"))
-    return batch, length
+def _batch_and_length(text: str) -> tuple[int, int]:
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a batch and a length, such as 64x128")
+    return int(parts[0]), int(parts[1])
 
 
 def main() -> None:
@@ -131,7 +133,9 @@ def main() -> None:
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}; by default all, or none with --exports")
     parser.add_argument("--exports", type=Path, help="a folder of the matrix's files")
     parser.add_argument("--target", nargs="+", default=["llvm", "cuda:sm_90a"])
-    parser.add_argument("--sizes", type=_sizes, default=PINNED_SIZE, help="known batch and length of exports (2x11)")
+    parser.add_argument(
+        "--sizes", type=_batch_and_length, default=PINNED_SIZE, help="known batch and length of exports (2x11)"
+    )
     parser.add_argument("--kernels", action="store_true", help="list the kernels that only one of the two forms has")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, a process each")
     parser.add_argument("--json", type=Path, help="where the counts go")

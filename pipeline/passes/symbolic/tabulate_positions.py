@@ -12,6 +12,7 @@ from tvm import relax, te, tirx
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, dtype_of, is_op, main_of, same_shape, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.sizes import size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.functions_of_positions import FunctionsOfPositions, Root
 from relaxtune.pipeline.passes.weights.fold_constants import FOLD_BYTES_MAX, fold_constants
@@ -43,7 +44,6 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     state.note(f"{len(wanted)} functions of positions are tables")
     tables = _evaluated(wanted, positions, state)
     starts: dict[tuple[relax.Var, relax.Var], tvm.ir.Expr] = {}
-
     # What reads a table without the copies of its values along other axes.
     unstretched: dict[relax.Var, relax.Var] = {}
 
@@ -58,7 +58,7 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         shape = positions.shape(var, root)
         compute = _reading(positions.roots[root], positions.functions[var][root].axes, shape)
         read = new.kernel(compute, *operands, name="table", op_pattern=INJECTIVE, **{TABLE_ATTR: 1})
-        if [*map(str, shape)] == [*map(str, shape_of(var) or ())]:
+        if tuple(map(size_of, shape)) == sizes_of(var):
             return read
         unstretched[var] = new.extra(f"{var.name}__table", read, [var])
         return relax.op.broadcast_to(unstretched[var], relax.ShapeExpr(shape_of(var)))

@@ -57,12 +57,12 @@ def test_a_slice_from_a_symbolic_place_on_is_part_of_what_reads_it() -> None:
         assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
 
 
-@pytest.mark.parametrize(("name", "more"), [("bert-tiny", 2), ("llama-tiny", 4), ("gpt2-tiny-decode", 0)])
-def test_symbolic_graph_has_as_many_kernels_a_layer_as_the_static_one(name: str, more: int) -> None:
-    """What is more than in the static graph are masks and positions, which are constants there."""
+@pytest.mark.parametrize("name", ["bert-tiny", "llama-tiny", "gpt2-tiny-decode"])
+def test_symbolic_graph_has_no_more_kernels_than_the_static_one(name: str) -> None:
+    """Attention of symbolic lengths is one kernel on a CPU, which outweighs a mask that is a constant otherwise."""
     lowered = lower(import_model(symbolic_model(name)), LLVM)
     static = lower(import_model(small_model(name)), LLVM)
-    assert sum(map(len, lowered.kernels.values())) - sum(map(len, static.kernels.values())) <= more
+    assert sum(map(len, lowered.kernels.values())) <= sum(map(len, static.kernels.values()))
     machine = compiled(lowered)
     for sizes in SIZES:
         model = lowered.graph.model
@@ -71,10 +71,10 @@ def test_symbolic_graph_has_as_many_kernels_a_layer_as_the_static_one(name: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("bert-tiny", 1), ("vit-tiny", 0), ("llama-tiny", 5), ("llama-tiny-decode", 0)]
+    ("name", "more"), [("bert-tiny", 0), ("vit-tiny", 0), ("llama-tiny", 2), ("llama-tiny-decode", 0)]
 )
 def test_symbolic_graph_has_few_kernels_on_hopper(name: str, more: int) -> None:
-    """Attention, gates, look-ups and patches are found as in the static graph; rotations stay kernels of their own."""
+    """All is found as in the static graph, where rotations of few rows are part of the matmul: one a layer more."""
     target, options = resolve_target("cuda:sm_90a").target, LoweringOptions(precision="fp16")
     symbolic, static = (
         lower(import_model(model), target, options) for model in (symbolic_model(name), small_model(name))
