@@ -60,6 +60,8 @@ def parse_size(text: int | str, variables: Mapping[str, Size]) -> Size:
 def _evaluated(node: ast.expr, variables: Mapping[str, Size]) -> Size:
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)](_evaluated(node.left, variables), _evaluated(node.right, variables))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluated(node.operand, variables)
     if isinstance(node, ast.Name):
         return variables[node.id]
     if isinstance(node, ast.Constant) and isinstance(node.value, int):

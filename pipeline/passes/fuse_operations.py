@@ -19,7 +19,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, OPAQUE, pattern_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import name_fused, record_unfused
-from relaxtune.pipeline.passes.symbolic.tabulate_positions import TABLE_ATTR
+from relaxtune.pipeline.passes.symbolic.tables import TABLE_ATTR
 from relaxtune.schedules.tir.expressions import call_names
 
 

@@ -11,7 +11,7 @@ Notation
 
 All sums are float32; `dtype` is the dtype of V. Query i stands at position `i + keys - queries` among the keys. A key
 that a query does not see (`causal`, `window`, a `keep` mask) has s = -inf. A row whose s are all -inf is NaN, as
-ONNX's Softmax has it; with a finite bias everywhere, however low, the softmax is an ordinary one.
+ONNX's Softmax has it, or 0 (`guarded`); with a finite bias everywhere, however low, the softmax is an ordinary one.
 
 The tensors lie anywhere in the parameters (`HeadLayout`: three slices of one packed QKV product, say). The pass that
 recognises attention writes down where, as an `AttentionSpec` in the function's attribute `ATTENTION_ATTR`.
@@ -35,6 +35,8 @@ from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.marks import ATTENTION_ATTR
 from relaxtune.schedules.sizes import Size, parse_size, size_text, variables_of
 
+# Of a mask, what most have not.
+_UNUSUAL = ("offset", "limit", "period")
 # Shape and dtype of a parameter; or a scalar, a variable that is no axis of an input by itself.
 Param: TypeAlias = "tuple[tuple[Size, ...], str] | tirx.Var"
 
@@ -62,6 +64,11 @@ class HeadLayout:
 class ScoreBias:
     """A mask over the scores; a stride of 0 broadcasts.
 
+    ::
+
+        at = offset + query * query_stride + key * key_stride           (limit: no less than 0, and no more than that)
+        bias[batch, head, query, key] = param[batch (modulo period) * batch_stride + head * head_stride + at]
+
     Attributes
     ----------
     param
@@ -69,7 +76,14 @@ class ScoreBias:
     kind
         "add": added to the scaled scores. "keep": where it is 0 or false, the key is not seen.
     batch_stride, head_stride, query_stride, key_stride
-        In elements; element [0, 0, 0, 0] is the parameter's first.
+        In elements. Those of query and key may be negative, and are numbers, where there is a limit: a bias of
+        distances is a table so, along whose diagonals it lies.
+    offset
+        Element [0, 0, 0, 0] of the mask in the parameter.
+    limit
+        The last element of a row of the parameter that is read; 0 where no place lies outside.
+    period
+        After how many batch elements the mask repeats, 0 for never: windows of an image, say.
     """
 
     param: int
@@ -78,12 +92,28 @@ class ScoreBias:
     head_stride: Size
     query_stride: Size
     key_stride: Size
+    offset: Size = 0
+    limit: Size = 0
+    period: int = 0
 
     @property
     def of_padding(self) -> bool:
         """Whether all heads and queries have the same mask, one element a key."""
         strides = (self.query_stride, self.head_stride, self.key_stride)
-        return all(isinstance(stride, int) for stride in strides) and strides == (0, 0, 1)
+        return self._is_plain and all(isinstance(stride, int) for stride in strides) and strides == (0, 0, 1)
+
+    @property
+    def _is_plain(self) -> bool:
+        return all(isinstance(value, int) and value == 0 for value in (self.offset, self.limit, self.period))
+
+    def row(self, batch: tirx.Expr, head: tirx.Expr) -> tirx.Expr:
+        """Return where the part of a batch element and a head begins, from which `place` counts."""
+        batch = tirx.floormod(batch, self.period) if self.period else batch
+        return batch * self.batch_stride + head * self.head_stride
+
+    def place(self, query: tirx.Expr, key: tirx.Expr) -> tirx.Expr:
+        """Return the place of a query and a key, without regard to the limit."""
+        return self.offset + query * self.query_stride + key * self.key_stride
 
 
 @dataclass(frozen=True)
@@ -125,6 +155,8 @@ class AttentionSpec:
     spans
         Position of a parameter, int32 [queries, 2]: the first key that a query sees, and the one after the last. Both
         grow with the query, and no span is empty. Sequences of several lengths are one batch element so.
+    guarded
+        Whether a row whose s are all -inf is 0 (`where(isnan(p), 0, p)` in a graph).
     """
 
     batch: Size
@@ -144,6 +176,7 @@ class AttentionSpec:
     bias: ScoreBias | None = None
     growth: CacheGrowth | None = None
     spans: int | None = None
+    guarded: bool = False
 
     @property
     def outputs(self) -> int:
@@ -195,9 +228,10 @@ class AttentionSpec:
         return self.value_dim if role == "output" or role.endswith("value") else self.head_dim
 
     def fields(self) -> dict[str, Any]:
-        """Return all fields as JSON values, a symbolic size as text; of one width, `value_dim` is left out.
+        """Return all fields as JSON values, a symbolic size as text.
 
-        Older texts leave it out too.
+        What is as usual is left out, as older texts do: a `value_dim` that is the `head_dim`, no spans, no guard, a
+        mask that begins at the first element.
 
         Raises
         ------
@@ -209,6 +243,10 @@ class AttentionSpec:
             del fields["value_dim"]
         if self.spans is None:
             del fields["spans"]
+        if not self.guarded:
+            del fields["guarded"]
+        if self.bias is not None:
+            fields["bias"] = {name: value for name, value in fields["bias"].items() if value or name not in _UNUSUAL}
         return fields
 
     def to_json(self) -> str:

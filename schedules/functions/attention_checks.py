@@ -73,8 +73,13 @@ def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
             raise AttentionError("spans go with one batch element, all keys of a span, and no caches that grow.")
     if spec.bias is not None:
         bias = spec.bias
-        steps = [bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride]
-        _check_inside("bias", bias.param, 0, steps, (spec.batch, spec.heads, spec.queries, spec.keys), params)
+        along = [bias.query_stride, bias.key_stride]
+        limited = not (isinstance(bias.limit, int) and bias.limit == 0)
+        if limited and not all(isinstance(stride, int) for stride in along):
+            raise AttentionError(f"the bias has a limit, and strides {along} of queries and keys: expected numbers.")
+        begin, steps = (bias.limit, [0, 0]) if limited else (bias.offset, along)
+        sizes_read = (bias.period or spec.batch, spec.heads, spec.queries, spec.keys)
+        _check_inside("bias", bias.param, begin, [bias.batch_stride, bias.head_stride, *steps], sizes_read, params)
         if bias.kind not in ("add", "keep"):
             raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
     shape = shapes_of(params)[first]

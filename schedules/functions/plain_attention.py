@@ -18,6 +18,7 @@ from relaxtune.schedules.sizes import Size, are_equal
 
 # TVM's OpPatternKind.kOpaque: fused with nothing.
 _OPAQUE = 8
+_MINUS_INFINITY = tirx.const(-math.inf, "float32")
 
 
 def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.PrimFunc:
@@ -49,6 +50,7 @@ def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.Pri
     total = _row_sums(spec, weights)
     dtype = params[spec.value.param][1]
     last = te.reduce_axis((0, spec.keys), name="j")
+    zero = tirx.const(0.0, "float32")
     dims = (spec.batch, spec.heads, spec.queries, spec.value_dim)
 
     def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
@@ -61,7 +63,9 @@ def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.Pri
 
     def lay_out(*indices: tirx.Var) -> tirx.Expr:
         b, h, i, d = _position(spec.output, dims, indices, shape)
-        return (values[b, h, i, d] / total[b, h, i]).astype(output_dtype)
+        weighed = values[b, h, i, d] / total[b, h, i]
+        weighed = tirx.Select(total[b, h, i] == zero, zero, weighed) if spec.guarded else weighed
+        return weighed.astype(output_dtype)
 
     output = te.compute(shape, lay_out, name="output")
     func = te.create_prim_func([*inputs, output, *grown])
@@ -96,7 +100,7 @@ def _grown(spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[Pa
 
 
 def _weights(spec: AttentionSpec, inputs: Sequence[te.Tensor]) -> te.Tensor:
-    """Return exp(s - max s), float32 [batch, heads, queries, keys]."""
+    """Return exp(s - max s), float32 [batch, heads, queries, keys]; of a guarded row of -inf, 0."""
     over = te.reduce_axis((0, spec.head_dim), name="d")
     dims = (spec.batch, spec.heads, spec.queries, spec.keys)
 
@@ -109,7 +113,14 @@ def _weights(spec: AttentionSpec, inputs: Sequence[te.Tensor]) -> te.Tensor:
     scores = te.compute(dims, lambda b, h, i, j: _score(spec, inputs, products, (b, h, i, j)), name="scores")
     last = te.reduce_axis((0, spec.keys), name="j")
     highest = te.compute(dims[:3], lambda b, h, i: te.max(scores[b, h, i, last], axis=last), name="highest")
-    return te.compute(dims, lambda b, h, i, j: te.exp(scores[b, h, i, j] - highest[b, h, i]), name="weights")
+
+    def weight(b: tirx.Var, h: tirx.Var, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+        most = highest[b, h, i]
+        if spec.guarded:
+            most = tirx.Select(most == _MINUS_INFINITY, tirx.const(0.0, "float32"), most)
+        return te.exp(scores[b, h, i, j] - most)
+
+    return te.compute(dims, weight, name="weights")
 
 
 def _score(
@@ -123,8 +134,10 @@ def _score(
     seen = []
     if spec.bias is not None:
         bias = spec.bias
-        flat = b * bias.batch_stride + h * bias.head_stride + i * bias.query_stride + j * bias.key_stride
-        mask = _at(inputs[bias.param], flat, _bounds(spec, b, h, i=i, j=j))
+        place = bias.place(i, j)
+        if not (isinstance(bias.limit, int) and bias.limit == 0):
+            place = tirx.max(tirx.min(place, bias.limit), 0)
+        mask = _at(inputs[bias.param], bias.row(b, h) + place, _bounds(spec, b, h, i=i, j=j))
         if bias.kind == "add":
             score = score + mask.astype("float32")
         else:
@@ -141,7 +154,7 @@ def _score(
             seen.append(ahead < spec.window)
     if not seen:
         return score
-    return tirx.Select(tirx.all(*seen), score, tirx.const(-math.inf, "float32"))
+    return tirx.Select(tirx.all(*seen), score, _MINUS_INFINITY)
 
 
 def _row_sums(spec: AttentionSpec, weights: te.Tensor) -> te.Tensor:

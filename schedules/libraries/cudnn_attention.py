@@ -105,6 +105,8 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
         return Refusal("its sizes are symbolic")
     if spec.spans is not None:
         return Refusal("its keys are in spans")
+    if spec.guarded:
+        return Refusal("rows that see no key are 0")
     if spec.growth is not None:
         return Refusal("cuDNN does not write caches of K and V")
     if spec.value_dim != spec.head_dim:
@@ -119,6 +121,8 @@ def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:
 def _refuse_mask(func: tirx.PrimFunc, bias: ScoreBias | None) -> Refusal | None:
     if bias is None:
         return None
+    if bias.offset or bias.limit or bias.period:
+        return Refusal("the mask does not lie in its parameter from the first element on, once")
     dtype = str(func.params[bias.param].ty.dtype)
     expected = tuple(_ADDED) if bias.kind == "add" else (*_ADDED, *_KEPT)
     if dtype not in expected:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from relaxtune.schedules.functions.attention import AttentionSpec, CacheGrowth, HeadLayout, ScoreBias, scalars_of
-from relaxtune.schedules.sizes import are_equal
+from relaxtune.schedules.sizes import Size, are_equal
 
 Params = list[tuple[tuple[int, ...], str]]
 
@@ -19,7 +19,7 @@ class AttentionCase:
     """An attention in a few words.
 
     `packed`: Q, K and V are slices of one parameter. `heads_first`: [B, H, S, D] instead of [B, S, H * D].
-    `bias`: the kind, dtype and shape [B, H, Q, K], in which a 1 broadcasts.
+    `bias`: the kind, dtype and shape [B, H, Q, K], in which a 1 broadcasts; `lies`: where it lies otherwise.
     `past`: positions of caches [B, H, S, D] that grow by the keys and values of a packed product.
     Batch, queries, keys and past may be variables.
     """
@@ -38,6 +38,8 @@ class AttentionCase:
     heads_first: bool = False
     bias: tuple[str, str, tuple[int, int, int, int]] | None = None
     past: int = 0
+    lies: tuple[tuple[str, Size], ...] = ()
+    guarded: bool = False
 
     @property
     def value_width(self) -> int:
@@ -99,14 +101,14 @@ class AttentionCase:
             kind, dtype, shape = self.bias
             ones = [isinstance(size, int) and size == 1 for size in shape]
             steps = [0 if one else math.prod(shape[axis + 1 :]) for axis, one in enumerate(ones)]
-            bias = ScoreBias(len(params), kind, *steps)  # type: ignore[arg-type]
+            bias = replace(ScoreBias(len(params), kind, *steps), **dict(self.lies))  # type: ignore[arg-type]
             params.append((shape, dtype))
         params += scalars_of(params, (self.batch, self.queries))
         output_shape, output = self._tensor(len(params), heads, self.queries, wide)
         params.append((output_shape, self.dtype))
         sizes = (self.batch, heads, shared, self.queries, self.keys, d, wide)
         spec = AttentionSpec(*sizes, 1 / math.sqrt(d), self.causal, self.window, *layouts, output, bias)  # type: ignore[call-arg]
-        return spec, params
+        return replace(spec, guarded=self.guarded), params
 
     def _tensor(self, param: int, heads: int, positions: int, d: int) -> tuple[tuple[int, ...], HeadLayout]:
         if self.heads_first:
@@ -116,6 +118,13 @@ class AttentionCase:
 
 
 PLAIN = AttentionCase()
+
+
+def distances(most: int) -> tuple[tuple[str, int], ...]:
+    """Return where a bias of distances lies: of key - query from -most to most, like the ends for what is further."""
+    return ("query_stride", -1), ("key_stride", 1), ("offset", most), ("limit", 2 * most)
+
+
 CASES = {
     "plain": PLAIN,
     "packed": replace(PLAIN, batch=2, packed=True),
@@ -130,6 +139,11 @@ CASES = {
     "keep": replace(PLAIN, batch=2, keys=13, bias=("keep", "bool", (2, 1, 8, 13))),
     "keep by number": replace(PLAIN, bias=("keep", "int64", (1, 1, 8, 8))),
     "relative bias": replace(PLAIN, batch=2, causal=True, bias=("add", "float32", (1, 2, 8, 8))),
+    "of a slice": replace(PLAIN, bias=("add", "float32", (1, 2, 9, 9)), lies=(("offset", 9),)),
+    "repeated": replace(PLAIN, batch=6, bias=("add", "float32", (3, 1, 8, 8)), lies=(("period", 3),)),
+    "distances": replace(PLAIN, batch=2, bias=("add", "float32", (1, 2, 9, 1)), lies=distances(4)),
+    "guarded": replace(PLAIN, batch=2, guarded=True, bias=("keep", "bool", (2, 1, 8, 8))),
+    "guarded sum": replace(PLAIN, batch=2, guarded=True, causal=True, bias=("add", "float32", (2, 1, 1, 8))),
     "caches that grow": replace(PLAIN, batch=2, heads=4, kv_heads=2, queries=1, keys=6, past=5),
     "caches that grow by several": replace(
         PLAIN, queries=3, keys=9, past=6, causal=True, bias=("add", "float32", (1, 1, 1, 9))
@@ -140,7 +154,10 @@ CASES = {
 
 
 def draw(params: Params, spec: AttentionSpec, seed: int) -> list[np.ndarray]:
-    """Return random inputs; a `keep` mask leaves every row its first key, an `add` mask has some -inf."""
+    """Return random inputs; a `keep` mask leaves every row its first key, an `add` mask has some -inf.
+
+    Of a guarded attention, they hide all keys of some rows.
+    """
     rng = np.random.default_rng(seed)
     drawn = []
     for index, (shape, dtype) in enumerate(params[: -spec.outputs]):
@@ -148,11 +165,15 @@ def draw(params: Params, spec: AttentionSpec, seed: int) -> list[np.ndarray]:
         if bias is not None and index == bias.param and bias.kind == "keep":
             keep = rng.random(shape) < 0.7
             keep[..., 0] = True
+            if spec.guarded:
+                keep[-1, :, 1::3] = False
             drawn.append(keep.astype(dtype))
             continue
         values = rng.standard_normal(shape)
         if bias is not None and index == bias.param:
             values[..., 1:][rng.random(values[..., 1:].shape) < 0.2] = -np.inf
+            if spec.guarded:
+                values[-1, ..., :3] = -np.inf
         drawn.append(values.astype(dtype))
     return drawn
 
@@ -187,8 +208,11 @@ def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray])
         seen &= np.abs(ahead) < spec.window
     if spec.bias is not None:
         bias = spec.bias
-        steps = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
-        mask = _strided(inputs[bias.param], 0, scores.shape, steps)
+        b, h, i, j = np.indices(scores.shape, sparse=True)
+        place = bias.offset + i * bias.query_stride + j * bias.key_stride
+        place = np.clip(place, 0, bias.limit) if bias.limit else place
+        row = b % (bias.period or spec.batch) * bias.batch_stride + h * bias.head_stride
+        mask = inputs[bias.param].reshape(-1)[row + place]
         if bias.kind == "add":
             scores = scores + mask
         else:
@@ -197,6 +221,7 @@ def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray])
     with np.errstate(invalid="ignore"):
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     values = weights @ value / weights.sum(axis=-1, keepdims=True)
+    values = np.where(np.isnan(values), 0.0, values) if spec.guarded else values
     shape = params[-spec.outputs][0]
     output = np.full(math.prod(shape), np.nan)
     layout = spec.output

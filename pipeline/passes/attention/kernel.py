@@ -73,8 +73,9 @@ def kernel_of(
     )
     params: list[Param] = [(param_shape(base), attention.dtype) for base in bases]
     bias = None
-    if masking.strides is not None:
-        bias = ScoreBias(len(params), masking.kind, *map(size, masking.strides))
+    if (lies := masking.layout) is not None:
+        strides = (size(lies.batch), size(lies.head), size(lies.query), size(lies.key))
+        bias = ScoreBias(len(params), masking.kind, *strides, size(lies.offset), lies.limit, lies.period)
         dtype = "float32" if masking.source is None else dtype_of(masking.source)
         params.append((tuple(map(size, masking.shape)), dtype))
     if spans is not None:
@@ -98,6 +99,7 @@ def kernel_of(
         output=layout(len(params) + len(scalars), attention.output.strides),
         bias=bias,
         spans=None if spans is None else len(params) - 1,
+        guarded=attention.guarded and masking != Masking(),
     )
     params += [*scalars, (result, attention.dtype)]
     return AttentionKernel(attention, masking, spec, tuple(params), tuple(bases), spans)

@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 import tvm
 from tvm import relax
 
+from relaxtune.pipeline.passes.attention.bias_layout import BiasLayout, along_table, bias_layout
 from relaxtune.pipeline.passes.attention.find_attention import Attention
 from relaxtune.pipeline.passes.attention.head_layout import readings_of
 from relaxtune.pipeline.passes.attention.read_mask import Condition, Mask, MaskReader
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
-from relaxtune.pipeline.passes.attention.strided_view import StridedView, merged, regrouped, whole
+from relaxtune.pipeline.passes.attention.strided_view import whole
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, is_constant
-from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, order, sizes_of
-
-# Of batch, head, query and key.
-BiasStrides: TypeAlias = "tuple[Size, Size, Size, Size]"
-
-# Takes the place of -inf where rows that see no key must not become NaN.
-_FINITE_FILL = -1e30
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, order, quotient, sizes_of
+from relaxtune.pipeline.passes.symbolic.tables import table_places
 
 
 @dataclass(frozen=True)
@@ -35,8 +31,8 @@ class Masking:
     ----------
     causal, window, kind
         As of `schedules.functions.attention`.
-    strides
-        Of the tensor that is read, None when none is.
+    layout
+        In the tensor that is read, None when none is.
     source
         That tensor where the graph has it. Otherwise it is to be made: the sum of `addends` times their factors, and of
         `fill` where `conditions` do not all hold.
@@ -47,7 +43,7 @@ class Masking:
     causal: bool = False
     window: int = 0
     kind: Literal["add", "keep"] = "add"
-    strides: BiasStrides | None = None
+    layout: BiasLayout | None = None
     source: tvm.ir.Expr | None = None
     addends: tuple[tuple[tvm.ir.Expr, float], ...] = ()
     conditions: tuple[Condition, ...] = ()
@@ -57,7 +53,7 @@ class Masking:
     @property
     def elements(self) -> Size:
         """How many the tensor has."""
-        return 0 if self.strides is None else math.prod(self.shape)
+        return 0 if self.layout is None else math.prod(self.shape)
 
     def key(self) -> tuple[object, ...]:
         """Return what masks that are the same tensor have in common."""
@@ -86,13 +82,11 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
         raise NotAttentionError("zeros take the place of rows that are NaN, which its bias may make")
     infinite = any(np.isneginf(fill) for fill in whole_mask.fills)
     fill = max((fill for fill in whole_mask.fills if np.isfinite(fill)), default=-np.inf)
-    if attention.guarded and np.isneginf(fill):
-        fill = _FINITE_FILL
     addends = tuple(
         (expr, step.factor) for step, mask in zip(attention.steps, masks, strict=True) for expr in mask.addends
     )
     apart = _taken_apart(attention, shape, graph, whole_mask, addends, fill)
-    nothing_is_read = apart.strides is None
+    nothing_is_read = apart.layout is None
     if nothing_is_read or whole_mask.causal or whole_mask.window or (attention.guarded and infinite):
         return apart
     as_it_is = _as_it_is(attention, shape, graph)
@@ -132,6 +126,7 @@ def _as_it_is(attention: Attention, shape: Shape, graph: Graph) -> Masking:
     return _made(
         attention,
         shape,
+        graph,
         Masking(
             addends=tuple((step.expr, step.factor) for step in steps if step.kind == "add"),
             conditions=tuple(Condition(step.expr, step.kind == "where_not") for step in masked),
@@ -157,7 +152,7 @@ def _taken_apart(
     if not conditions and len(addends) == 1 and addends[0][1] == 1.0:
         return _read(attention, shape, graph, addends[0][0], "add", plain)
     made = Masking(mask.causal, mask.window, addends=addends, conditions=conditions, fill=fill)
-    return _made(attention, shape, made)
+    return _made(attention, shape, graph, made)
 
 
 def _read(
@@ -170,39 +165,59 @@ def _read(
 ) -> Masking:
     """Return a masking that reads a tensor of the graph, as far back as the kernel can."""
     for reading in readings_of(expr, graph, scaled=False):
-        strides = _strides(attention, reading.view, shape)
-        if strides is not None:
-            lies_in = sizes_of(reading.base) or ()
-            return replace(masking, kind=kind, strides=strides, source=reading.base, shape=lies_in)
+        layout, source = bias_layout(attention, reading.view, shape), reading.base
+        if layout is None:
+            continue
+        if kind == "add" and (places := table_places(source, graph)) is not None:
+            along = along_table(attention, layout, sizes_of(source) or (), places)
+            layout, source = (layout, source) if along is None else (along, places.table)
+        return replace(masking, kind=kind, layout=layout, source=source, shape=sizes_of(source) or ())
     raise NotAttentionError(f"its mask {sizes_of(expr)} lies in a way that no strides describe")
 
 
-def _made(attention: Attention, shape: Shape, masking: Masking) -> Masking:
+def _made(attention: Attention, shape: Shape, graph: Graph, masking: Masking) -> Masking:
     """Return a masking whose tensor is still to be made."""
+    masking, period = _without_repeats(masking, shape, graph)
     parts = [sizes_of(expr) for expr, _ in masking.addends]
     parts += [sizes_of(condition.expr) for condition in masking.conditions]
     made = _broadcast(parts)
     if made is None:
         raise NotAttentionError("its mask has an unknown shape")
-    strides = _strides(attention, whole(made), shape)
-    if strides is None:
+    view = whole(made)
+    if period:
+        view = replace(view, axes=(((quotient(shape[0], period) or 0, 0), *view.axes[0]), *view.axes[1:]))
+    layout = bias_layout(attention, view, shape)
+    if layout is None:
         raise NotAttentionError(f"its mask {made} lies in a way that no strides describe")
-    return replace(masking, strides=strides, shape=made)
+    return replace(masking, layout=layout, shape=made)
 
 
-def _strides(attention: Attention, view: StridedView, shape: Shape) -> BiasStrides | None:
-    wide = view.broadcast(shape)
-    if wide is None or view.offset != 0:
-        return None
-    leading = merged(factor for axis in wide.axes[:-2] for factor in axis)
-    parts = regrouped(leading, (attention.batch, attention.heads))
-    if parts is None:
-        return None
-    axes = (*parts, *wide.axes[-2:])
-    if any(len(axis) > 1 for axis in axes):
-        return None
-    batch, head, query, key = (axis[0][1] if axis else 0 for axis in axes)
-    return batch, head, query, key
+def _without_repeats(masking: Masking, shape: Shape, graph: Graph) -> tuple[Masking, int]:
+    """Return a masking whose parts are not repeated along the first axis of the scores, and after how many places.
+
+    The windows of an image have the masks of another one's, say. 0 places: nothing is repeated.
+    """
+    exprs = [expr for expr, _ in masking.addends] + [condition.expr for condition in masking.conditions]
+    once = [_once(expr, shape, graph) for expr in exprs]
+    leading = [(sizes_of(expr) or ())[-len(shape)] if len(sizes_of(expr) or ()) == len(shape) else 1 for expr in once]
+    (period,) = sizes if len(sizes := {size for size in leading if size != 1}) == 1 else (0,)
+    if not isinstance(period, int) or period in (0, shape[0]):
+        return masking, 0
+    addends = [(expr, factor) for expr, (_, factor) in zip(once, masking.addends, strict=False)]
+    conditions = [replace(one, expr=expr) for expr, one in zip(once[len(addends) :], masking.conditions, strict=True)]
+    return replace(masking, addends=tuple(addends), conditions=tuple(conditions)), period
+
+
+def _once(expr: tvm.ir.Expr, shape: Shape, graph: Graph) -> tvm.ir.Expr:
+    """Return a tensor without its repetition along the first axis of the scores, itself where it has none."""
+    for reading in readings_of(expr, graph, scaled=False):
+        view = reading.view
+        if len(view.axes) != len(shape) or len(view.axes[0]) != 2 or view.axes[0][0][1] != 0:
+            continue
+        once = replace(view, axes=(view.axes[0][1:], *view.axes[1:]))
+        if once == whole(once.shape) and dtype_of(reading.base) == dtype_of(expr):
+            return relax.BlockBuilder().normalize(relax.op.reshape(reading.base, graph.symbols.shape(once.shape)))
+    return expr
 
 
 def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:

@@ -14,6 +14,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relaxtune.pipeline.passes.kit.counted import counted
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
@@ -24,7 +25,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     numbers_beside,
 )
 from relaxtune.pipeline.passes.kit.numbers import MASKED
-from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, sizes_of
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.
@@ -224,30 +225,11 @@ class MaskReader:
 
     def _position(self, expr: tvm.ir.Expr) -> tuple[int, Size] | None:
         """Return the axis, from the end, whose positions a tensor holds, and the first one's number."""
-        value = self._value(expr)
-        shape = sizes_of(value) if isinstance(value, relax.Call) else None
-        if shape is None:
+        found = counted(expr, self.graph.values)
+        axes = [] if found is None else [axis - len(found.steps) for axis, step in enumerate(found.steps) if step != 0]
+        if found is None or len(axes) != 1 or found.steps[axes[0]] != 1:
             return None
-        if is_op(value, "arange"):
-            start, _, step = (size_of(arg) for arg in value.args)
-            return (-1, start) if start is not None and step == 1 else None
-        if is_op(value, "add", "subtract"):
-            for data, number in numbers_beside(value):
-                inner = self._position(data)
-                if inner is not None and number == int(number) and sizes_of(data) == shape:
-                    return inner[0], plain(inner[1] + (int(number) if is_op(value, "add") else -int(number)))
-            return None
-        if not is_op(value, "expand_dims", "reshape", "squeeze", "broadcast_to", "astype") or "int" not in dtype_of(
-            value
-        ):
-            return None
-        inner, before = self._position(value.args[0]), sizes_of(value.args[0])
-        if inner is None or before is None or is_op(value, "broadcast_to", "astype"):
-            return inner
-        # One axis of several elements: it keeps its size and gets another place.
-        if [size for size in shape if size != 1] != [before[inner[0]]]:
-            return None
-        return next(axis for axis in range(-len(shape), 0) if shape[axis] != 1), inner[1]
+        return axes[0], found.start
 
     def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
         return self.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr

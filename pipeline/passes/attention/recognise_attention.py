@@ -31,7 +31,8 @@ def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
         softmax(Q K^T * scale [masked] [+ bias]) V   ->   attention(qkv, mask)
 
     Scales may stand before or after the product, on either side. Masks may be conditions or sums; a causal mask or a
-    sliding window that is a constant of the graph becomes a number of the kernel, the rest is computed once and read.
+    sliding window that is a constant of the graph becomes a number of the kernel, the rest is computed once and read:
+    a bias of distances out of its table, masks of windows as they are for one image.
     Heads are read where they lie: through reshapes, transposes, slices and broadcasts back to the tensor that
     a kernel writes (slices of one combined projection, a cache), grouped heads without being repeated. The
     result is written as its reader wants it, [batch, positions, heads * head_dim].
@@ -39,8 +40,9 @@ def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
     Where padding is left out (`tokens.unpad`) and the mask hides padding alone, attention is of the packed tokens: each
     sees those of its own row.
 
-    A row that sees no key at all (padding before the first token) has no meaning, and its value may differ from the
-    graph's: it is some mean of the values, and NaN only where the graph's is. All other rows are the graph's.
+    A row that sees no key at all (padding before the first token) is zeros where the graph guards it against NaN, and
+    NaN where it does not. Where the graph has low numbers for keys that are not seen, such a row has no meaning, and
+    may be another mean of the values than the graph's. All other rows are the graph's.
 
     A softmax between two matmuls that is not taken leaves a note that says why.
     """

@@ -13,7 +13,7 @@ from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, pattern_o
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.count_along_inputs import COUNT_ATTR
-from relaxtune.pipeline.passes.symbolic.tabulate_positions import TABLE_ATTR
+from relaxtune.pipeline.passes.symbolic.tables import TABLE_ATTR
 from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, call_names
 
 # From the count to what is read: exporters write a cast, a sum, up to three new axes, a product and a concatenation.

@@ -15,10 +15,8 @@ from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.functions_of_positions import FunctionsOfPositions, Root
+from relaxtune.pipeline.passes.symbolic.tables import TABLE_ATTR, table_mark
 from relaxtune.pipeline.passes.weights.fold_constants import FOLD_BYTES_MAX, fold_constants
-
-#: Of a function that reads a table; its third operand, if there is one, is for positions that the table does not have.
-TABLE_ATTR = "relaxtune.table"
 
 
 def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -51,13 +49,15 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         var, root = binding.var, wanted.get(binding.var)
         if root is None:
             return _without_copies(new, binding, unstretched)
-        operands = [new.of(root), tables[var]]
+        operands, mark = [new.of(root), tables[var]], ""
         if any(positions.roots[root].open) and not positions.settles(var, root):
             starts[root, root] = operands[0]
             operands.append(positions.computed(var, root, starts, lambda one, value: new.extra(one.name, value, [one])))
-        shape = positions.shape(var, root)
-        compute = _reading(positions.roots[root], positions.functions[var][root].axes, shape)
-        read = new.kernel(compute, *operands, name="table", op_pattern=INJECTIVE, **{TABLE_ATTR: 1})
+        shape, axes = positions.shape(var, root), positions.functions[var][root].axes
+        compute = _reading(positions.roots[root], axes, shape)
+        if len(operands) == 2:
+            mark = table_mark(axes, positions.roots[root].axes[0], positions.roots[root].low)
+        read = new.kernel(compute, *operands, name="table", op_pattern=INJECTIVE, **{TABLE_ATTR: mark})
         if tuple(map(size_of, shape)) == sizes_of(var):
             return read
         unstretched[var] = new.extra(f"{var.name}__table", read, [var])

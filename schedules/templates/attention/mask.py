@@ -150,13 +150,13 @@ class BiasReader:
         self._buffer = flat_view(param, self._dtype)
         # One row of the mask may serve both rows of a thread.
         self._lines = 1 if is_zero(bias.query_stride) and (is_zero(bias.head_stride) or plan.group == 1) else 2
-        strides = (bias.batch_stride, bias.head_stride, bias.query_stride)
+        strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.offset)
         even = all(is_even(size) for size in (*strides, plan.spec.keys))
         of_lanes = not even and _OfLanes.serves(plan, self._dtype)
         self._of_lanes = _OfLanes(plan, self._buffer, self._dtype, lane) if of_lanes else None
         # Where some of them are symbolic, a call says whether they are even.
         unknown = not even and not any(isinstance(size, int) and size % 2 for size in (*strides, plan.spec.keys))
-        pairs = is_one(bias.key_stride) and (even or unknown) and not of_lanes
+        pairs = is_one(bias.key_stride) and (even or unknown) and not of_lanes and is_zero(bias.limit)
         load = _PAIR_LOADS.get(self._dtype) if pairs else None
         self._even: tirx.Expr | None = None
         if load is not None and not even:
@@ -195,15 +195,14 @@ class BiasReader:
     def _read_block(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit what this thread's rows need of one block of keys; past the last key, the last is read."""
         bias, spec, block_k = self._bias, self._plan.spec, self._plan.parameters.block_k
-        starts = [
-            hold(
-                rows.batch * bias.batch_stride
-                + rows.head[line] * bias.head_stride
-                + tirx.min(rows.query[line], spec.queries - 1) * bias.query_stride
-            )
-            for line in range(self._lines)
-        ]
+        queries = [tirx.min(rows.query[line], spec.queries - 1) for line in range(self._lines)]
+        begins = [bias.row(rows.batch, rows.head[line]) for line in range(self._lines)]
         first = hold(block * block_k + self._column)
+        if not is_zero(bias.limit):
+            self._read_diagonals(list(map(hold, begins)), [hold(bias.place(query, first)) for query in queries])
+            return
+        zero = tirx.IntImm("int32", 0)
+        starts = [hold(begin + bias.place(query, zero)) for begin, query in zip(begins, queries, strict=True)]
         if self._even is None:
             self._read_whole_pairs(starts, block, first)
             return
@@ -225,6 +224,25 @@ class BiasReader:
             with T.Else():
                 last = spec.keys - (2 if self._load else 1)
                 self._read(starts, lambda pair: tirx.min(first + pair * 8, last))
+
+    def _read_diagonals(self, begins: list[tirx.Expr], places: list[tirx.Expr]) -> None:
+        """Emit the reads of elements of tables, from places on of which some may be outside."""
+        stride, limit = self._bias.key_stride, self._bias.limit
+        span = (self._pairs * 8 - 7) * stride
+        inside = [tirx.all(place + min(span, 0) >= 0, place + max(span, 0) <= limit) for place in places]
+
+        def read(place_in: Callable[[tirx.Expr], tirx.Expr]) -> None:
+            for line, (begin, place) in enumerate(zip(begins, places, strict=True)):
+                for pair in range(self._pairs):
+                    for index in range(2):
+                        at = place_in(place + (pair * 8 + index) * stride)
+                        T.buffer_store(self._held[line][pair], self._buffer[begin + at], [index])
+
+        with T.If(tirx.all(*inside)):
+            with T.Then():
+                read(lambda place: place)
+            with T.Else():
+                read(lambda place: tirx.max(tirx.min(place, limit), 0))
 
     def _read_halves(self, starts: list[tirx.Expr], first: tirx.Expr) -> None:
         """Emit the reads of pairs that lie anywhere, one element after another."""

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.templates.attention.mask import (
     LOG2_E,
     MINUS_INFINITY,
@@ -72,9 +73,18 @@ def exp2(value: tirx.Expr) -> tirx.Expr:
     return T.cuda.func_call(_EXP2, value, source_code=_EXP2_SOURCE, return_type="float32")
 
 
-def reciprocal(value: tirx.Expr) -> tirx.Expr:
+def _reciprocal(value: tirx.Expr) -> tirx.Expr:
     """Return 1 / value (rcp.approx: error of 1 unit in the last place)."""
     return T.cuda.func_call(_RECIPROCAL, value, source_code=_RECIPROCAL_SOURCE, return_type="float32")
+
+
+def inverse_total(spec: AttentionSpec, total: tirx.Expr) -> tirx.Expr:
+    """Return what a row's sum of weighted values is multiplied by: 1 / total; 0 for a guarded row that saw no key."""
+    inverse = _reciprocal(total)
+    if not spec.guarded:
+        return inverse
+    zero = tirx.FloatImm("float32", 0.0)
+    return tirx.Select(total == zero, zero, inverse)
 
 
 def lane_xor(value: tirx.Expr, mask: int) -> tirx.Expr:

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.templates.attention.mask import Rows
 from relaxtune.schedules.templates.attention.sizes import flat_view
-from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, pack, reciprocal
+from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.attention_sm80.keys import KeyBlocks
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
@@ -197,7 +197,7 @@ class _Kernel:
         for number in range(m_steps):
             softmax, sums = self._softmax[number], self._sums[number]
             for row in range(2):
-                scale = in_register(reciprocal(softmax.total[row]), "float32")
+                scale = in_register(inverse_total(spec, softmax.total[row]), "float32")
                 line = first + number * ROWS + self._lane // 4 + row * 8
                 for eight in range(math.ceil(spec.value_dim / 8)):
                     place = chunk_place(line, tirx.IntImm("int32", eight), plan.value_width) + self._lane % 4 * 2

@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
-from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, pack, reciprocal
+from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
 from relaxtune.schedules.templates.emit.hopper import store_tile, wait_for_cluster
@@ -58,7 +58,7 @@ class AttentionOutput:
         group = self._thread // WARPGROUP if plan.parameters.consumers > 1 else tirx.IntImm("int32", 0)
         scales = T.alloc_local([2], "float32")
         for row in range(2):
-            T.buffer_store(scales, reciprocal(softmax.total[row]), [row])
+            T.buffer_store(scales, inverse_total(plan.spec, softmax.total[row]), [row])
         barrier = tirx.Cast("uint32", group + GROUP_BARRIER)
         T.evaluate(T.ptx.bar.sync(barrier, WARPGROUP))
         for eight in range(math.ceil(plan.spec.value_dim / 8)):
@@ -152,7 +152,7 @@ class AttentionOutput:
             for index in range(_VECTOR):
                 added = share[0] * parts[rank * _VECTOR + index]
                 T.buffer_store(sums, added if rank == 0 else sums[index] + added, [index])
-        T.buffer_store(total, reciprocal(total[0]), [0])
+        T.buffer_store(total, inverse_total(plan.spec, total[0]), [0])
         words = [pack(sums[at] * total[0], sums[at + 1] * total[0], self._dtype) for at in range(0, _VECTOR, 2)]
         layout = plan.spec.output
         flat = flat_view(self._param)

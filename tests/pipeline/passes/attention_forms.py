@@ -368,7 +368,7 @@ FORMS: Mapping[Callable[[], OnnxModel], Expected] = {
     one_head_of_keys: Expected(3, kv_heads=1),
     causal_condition_and_padding: Expected(4, causal=True, bias="add"),
     causal_sum_and_padding: Expected(4, causal=True, bias="add"),
-    causal_sum_with_infinity_and_guard: Expected(4, causal=True, bias="add"),
+    causal_sum_with_infinity_and_guard: Expected(4, causal=True, bias="keep"),
     causal_constant_of_infinities: Expected(3, causal=True),
     causal_then_padding_by_turns: Expected(4, causal=True, bias="add"),
     sliding_window: Expected(3, causal=True, window=3),

@@ -14,7 +14,7 @@ from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.marks import ATTENTION_ATTR
 from relaxtune.schedules.sizes import parse_size, size_text
 from relaxtune.schedules.tir.blocks import is_buffer
-from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, draw, keys_and_values, reference
+from tests.schedules.attention_cases import CASES, PLAIN, AttentionCase, distances, draw, keys_and_values, reference
 
 
 def run(
@@ -45,6 +45,22 @@ SYMBOLIC = {
         replace(PLAIN, batch=B, queries=2, keys=PAST + 1, heads_first=True, bias=("keep", "bool", (1, 1, 1, PAST + 1))),
         [(2, 0, 5)],
     ),
+    "distances": (
+        replace(PLAIN, batch=B, queries=S, keys=S, bias=("add", "float32", (1, 2, 9, 1)), lies=distances(4)),
+        [(2, 3, 0), (1, 9, 0)],
+    ),
+    "distances of one query": (
+        replace(
+            replace(PLAIN, batch=B, queries=1, keys=PAST + 1, heads_first=True),
+            bias=("add", "float32", (1, 2, 9, 1)),
+            lies=(("key_stride", 1), ("offset", 8 - PAST), ("limit", 8)),
+        ),
+        [(2, 0, 5), (1, 0, 11)],
+    ),
+    "windows": (
+        replace(PLAIN, batch=3 * B, bias=("add", "float32", (3, 1, 8, 8)), lies=(("period", 3),)),
+        [(1, 0, 0), (2, 0, 0)],
+    ),
     "caches": (replace(PLAIN, batch=B, heads=4, kv_heads=2, queries=1, keys=PAST + 1, past=PAST), [(2, 0, 5)]),
     "caches by several": (replace(PLAIN, queries=S, keys=PAST + S, past=PAST, causal=True), [(0, 3, 6), (0, 1, 2)]),
 }
@@ -67,8 +83,12 @@ def test_symbolic_function_computes_attention_at_any_size(
             return parse_size(size_text(size), values) if isinstance(size, tirx.Expr) else size
 
         bias = case.bias and (*case.bias[:2], tuple(map(number, case.bias[2])))
+        lies = tuple((name, number(value)) for name, value in case.lies)
         static = replace(
-            case, bias=bias, **{name: number(getattr(case, name)) for name in ("batch", "queries", "keys", "past")}
+            case,
+            bias=bias,
+            lies=lies,
+            **{name: number(getattr(case, name)) for name in ("batch", "queries", "keys", "past")},
         )
         spec, params = static.made()
         inputs = draw(params, spec, seed=0)

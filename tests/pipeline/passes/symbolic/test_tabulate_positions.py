@@ -52,14 +52,14 @@ def rotated(positions: list[onnx.NodeProto], **inputs: tuple[str, tuple[object, 
     return make_model(nodes, x, {"y": x["x"], "z": x["x"]}, {**NUMBERS, "frequencies": FREQUENCIES})
 
 
-def biased() -> OnnxModel:
-    """Return x, [batch, 2, length, length], with a weight for each bucket of relative positions, in T5's way."""
+def relative_bias(data: str) -> tuple[list[onnx.NodeProto], dict[str, np.ndarray]]:
+    """Return `bias`, [2, length, length], by the buckets of distances along axis 2 of a tensor, in T5's way."""
     constants = {
         **NUMBERS, "weight": WEIGHT, "four": np.array(4), "seven": np.array(7), "eight": np.array(8),
         "scale": np.array(4 / np.log(8), "float32"), "quarter": np.array(0.25, "float32"),
     }  # fmt: skip
     nodes = [
-        *counted("x", "n2", "places"),
+        *counted(data, "n2", "places"),
         NODE("Unsqueeze", ["places", "v0"], ["keys"]),
         NODE("Unsqueeze", ["places", "v1"], ["queries"]),
         NODE("Sub", ["keys", "queries"], ["relative"]),
@@ -79,10 +79,14 @@ def biased() -> OnnxModel:
         NODE("Add", ["offset", "of_side"], ["bucket"]),
         NODE("Gather", ["weight", "bucket"], ["looked_up"]),
         NODE("Transpose", ["looked_up"], ["bias"], perm=[2, 0, 1]),
-        NODE("Add", ["x", "bias"], ["y"]),
     ]
+    return nodes, constants
+
+
+def biased() -> OnnxModel:
+    nodes, constants = relative_bias("x")
     shape = ("float32", ("batch", 2, "length", "length"))
-    return make_model(nodes, {"x": shape}, {"y": shape}, constants)
+    return make_model([*nodes, NODE("Add", ["x", "bias"], ["y"])], {"x": shape}, {"y": shape}, constants)
 
 
 def past_and_present() -> OnnxModel:

@@ -20,7 +20,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionParameters
 from relaxtune.schedules.templates.attention_sm90.table import AttentionTable, Line, TableParameters
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from tests.schedules.attention_cases import AttentionCase, draw, keys_and_values, reference
+from tests.schedules.attention_cases import AttentionCase, distances, draw, keys_and_values, reference
 from tests.schedules.templates.attention_sm90.test_attention_sm90_gpu import SMALL, WIDE, needs_hopper
 
 BATCH, LENGTH, PAST = (tirx.Var(name, "int64") for name in ("batch", "length", "past"))
@@ -55,12 +55,13 @@ def growing(batch: Size, _length: Size, past: Size) -> AttentionCase:
 
 
 def with_bias(kind: str, dtype: str, *axes: str, make: Made = same, **changes: object) -> Made:
-    """Return a case with a mask of the axes named by `b`, `h`, `q` and `k`."""
+    """Return a case with a mask of the axes named by `b`, `h`, `q` and `k`, or `t`: a table of 399 distances."""
 
     def made(batch: Size, length: Size, past: Size) -> AttentionCase:
         case = replace(make(batch, length, past), **changes)  # type: ignore[arg-type]
         sizes = {"b": case.batch, "h": case.heads, "q": case.queries, "k": case.keys}
         shape = tuple(sizes[axis] if axis in axes else 1 for axis in "bhqk")
+        shape = (*shape[:2], 399, 1) if "t" in axes else shape
         return replace(case, bias=(kind, dtype, shape))  # type: ignore[arg-type]
 
     return made
@@ -68,6 +69,18 @@ def with_bias(kind: str, dtype: str, *axes: str, make: Made = same, **changes: o
 
 def changed(make: Made, **changes: object) -> Made:
     return lambda *sizes: replace(make(*sizes), **changes)  # type: ignore[arg-type]
+
+
+def of_one_query(batch: Size, length: Size, past: Size) -> AttentionCase:
+    """The last query's distances from all keys, further ones like the furthest."""
+    case = with_bias("add", "float32", "h", "t", make=decode)(batch, length, past)
+    return replace(case, lies=(("key_stride", 1), ("offset", 199 - past), ("limit", 398)))
+
+
+def of_windows(batch: Size, _length: Size, _past: Size) -> AttentionCase:
+    """Four windows of each image."""
+    case = AttentionCase(4 * batch, 3, 49, 49, 64, dtype="float16", packed=True)
+    return replace(case, bias=("add", "float32", (4, 1, 49, 49)), lies=(("period", 4),))
 
 
 CASES: dict[str, tuple[Made, AttentionParameters | None]] = {
@@ -85,6 +98,10 @@ CASES: dict[str, tuple[Made, AttentionParameters | None]] = {
     "key padding": (with_bias("add", "float32", "b", "k"), None),
     "key padding of halves": (with_bias("add", "float16", "b", "k", causal=True), SMALL),
     "relative bias": (with_bias("add", "float16", "h", "q", "k"), None),
+    "distances": (with_bias("add", "float32", "h", "t", causal=True, lies=distances(199)), None),
+    "distances of one query": (of_one_query, None),
+    "windows": (of_windows, None),
+    "guarded": (with_bias("keep", "bool", "b", "q", "k", guarded=True), None),
     "keep": (with_bias("keep", "bool", "b", "q", "k"), None),
     "keep keys": (with_bias("keep", "bool", "b", "k", head_dim=80), SMALL),
     "after caches": (after, None),
