@@ -11,7 +11,8 @@ buffers:
 
 - ours: the candidates that the template proposes; "first" is the one that is taken untuned;
 - cudnn, flash, efficient: `scaled_dot_product_attention` with one backend each, on the same tensors (flash takes no
-  mask; efficient is run where there is one, or where V has another width).
+  mask; efficient is run where there is one, or where V has another width). A bias of distances is made whole for them
+  beforehand, in float16.
 """
 
 from __future__ import annotations
@@ -42,13 +43,15 @@ BYTES_PER_TURN = 160_000_000
 LAUNCHES_PER_GRAPH = 24
 BACKENDS = ("cudnn", "flash", "efficient")
 ELEMENT_BYTES = 2
+_DISTANCES = 4096
 
 
 @dataclass(frozen=True)
 class Case:
     """Sizes; Q, K and V are slices of one product where `packed`, else K and V are [batch, kv_heads, keys, d].
 
-    `masked`: there is a mask of padding [batch, 1, 1, keys] to be added, in float16. `value_dim` is V's width; 0 for
+    `masked`: there is a mask of padding [batch, 1, 1, keys] to be added, in float16. `distances`: a bias for each head
+    and distance is added, in float32, read from a "table" of 8191 distances or "whole". `value_dim` is V's width; 0 for
     that of Q and K.
     """
 
@@ -62,6 +65,7 @@ class Case:
     packed: bool = True
     masked: bool = False
     value_dim: int = 0
+    distances: str = ""
 
 
 def square(length: int, head_dim: int, *, causal: bool) -> Case:
@@ -86,6 +90,16 @@ CASES = {
     "decode-1x4096": Case(1, 32, 8, 1, 4096, 64, packed=False),
     "bert-32x128-mask": Case(32, 12, 12, 128, 128, 64, masked=True),
     "bert-8x512-mask": Case(8, 12, 12, 512, 512, 64, masked=True),
+    **{
+        f"t5-{batch}x{length}-{kind}": Case(batch, 8, 8, length, length, 64, True, distances=kind)
+        for batch, length in ((1, 128), (8, 128), (8, 512))
+        for kind in ("table", "whole")
+    },
+    **{
+        f"t5-decode-8x{keys}-{kind}": Case(8, 8, 8, 1, keys, 64, packed=False, distances=kind)
+        for keys in (512, 2048)
+        for kind in ("table", "whole")
+    },
     "2048-d80": Case(8, 26, 26, 2048, 2048, 80),
     "2048-d96": Case(8, 21, 21, 2048, 2048, 96),
     "2048-d256": Case(8, 8, 8, 2048, 2048, 256),
@@ -151,6 +165,14 @@ def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
     if case.masked:
         bias = ScoreBias(len(params), "add", case.keys, 0, 0, 1)
         params.append(((case.batch, 1, 1, case.keys), "float16"))
+    if case.distances == "table":
+        most = _DISTANCES - 1
+        ahead = case.keys - case.queries
+        bias = ScoreBias(len(params), "add", 0, 2 * most + 1, -1, 1, offset=most - ahead, limit=2 * most)
+        params.append(((1, heads, 2 * most + 1, 1), "float32"))
+    elif case.distances:
+        bias = ScoreBias(len(params), "add", 0, case.queries * case.keys, case.keys, 1)
+        params.append(((1, heads, case.queries, case.keys), "float32"))
     output = HeadLayout(len(params), 0, case.queries * heads * wide, heads * wide, wide)
     params.append(((case.batch, case.queries, heads * wide), "float16"))
     sizes = (case.batch, heads, shared, case.queries, case.keys, d, wide)
@@ -186,6 +208,28 @@ def heads_of(entry: dict[str, Any], tensors: dict[str, Any], role: str) -> Any:
     return tensor.as_strided(shape, strides, layout["offset"])
 
 
+def whole_mask(entry: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    """Return the mask [batch or 1, heads, queries, keys] of a kernel, a view where it is one; None without."""
+    import torch
+
+    spec = entry["spec"]
+    bias = spec["bias"]
+    if bias is None:
+        return None
+    mask = tensors[entry["params"][bias["param"]][0]]
+    batch = spec["batch"] if bias["batch_stride"] else 1
+    steps = (bias["batch_stride"], bias["head_stride"], bias["query_stride"], bias["key_stride"])
+    shape = (batch, spec["heads"], spec["queries"], spec["keys"])
+    if not bias.get("limit"):
+        return mask.as_strided(shape, steps)
+    places = [
+        torch.arange(size, device="cuda").view([-1 if axis == own else 1 for axis in range(4)]) * step
+        for own, (size, step) in enumerate(zip(shape, steps, strict=True))
+    ]
+    along = (places[2] + places[3] + bias["offset"]).clamp(0, bias["limit"])
+    return mask.flatten()[places[0] + places[1] + along]
+
+
 def reference(entry: dict[str, Any], tensors: dict[str, Any]) -> Any:
     """Return the output in float32, one batch element at a time."""
     import torch
@@ -200,19 +244,17 @@ def reference(entry: dict[str, Any], tensors: dict[str, Any]) -> Any:
         seen &= ahead <= 0
     if spec["window"]:
         seen &= ahead.abs() < spec["window"]
-    bias = spec["bias"]
+    bias, mask = spec["bias"], whole_mask(entry, tensors)
     results = []
     for b in range(spec["batch"]):
         scores = query[b].float() @ key[b].float().repeat_interleave(group, 0).mT * spec["scale"]
         visible = seen
-        if bias is not None:
-            mask = tensors[entry["params"][bias["param"]][0]]
-            steps = (bias["head_stride"], bias["query_stride"], bias["key_stride"])
-            mask = mask.as_strided(scores.shape, steps, b * bias["batch_stride"])
+        if mask is not None:
+            own = mask[b if mask.shape[0] > 1 else 0]
             if bias["kind"] == "add":
-                scores = scores + mask.float()
+                scores = scores + own.float()
             else:
-                visible = seen & (mask != 0)
+                visible = seen & (own != 0)
         scores.masked_fill_(~visible, -math.inf)
         results.append(torch.softmax(scores, -1) @ value[b].float().repeat_interleave(group, 0))
     return torch.stack(results)
@@ -248,14 +290,17 @@ def torch_arm(backend: str, case: Case, entry: dict[str, Any], tensors: dict[str
         "flash": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
     }[backend]
-    mask = tensors[entry["params"][entry["spec"]["bias"]["param"]][0]] if case.masked else None
+    mask = whole_mask(entry, tensors)
+    if mask is not None:
+        hidden = torch.ones(case.queries, case.keys, device="cuda", dtype=torch.bool).triu(1 + case.keys - case.queries)
+        mask = mask.half().masked_fill(hidden, -math.inf) if case.causal else mask.half()
     query, key, value = (heads_of(entry, tensors, role) for role in ("query", "key", "value"))
     grouped = case.heads != case.kv_heads
 
     def attend() -> Any:
         with sdpa_kernel(kind):
             return torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=case.causal, enable_gqa=grouped
+                query, key, value, attn_mask=mask, is_causal=case.causal and mask is None, enable_gqa=grouped
             )
 
     return attend
@@ -268,7 +313,8 @@ def graphs_of(case: Case, kernels: dict[str, Kernel], entry: dict[str, Any]) -> 
     sets = [first, *(inputs(entry) for _ in range(max(1, min(LAUNCHES_PER_GRAPH, BYTES_PER_TURN // size))))]
     repeats = max(1, LAUNCHES_PER_GRAPH // len(sets)) if size < BYTES_PER_TURN else 1
     arms: dict[str, list[Callable[[], Any]]] = {}
-    peers = ("cudnn", "efficient") if case.masked else BACKENDS if case.value_dim else ("cudnn", "flash")
+    with_mask = case.masked or case.distances
+    peers = ("cudnn", "efficient") if with_mask else BACKENDS if case.value_dim else ("cudnn", "flash")
     for backend in peers:
         arms[backend] = [torch_arm(backend, case, entry, tensors) for tensors in sets]
     for decision, kernel in kernels.items():
