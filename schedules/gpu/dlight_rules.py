@@ -1,4 +1,4 @@
-"""The default rules for CUDA: TVM's dlight, in the order in which they are asked, held to binding every block.
+"""The default rules for CUDA: TVM's dlight and ours, in the order in which they are asked, held to binding every block.
 
 dlight's transpose rule takes a function for its last transpose alone and leaves every block after that one unbound (the
 halves of a concatenation, say). A schedule like that is no answer: the function goes to the next rule.
@@ -17,6 +17,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.gpu.binding import launches_threads, list_unbound_blocks
+from relaxtune.schedules.gpu.element_reduction import ElementReduction
 from relaxtune.schedules.gpu.unit_reductions import without_unit_reductions
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
@@ -89,7 +90,6 @@ def cuda_rules() -> list[tuple[str, ScheduleRule]]:
         dlight.gpu.Reduction(),
         dlight.gpu.GeneralReduction(),
         Transpose(),
-        dlight.gpu.Fallback(),
     ]
-    own = Bound()
-    return [(own.name, own), *((rule.name, rule) for rule in map(BindingRule, rules))]
+    last: list[ScheduleRule] = [ElementReduction(), BindingRule(dlight.gpu.Fallback())]
+    return [(str(rule.name), rule) for rule in (Bound(), *map(BindingRule, rules), *last)]
