@@ -47,6 +47,9 @@ _GROUPS = (16, 32, 64)
 _GROUPS_MAX = 64
 _FEW_ROWS = 256
 _FEW_ROWS_GROUP, _GROUP = 16, 32
+# Rows that no wide group divides have narrow ones, however many rows there are: at most as many as 1024 columns have of
+# wide ones.
+_NARROW_GROUPS_MAX = 32
 # A symbolic number of rows is taken for one that is neither few nor many.
 _SYMBOLIC_ROWS = 2 * _FEW_ROWS
 
@@ -346,7 +349,8 @@ def _group(matmul: MatmulFunction, rows_max: int, groups_max: float) -> int | No
     """Return the columns of a group of partial sums that suit a matmul's result, None where none do."""
     if matmul.m > rows_max:
         return None
-    least = _FEW_ROWS_GROUP if matmul.m <= _FEW_ROWS else _GROUP
+    narrow = matmul.columns % _GROUP != 0 and matmul.columns <= _NARROW_GROUPS_MAX * _FEW_ROWS_GROUP
+    least = _FEW_ROWS_GROUP if narrow or matmul.m <= _FEW_ROWS else _GROUP
     fitting = [size for size in _GROUPS if size >= least and matmul.columns % size == 0]
     return next((size for size in fitting if matmul.columns // size <= groups_max), fitting[-1] if fitting else None)
 

@@ -68,23 +68,55 @@ def test_fuse_norms_takes_as_many_norms_of_symbolic_rows(name: str, fused: int) 
     assert_agrees(run_lowered(on, feeds), run_reference(model, feeds), 2e-2)
 
 
-def layer(f: Form, x: str, *, gamma: Sequence[float] | None = None, offset: float = 0.0) -> tuple[str, str]:
+def layer(
+    f: Form, x: str, *, gamma: Sequence[float] | None = None, offset: float = 0.0, hidden: int = HIDDEN
+) -> tuple[str, str]:
     """Return rows that a matmul writes, and their layer norm."""
-    rows = f.op("Add", f.op("MatMul", x, f.weight(HIDDEN, HIDDEN)), f.weight(HIDDEN) + offset)
-    scale = np.asarray(gamma if gamma is not None else 1 + f.weight(HIDDEN))
-    return rows, f.op("LayerNormalization", rows, scale, f.weight(HIDDEN), axis=-1, epsilon=1e-5)
+    rows = f.op("Add", f.op("MatMul", x, f.weight(hidden, hidden)), f.weight(hidden) + offset)
+    scale = np.asarray(gamma if gamma is not None else 1 + f.weight(hidden))
+    return rows, f.op("LayerNormalization", rows, scale, f.weight(hidden), axis=-1, epsilon=1e-5)
 
 
-def post_norm(**options: object) -> OnnxModel:
+def post_norm(rows: Sequence[int | str] = ROWS, hidden: int = HIDDEN, **options: object) -> OnnxModel:
     """Return x1 = norm(x P + p); x1 V + v; and the sum with x1, as in BERT."""
     f = Form()
-    _, normed = layer(f, f.x(*ROWS, HIDDEN), **options)
-    up = f.op("Relu", f.linear(normed, HIDDEN, WIDE))
-    return f.model(f.op("Add", f.linear(up, WIDE, HIDDEN), normed), (*ROWS, HIDDEN))
+    _, normed = layer(f, f.x(*rows, hidden), hidden=hidden, **options)
+    up = f.op("Relu", f.linear(normed, hidden, WIDE))
+    return f.model(f.op("Add", f.linear(up, WIDE, hidden), normed), (*rows, hidden))
 
 
-def feeds() -> dict[str, np.ndarray]:
-    return {"x": np.random.default_rng(0).standard_normal((*ROWS, HIDDEN)).astype("float32")}
+def feeds(*shape: int) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(0).standard_normal(shape or (*ROWS, HIDDEN)).astype("float32")}
+
+
+@pytest.mark.usefixtures("any_target")
+@pytest.mark.parametrize("hidden", [16, 48, 80])
+def test_norms_of_narrow_rows_of_any_number_agree(hidden: int) -> None:
+    """Of 16 or 48 columns there is no wide group; before, norms of a symbolic number of them stayed apart."""
+    model = post_norm(("batch", 3), hidden)
+    lowered = lower(import_model(model), LLVM, FP16)
+    assert notes_of(lowered) == ("1 norms in the matmuls around them",)
+    for batch in (1, 2, 300):
+        x = feeds(batch, 3, hidden)
+        assert_agrees(run_lowered(lowered, x), run_reference(model, x), 2e-2)
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80"])
+@pytest.mark.parametrize("hidden", [16, 48, 368])
+def test_narrow_rows_of_any_number_have_no_more_kernels_than_few(target: str, hidden: int) -> None:
+    known, symbolic = (
+        lower(import_model(post_norm((batch, 3), hidden)), resolve_target(target).target, FP16)
+        for batch in (2, "batch")
+    )
+    assert notes_of(symbolic) == notes_of(known) == ("1 norms in the matmuls around them",)
+    assert kernels(symbolic) == kernels(known)
+
+
+@pytest.mark.parametrize(("batch", "fused"), [(2, 1), (200, 0), ("batch", 0)])
+def test_long_rows_of_narrow_groups_keep_their_norm_where_they_may_be_many(batch: int | str, fused: int) -> None:
+    model = post_norm((batch, 3), 528)
+    lowered = lower(import_model(model), resolve_target("cuda:sm_90a").target, FP16)
+    assert len(notes_of(lowered)) == fused
 
 
 @pytest.mark.usefixtures("any_target")
