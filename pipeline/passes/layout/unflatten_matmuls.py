@@ -22,6 +22,9 @@ def unflatten_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     Gemm (torch's addmm, GPT-2's conv1d) takes two axes only, so exporters flatten before it and restore the axes behind
     it. The reshapes are free, but what they stand between is not fused: a residual sum behind one is a kernel of its
     own. Which axes to keep is taken from the reshape before the matmul, or else from the one behind it.
+
+    Where one operand of an elementwise operation is such a matmul, and a reshape behind restores its axes, the other
+    operands are reshaped: what a mixture's experts give is summed over rows, then added to what one for all rows gives.
     """
     graph = Graph(mod)
     rule = _Unflatten(_restored_axes(graph))
@@ -33,9 +36,8 @@ def unflatten_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
 
 def _restored_axes(graph: Graph) -> dict[relax.Var, list[tvm.tirx.Expr]]:
-    """Return matmuls over flattened rows -> the axes that a reshape behind them makes of the rows."""
+    """Return what is of flattened rows -> the axes that a reshape behind makes of the rows."""
     restored: dict[relax.Var, list[tvm.tirx.Expr]] = {}
-    found: dict[relax.Var, list[tvm.tirx.Expr]] = {}
     for binding in reversed(graph.bindings):
         value = binding.value
         if is_op(value, "reshape") and isinstance(value.args[0], relax.Var):
@@ -45,9 +47,7 @@ def _restored_axes(graph: Graph) -> dict[relax.Var, list[tvm.tirx.Expr]]:
         elif is_op(value, *ELEMENTWISE) and binding.var in restored:
             alike = [arg for arg in value.args if isinstance(arg, relax.Var) and same_shape(arg, binding.var)]
             restored |= dict.fromkeys(alike, restored[binding.var])
-        elif is_op(value, "matmul") and binding.var in restored:
-            found[binding.var] = restored[binding.var]
-    return found
+    return restored
 
 
 class _Unflatten:
@@ -98,11 +98,12 @@ class _Unflatten:
             return None
         args = [self._operand(new, arg, var) for arg in value.args]
         wides = [arg for arg in args if isinstance(arg, relax.Var)]
-        if any(arg is None for arg in args) or not wides:
+        if not wides or not all(equal_axes(_rows(arg), _rows(wides[0])) for arg in wides):
             return None
-        if not all(same_shape(arg, wides[0]) for arg in wides):
-            return None
-        return relax.Call(value.op, args, value.attrs, value.ty_args)
+        if equal_axes(self._restored.get(var), _rows(wides[0])):
+            given = zip(value.args, args, strict=True)
+            args = [self._reshaped(new, arg, var) if wide is None else wide for arg, wide in given]
+        return None if any(arg is None for arg in args) else relax.Call(value.op, args, value.attrs, value.ty_args)
 
     def _operand(self, new: Rewriter, arg: tvm.ir.Expr, var: relax.Var) -> tvm.ir.Expr | None:
         """Return an operand in its wide form: a number or row is its own, None when there is none."""
@@ -110,4 +111,17 @@ class _Unflatten:
             return arg if len(shape_of(arg) or ()) < 2 else None
         if not isinstance(arg, relax.Var):
             return arg if not isinstance(arg.ty, relax.TensorType) else None
-        return self._wide.get(new.of(arg)) if same_shape(arg, var) else None
+        return self._wide.get(new.of(arg)) if equal_axes(_rows(arg), _rows(var)) else None
+
+    def _reshaped(self, new: Rewriter, arg: tvm.ir.Expr, var: relax.Var) -> tvm.ir.Expr | None:
+        """Return an operand over flattened rows in the axes that are restored behind; None for any other."""
+        shape = shape_of(arg)
+        if shape is None or len(shape) != 2 or not equal_axes(_rows(arg), _rows(var)):
+            return None
+        return new.emit(relax.op.reshape(new.of(arg), [*self._restored[var], shape[-1]]))
+
+
+def _rows(tensor: tvm.ir.Expr) -> list[tvm.tirx.Expr] | None:
+    """Return the axes of a tensor before its last."""
+    shape = shape_of(tensor)
+    return None if shape is None else shape[:-1]

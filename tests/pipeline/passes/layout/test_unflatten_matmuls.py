@@ -31,8 +31,8 @@ def notes_of(lowered: LoweredModule) -> tuple[str, ...]:
     return next(report.notes for report in lowered.reports if report.name == "unflatten_matmuls")
 
 
-def agrees(model: OnnxModel, lowered: LoweredModule) -> None:
-    feeds = {"x": np.random.default_rng(0).standard_normal((*ROWS, WIDTH)).astype("float32")}
+def agrees(model: OnnxModel, lowered: LoweredModule, rows: tuple[int, ...] = ROWS) -> None:
+    feeds = {"x": np.random.default_rng(0).standard_normal((*rows, WIDTH)).astype("float32")}
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-5)
 
 
@@ -60,3 +60,34 @@ def test_unflatten_matmuls_leaves_a_matmul_alone_when_its_rows_come_from_elsewhe
     lowered = lower(import_model(model), LLVM)
     assert notes_of(lowered) == ()
     agrees(model, lowered)
+
+
+def mixture(*rows: int | str, over_all_rows: bool = False) -> OnnxModel:
+    """The end of Qwen2's experts: a sum over each row's experts, one expert for all rows by its gate, the residual."""
+    f = Form()
+    x = f.x(*rows, WIDTH)  # type: ignore[arg-type]
+    flat = f.op("Reshape", x, [-1, WIDTH])
+    pairs = f.op("Reshape", f.op("MatMul", flat, f.weight(WIDTH, 2 * WIDTH)), [-1, 2, WIDTH])
+    experts = f.op("ReduceSum", pairs, [0, 1] if over_all_rows else [1], keepdims=0)
+    experts = f.op("Reshape", experts, [-1, WIDTH])
+    shared = f.op("MatMul", flat, f.weight(WIDTH, WIDTH))
+    gated = f.op("Mul", f.op("Sigmoid", f.op("MatMul", flat, f.weight(WIDTH, 1))), shared)
+    total = f.op("Reshape", f.op("Add", experts, gated), f.op("Shape", x))
+    return f.model(f.op("Add", x, total), (*rows, WIDTH))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [ROWS, ("batch", "sequence")])
+def test_unflatten_matmuls_reshapes_other_operands_when_a_reshape_behind_restores_axes(rows: tuple[int | str]) -> None:
+    model = mixture(*rows)
+    lowered = lower(import_model(model), LLVM)
+    # The experts, their sum, the gate, and all else behind the matmul of the expert for all rows.
+    assert sum(map(len, lowered.kernels.values())) == 4
+    for sizes in [ROWS] if rows == ROWS else [ROWS, (1, 1), (1, 5), (4, 1)]:
+        agrees(model, lowered, sizes)
+
+
+def test_unflatten_matmuls_leaves_a_sum_alone_when_an_operand_is_one_row_for_all() -> None:
+    model = mixture("batch", "sequence", over_all_rows=True)
+    lowered = lower(import_model(model), LLVM)
+    for sizes in [ROWS, (1, 1), (1, 5)]:
+        agrees(model, lowered, sizes)
