@@ -1,12 +1,13 @@
 """Count the kernels of models with symbolic axes beside those of the same models with static ones; nothing is run.
 
     python -m benchmarks.whole_models.count_symbolic [MODEL ...] [--exports DIR] [--target llvm] [--kernels]
-        [--sizes 64x128] [--jobs 2] [--json FILE.json]
+        [--sizes 64x128] [--known-images] [--jobs 2] [--json FILE.json]
 
 Each model of the zoo has two layers. `--exports` takes the files with symbolic axes that `python -m tests.export.matrix
---export-only` leaves, each beside itself with all axes given sizes (`--sizes`, batch and length), instead. `kernels`
-counts calls of kernels in one inference, `launches` what a GPU is given for them. The graphs are lowered, and their
-kernels made by the defaults of templates and fallback schedules.
+--export-only` leaves, each beside itself with all axes given sizes (`--sizes`, batch and length), instead; with
+`--known-images`, height and width of images are known, and only their number is symbolic. `kernels` counts calls of
+kernels in one inference, `launches` what a GPU is given for them. The graphs are lowered, and their kernels made by the
+defaults of templates and fallback schedules.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ class Count:
         return ", ".join(f"{count} {maker}" for maker, count in sorted(self.makers.items(), key=lambda item: -item[1]))
 
 
+@dataclass(frozen=True)
+class Known:
+    """Sizes of an export without symbolic axes; `images`: those of images are known in the other form, too."""
+
+    batch: int
+    length: int
+    images: bool
+
+
 def zoo_model(name: str, dims: Mapping[str, Dim], layers: int = 2) -> OnnxModel:
     """Return a model of the zoo with some layers."""
     config = replace(get_preset(name).config, layers=layers)  # type: ignore[type-var]
@@ -99,14 +109,18 @@ def count(model: OnnxModel, target_name: str, precision: str | None) -> Count:
     return Count(sum(map(len, lowered.kernels.values())), launches, makers, names)
 
 
-def exported_models(path: Path, sizes: tuple[int, int]) -> tuple[OnnxModel, OnnxModel]:
+def exported_models(path: Path, known: Known) -> tuple[OnnxModel, OnnxModel]:
     """Return the model of a file, with a batch and a length for all axes and with its own."""
     symbolic = load_model(path)
-    return load_model(path, shapes=sized_shapes(symbolic, *sizes)), symbolic
+    sized = sized_shapes(symbolic, known.batch, known.length)
+    if known.images:
+        images = [spec for spec in symbolic.inputs if len(spec.shape) == 4 and spec.name == "pixel_values"]
+        symbolic = load_model(path, shapes={one.name: (one.shape[0], *sized[one.name][1:]) for one in images})
+    return load_model(path, shapes=sized), symbolic
 
 
 def count_forms(
-    name: str, path: Path | None, target: str, known: tuple[int, int]
+    name: str, path: Path | None, target: str, known: Known
 ) -> tuple[str, str, Count, Count] | tuple[str, str, str]:
     """Return a model's name and target, and its counts with sizes and without, or why there are none."""
     precision = "fp16" if target.startswith("cuda") else None
@@ -136,6 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=_batch_and_length, default=PINNED_SIZE, help="known batch and length of exports (2x11)"
     )
+    parser.add_argument("--known-images", action="store_true", help="images have sizes, their number is symbolic")
     parser.add_argument("--kernels", action="store_true", help="list the kernels that only one of the two forms has")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, a process each")
     parser.add_argument("--json", type=Path, help="where the counts go")
@@ -146,11 +161,9 @@ def main() -> None:
     if unknown := sorted(set(args.models) - set(MODELS)):
         parser.error(f"no model {', '.join(unknown)}: expected some of {', '.join(MODELS)}")
     names = [*(args.models or ([] if files else MODELS)), *files]
-    rows = []
+    rows, known = [], Known(*args.sizes, args.known_images)
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [
-            pool.submit(count_forms, name, files.get(name), one, args.sizes) for one in args.target for name in names
-        ]
+        waiting = [pool.submit(count_forms, name, files.get(name), one, known) for one in args.target for name in names]
         for future in waiting:
             name, target, *found = future.result()
             if isinstance(found[0], str):
