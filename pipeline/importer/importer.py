@@ -10,7 +10,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer.errors import check_operators
 from relaxtune.pipeline.importer.frontend import NodeByNodeImporter, identifier
 from relaxtune.pipeline.importer.graph import ImportedGraph
-from relaxtune.pipeline.importer.names import name_bindings
+from relaxtune.pipeline.importer.names import name_bindings, name_sizes
 from relaxtune.pipeline.importer.normalise import normalise
 from relaxtune.pipeline.importer.quiet import quiet_libraries
 
@@ -33,7 +33,7 @@ def import_model(model: OnnxModel) -> ImportedGraph:
         mod = frontend.from_onnx(graph.proto.graph, graph.opset)
     hints = {name: identifier(name) for name in graph.sources}
     main, nodes = name_bindings(mod["main"], frontend.marks, hints)
-    mod.update_func(mod.get_global_var("main"), main)
+    mod.update_func(mod.get_global_var("main"), name_sizes(main))
     source_map = {
         binding: tuple(dict.fromkeys(source for name in names for source in graph.sources[name]))
         for binding, names in nodes.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 
@@ -70,6 +70,23 @@ def name_bindings(
     for binding in bindings[len(bindings) - len(waiting) :]:
         nodes[binding.var.name] = _nodes_of_result(binding.value, renames, nodes)
     return _RenameBindings(renames).visit_expr(function), nodes
+
+
+def name_sizes(function: relax.Function) -> relax.Function:
+    """Return `function` with a name of its own for each size that is known when the model runs.
+
+    TVM names the lengths of all ranges alike. Passes tell sizes by their names.
+    """
+    given = [var for param in function.params for var in relax.analysis.tir_vars_in_type(param.ty)]
+    casts = [one for block in function.body.blocks for one in block.bindings if isinstance(one, relax.MatchCast)]
+    made = [var for cast in casts for var in relax.analysis.definable_tir_vars_in_type(cast.ty)]
+    taken = {str(var.name) for var in given}
+    renames: dict[tirx.Var, tirx.Var] = {}
+    for var in dict.fromkeys(var for var in made if var not in set(given)):
+        name = _fresh(str(var.name), taken)
+        if name != var.name:
+            renames[var] = tirx.Var(name, var.ty)
+    return function.bind_symbolic_vars(renames)
 
 
 def _nodes_of_result(

@@ -46,6 +46,24 @@ def test_truth_values_are_compared_by_vectors() -> None:
     np.testing.assert_array_equal(got, x)
 
 
+def test_sizes_that_two_ranges_have_at_run_time_are_two() -> None:
+    """TVM names both alike, and what was computed of the second was then what had been computed of the first."""
+    nodes = []
+    for name in ("a", "b"):
+        nodes += [
+            helper.make_node("Range", ["zero", name, "one"], [f"range_{name}"]),
+            helper.make_node("Shape", [f"range_{name}"], [f"shape_{name}"]),
+            helper.make_node("Mul", [f"shape_{name}", "factor"], [f"times_{name}"]),
+        ]
+    nodes.append(helper.make_node("Concat", ["times_a", "times_b"], ["y"], axis=0))
+    constants = {"zero": np.array(0), "one": np.array(1)}
+    inputs: dict[str, tuple[str, tuple[object, ...]]] = {name: ("int64", ()) for name in ("a", "b", "factor")}
+    model = make_model(nodes, inputs, {"y": ("int64", (2,))}, constants)
+    feeds = {"a": np.array(3), "b": np.array(5), "factor": np.array(2)}
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), feeds)
+    np.testing.assert_array_equal(got, [6, 10])
+
+
 @pytest.mark.parametrize("count", [0, 2, 12])
 def test_parts_of_rows_of_symbolic_axes_are_as_many_as_there_were(count: int) -> None:
     """As a mixture of experts with symbolic axes; FuseOps puts what reads a computed size before the size."""
