@@ -107,7 +107,9 @@ def _branches(expr: tvm.ir.Expr) -> tuple[tvm.ir.Expr, tvm.ir.Expr] | None:
 
 
 def _contains(expr: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> bool:
-    return any(inner.source.same_as(load.source) for inner in list_loads(expr))
+    """Return whether an expression is made of a load; one that only decides which of two values it is, is not one."""
+    parts = _branches(expr) or (expr,)
+    return any(inner.source.same_as(load.source) for part in parts for inner in list_loads(part))
 
 
 def _is_integer(dtype: str) -> bool:

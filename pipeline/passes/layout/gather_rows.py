@@ -8,9 +8,9 @@ import tvm
 from tvm import relax, te, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import is_op, number_of, shape_of, static_shape
+from relaxtune.pipeline.passes.kit.ir import is_op, same_shape, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, replace_found
-from relaxtune.pipeline.passes.kit.sizes import sizes_of
+from relaxtune.pipeline.passes.kit.sizes import size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 
@@ -23,8 +23,9 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         hidden = words + take(types, ...) + positions
 
     TVM counts a gather as opaque, so every look-up was two kernels, and their sum another. Indices count from the end
-    where they are negative, and are kept within the table, as before. `gather_elements` (the relative positions of
-    DeBERTa) and `gather_nd` of rows are such, too. On CUDA.
+    where they are negative, and are kept within the table, as before. A table has rows of one axis, or of none; how
+    many there are may be symbolic (the tokens of an expert). `gather_elements` (the relative positions of DeBERTa) and
+    `gather_nd` by tuples of one index are such look-ups, too. On CUDA.
     """
     if not state.launches_cost:
         return mod
@@ -32,15 +33,12 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     found: dict[relax.Var, tuple[tvm.ir.Expr, bool]] = {}
     for binding in graph.bindings:
         value = binding.value
-        if is_op(value, "gather_elements") or _gathers_rows(value):
+        if is_op(value, "gather_elements"):
             found[binding.var] = value.args[1], False
             continue
-        if not is_op(value, "take") or not isinstance(value.args[1], relax.Var) or value.attrs.axis is None:
+        if not _gathers_rows(value):
             continue
-        table, ids = static_shape(value.args[0]), shape_of(value.args[1])
-        if table is None or len(table) != 2 or not ids or int(value.attrs.axis) != 0:
-            continue
-        plain = _unwrapped(value.args[1], table[0], graph)
+        plain = _unwrapped(value, graph)
         found[binding.var] = (value.args[1] if plain is None else plain, plain is not None)
         if plain is not None:
             state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
@@ -50,15 +48,20 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
 
 
 def _gathers_rows(value: tvm.ir.Expr) -> bool:
-    """Return whether a call gathers rows of a table, each by a tuple of one index (Whisper's positions)."""
-    if not is_op(value, "gather_nd") or int(value.attrs.batch_dims):
+    """Return whether a call gathers rows of a table, or elements of a list, by indices or by tuples of one index."""
+    if not is_op(value, "take", "gather_nd") or not isinstance(value.args[1], relax.Var):
         return False
-    *_, size = sizes_of(value.args[1]) or (0,)
-    return size == 1 and len(static_shape(value.args[0]) or ()) == 2
+    table, ids = shape_of(value.args[0]), shape_of(value.args[1])
+    if table is None or not 0 < len(table) <= 2 or not ids:
+        return False
+    if is_op(value, "take"):
+        return value.attrs.axis is not None and int(value.attrs.axis) == 0
+    return size_of(ids[-1]) == 1 and not int(value.attrs.batch_dims)
 
 
-def _unwrapped(ids: relax.Var, rows: int, graph: Graph) -> relax.Var | None:
-    """Return x when `ids` is `where(x < 0, x + rows, x)`."""
+def _unwrapped(call: relax.Call, graph: Graph) -> relax.Var | None:
+    """Return x when a table of `rows` rows is read at `where(x < 0, x + rows, x)`."""
+    table, ids = call.args
     value = graph.value(ids)
     if not is_op(value, "where"):
         return None
@@ -66,8 +69,10 @@ def _unwrapped(ids: relax.Var, rows: int, graph: Graph) -> relax.Var | None:
     test, total = graph.value(condition), graph.value(wrapped)
     if not isinstance(plain, relax.Var) or not is_op(test, "less") or not is_op(total, "add"):
         return None
-    same = test.args[0] == plain and total.args[0] == plain
-    return plain if same and number_of(test.args[1], plain) == 0.0 and number_of(total.args[1], plain) == rows else None
+    if test.args[0] != plain or total.args[0] != plain or not same_shape(ids, plain):
+        return None
+    (rows, *_), bounds_of = sizes_of(table) or (None,), graph.uniform.bounds_of
+    return plain if bounds_of(test.args[1]) == (0, 0) and bounds_of(total.args[1]) == (rows, rows) else None
 
 
 def _gather(new: Rewriter, binding: relax.VarBinding, found: tuple[tvm.ir.Expr, bool]) -> tvm.ir.Expr:
@@ -98,15 +103,16 @@ def _rows(wrap: bool, *, in_tuples: bool) -> Callable[[te.Tensor, te.Tensor], te
     """Return the tensor expression of `table[ids]`; with `wrap`, negative indices count from the end."""
 
     def compute(table: te.Tensor, ids: te.Tensor) -> te.Tensor:
-        rows = tirx.const(int(table.shape[0]), ids.dtype)
+        rows = tirx.Cast(ids.dtype, table.shape[0])
+        places = ids.shape[:-1] if in_tuples else ids.shape
 
         def element(*index: tirx.Var) -> tirx.Expr:
-            at = ids(*index[:-1], *([0] if in_tuples else []))
+            at = ids(*index[: len(places)], *([0] if in_tuples else []))
             if wrap:
-                at = tirx.if_then_else(at < 0, at + rows, at)
-            return table[tirx.max(tirx.min(at, rows - 1), tirx.const(0, ids.dtype)), index[-1]]
+                # Each use of `at` is written out with all that it is computed of.
+                at = at + tirx.if_then_else(at < 0, rows, tirx.const(0, ids.dtype))
+            return table(tirx.max(tirx.min(at, rows - 1), tirx.const(0, ids.dtype)), *index[len(places) :])
 
-        places = ids.shape[:-1] if in_tuples else ids.shape
-        return te.compute((*places, table.shape[1]), element, name="gather")
+        return te.compute((*places, *table.shape[1:]), element, name="gather")
 
     return compute

@@ -111,7 +111,7 @@ class _Half(Rewriter):
             # Attention's result, say, is then rounded where it is made.
             chosen = [self._half(arg) for arg in value.args[1:]]
             half = self._bind_half(expr, relax.op.where(self.of(value.args[0]), *chosen))
-        elif is_op(value, "take") and isinstance(value.args[0], relax.Var):
+        elif is_op(value, "take", "gather_nd") and isinstance(value.args[0], relax.Var):
             rows, attrs = [self._half(value.args[0]), self.of(value.args[1])], value.attrs
             half = self._bind_half(expr, relax.Call(value.op, rows, attrs))
         elif is_op(value, "astype") and dtype_of(value.args[0]) == self._dtype:

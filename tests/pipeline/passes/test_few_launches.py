@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 
 from relaxtune.models import OnnxModel
 from relaxtune.models.inputs import random_inputs
@@ -103,6 +103,54 @@ def test_look_ups_by_tuples_of_one_index_are_look_ups_of_rows() -> None:
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
     (task,) = extract_tasks([lower(import_model(model), resolve_target("cuda:sm_90a").target)])
     assert list(task.index_ranges.values()) == [5]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("kind", ["rows", "rows by tuples", "elements by tuples"])
+def test_look_ups_in_tables_of_symbolic_size_are_part_of_what_is_around_them(kind: str) -> None:
+    f = Form()
+    width = () if kind.startswith("elements") else (4,)
+    table = f.op("Sigmoid", f.input("table", "float", "rows", *width))  # type: ignore[arg-type]
+    index = f.input("index", "int64", "count", *([1] if kind.endswith("tuples") else []))  # type: ignore[arg-type]
+    found = f.op("GatherND" if kind.endswith("tuples") else "Gather", table, index)
+    model = f.model(f.op("Tanh", found), ("count", *width))  # type: ignore[arg-type]
+    lowered = lower(import_model(model), LLVM)
+    assert kernels(lowered) == 1
+    generator = np.random.default_rng(0)
+    for rows, count in ((1, 1), (1, 4), (5, 1), (3, 7)):
+        ids = generator.integers(-rows, rows, (count, *([1] if kind.endswith("tuples") else [])))
+        feeds = {"table": generator.standard_normal((rows, *width)).astype("float32"), "index": ids}
+        assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_look_ups_wrap_by_the_rows_of_their_own_table_when_another_size_is_added() -> None:
+    def build(b: relax.BlockBuilder, table: relax.Var, ids: relax.Var, other: relax.Var) -> relax.Expr:
+        size = relax.op.reshape(b.emit(relax.op.shape_to_tensor(relax.ShapeExpr([other.ty.shape.values[0]]))), [])
+        negative = b.emit(relax.op.less(ids, relax.const(0, "int64")))
+        wrapped = b.emit(relax.op.where(negative, b.emit(relax.op.add(ids, b.emit(size))), ids))
+        return relax.op.take(table, wrapped, axis=0, mode="clip")
+
+    rows, others = tirx.Var("rows", "int64"), tirx.Var("others", "int64")
+    inputs = {"table": ((rows, 4), "float32"), "ids": ((2,), "int64"), "other": ((others,), "float32")}
+    lowered = lower(graph_of(build, inputs), LLVM)
+    feeds = {"table": TABLE, "ids": np.array([-3, 1]), "other": np.zeros(4, "float32")}
+    assert_agrees(run_lowered(lowered, feeds), [TABLE[[1, 1]]], 0.0)
+
+
+@pytest.mark.parametrize("operator", ["Gather", "GatherND"])
+def test_half_precision_looks_rounded_rows_up_when_a_matmul_reads_them(operator: str) -> None:
+    f = Form()
+    rows = f.op("Tanh", f.op("MatMul", f.x(6, 8), f.weight(8, 8)))
+    index = f.input("index", "int64", 5, *([1] if operator == "GatherND" else []))
+    model = f.model(f.op("MatMul", f.op(operator, rows, index), f.weight(8, 4)), (5, 4))
+    lowered = lower(import_model(model), LLVM, FP16)
+    dtypes = {call: str(lowered.mod[call].params[-1].dtype) for call in lowered.kernels}
+    assert list(dtypes.values()).count("float32") == 1, "the result alone"
+    generator = np.random.default_rng(0)
+    ids = generator.integers(-6, 6, (5, *([1] if operator == "GatherND" else [])))
+    feeds = {"x": generator.standard_normal((6, 8)).astype("float32"), "index": ids}
+    assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-2)
 
 
 def test_gather_rows_leaves_more_kernels_when_it_is_off_or_the_target_is_a_cpu() -> None:
