@@ -108,8 +108,20 @@ def _with_casts_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir
 def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     before = binding_count(mod)
     result: tvm.ir.IRModule = relax.transform.FoldConstant()(mod)
+    parts = _parts_of_constants(result)
+    if parts:
+        result = relax.transform.FoldConstant()(rewrite(result, state, lambda _, binding: parts.get(binding.var)))
     state.constants_folded += before - binding_count(result)
     return result
+
+
+def _parts_of_constants(mod: tvm.ir.IRModule) -> dict[relax.Var, tvm.ir.Expr]:
+    """Return variables -> the constants that they are: parts of a split constant, which TVM does not follow further."""
+    values = {binding.var: binding.value for binding in bindings_of(main_of(mod))}
+    taken = {var: value for var, value in values.items() if isinstance(value, relax.TupleGetItem)}
+    wholes = {var: values.get(value.tuple_value) for var, value in taken.items()}
+    parts = {var: whole.fields[taken[var].index] for var, whole in wholes.items() if isinstance(whole, relax.Tuple)}
+    return {var: part for var, part in parts.items() if is_constant(part)}
 
 
 def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]:

@@ -6,6 +6,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, main_of
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
 from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matmuls_transposed
@@ -15,7 +16,16 @@ from relaxtune.pipeline.passes.precision.accumulate_in_float32 import accumulate
 from relaxtune.pipeline.passes.precision.compute_in_half_precision import compute_in_half_precision
 from relaxtune.pipeline.passes.weights import fold_constants as fold_module
 from relaxtune.pipeline.passes.weights.fold_constants import fold_constants
-from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, small_model, state_of
+from tests.pipeline.passes.pass_cases import (
+    LLVM,
+    assert_agrees,
+    graph_of,
+    operators_of,
+    run_lowered,
+    run_module,
+    small_model,
+    state_of,
+)
 
 op = relax.op
 c = relax.const
@@ -171,6 +181,32 @@ def test_fold_leaves_a_module_with_nothing_to_fold_as_tvm_would(name: str, monke
     monkeypatch.setattr(relax.transform, "FoldConstant", None)
     folded = fold_constants(graph.mod, state_of(graph))
     assert structural_equal(folded, expected)
+
+
+def test_fold_makes_constants_of_the_parts_of_a_split_constant() -> None:
+    """A mixture's experts as an exporter splits them: each was cut out and rounded anew in every call."""
+    weights = normal(2, 8, 4)
+
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        parts = b.emit(op.split(c(weights), 2, axis=0))
+        first, second = (b.emit(op.squeeze(b.emit(relax.TupleGetItem(parts, place)), [0])) for place in range(2))
+        return b.emit(op.add(b.emit(op.matmul(x, first)), b.emit(op.matmul(x, second))))
+
+    graph = graph_of(build, X)
+    folded = fold_constants(graph.mod, state_of(graph))
+    assert operators_of(folded) == ["matmul", "matmul", "add"]
+    x = normal(2, 3, 8)
+    assert_agrees([*run_module(folded, [x])], [x @ weights[0] + x @ weights[1]], 1e-5)
+
+
+def test_a_part_of_a_constant_that_is_infinite_times_0_is_no_number() -> None:
+    def build(b: relax.BlockBuilder, x: relax.Var) -> relax.Expr:
+        parts = b.emit(op.split(c(np.array([np.inf, 1.0], "float32")), 2, axis=0))
+        return b.emit(op.add(x, b.emit(op.multiply(b.emit(relax.TupleGetItem(parts, 0)), c(0.0)))))
+
+    graph = graph_of(build, X)
+    (got,) = run_lowered(lower(graph, LLVM), {"x": normal(2, 3, 8)})
+    assert np.isnan(got).all()
 
 
 def test_fold_makes_constants_of_what_follows_a_constant_with_a_name() -> None:
