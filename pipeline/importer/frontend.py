@@ -19,6 +19,7 @@ from relaxtune.pipeline.importer.broadcast_sizes import BROADCASTING, broadcast_
 from relaxtune.pipeline.importer.converter_input import constant, constant_value
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
+from relaxtune.pipeline.importer.learned_sizes import LearnedSizes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
 from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
 from relaxtune.pipeline.importer.small_constants import fold_small_constants
@@ -65,6 +66,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._graph = graph
         axes = (axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str))
         self._axes = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
+        self._sizes = LearnedSizes(self.bb)
         self.marks: list[tuple[str, str]] = []
         self._results = frozenset(value.name for value in graph.proto.graph.output)
         self._read = set(self._results)
@@ -112,7 +114,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             super()._construct_nodes(onnx.GraphProto(node=[node]))
             self._mark_results(node)
             return
-        given = [self._nodes[name] if name else None for name in node.input]
+        given = [self._sizes.of(self._nodes[name]) if name else None for name in node.input]
         result = self._fold_sizes(node, given)
         if result is None:
             result = self._convert_node(node, given)
@@ -140,7 +142,9 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             narrow = self._is_narrow(node.input[index])
             inputs.append(expr if index in sizes_at else self._as_tensor(expr, narrow=narrow))
         if not _domain(node) and node.op_type in BROADCASTING:
-            inputs[:] = broadcast_sizes(self.bb, inputs, self._axes)
+            checked = broadcast_sizes(self.bb, inputs, self._axes)
+            self._sizes.learn(inputs, checked)
+            inputs[:] = checked
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:
