@@ -48,6 +48,7 @@ from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
 from relaxtune.pipeline.passes.sum_in_blocks import sum_in_blocks
+from relaxtune.pipeline.passes.symbolic.check_sizes_early import check_sizes_early
 from relaxtune.pipeline.passes.symbolic.count_along_inputs import count_along_inputs
 from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.symbolic.keep_sizes_apart import keep_sizes_apart
@@ -69,6 +70,7 @@ def lowering_steps() -> tuple[Step, ...]:
     return (
         # 0 canonicalise
         Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
+        Step(Phase.CANONICALISE, "check_sizes_early", check_sizes_early),
         Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
         Step(Phase.CANONICALISE, "fill_empty", fill_empty),
         Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
