@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.counted import counted
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
@@ -26,6 +26,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, sizes_of
+from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.
@@ -88,6 +89,10 @@ class MaskReader:
     graph: Graph
     queries: Size
     keys: Size
+
+    @cached_property
+    def _counted(self) -> CountedIntegers:
+        return CountedIntegers(self.graph)
 
     def condition(self, expr: tvm.ir.Expr, *, negated: bool, fill: float) -> Mask:
         """Return the parts of `where(expr, scores, fill)`, or when negated of `where(expr, fill, scores)`."""
@@ -225,11 +230,9 @@ class MaskReader:
 
     def _position(self, expr: tvm.ir.Expr) -> tuple[int, Size] | None:
         """Return the axis, from the end, whose positions a tensor holds, and the first one's number."""
-        found = counted(expr, self.graph.values)
-        axes = [] if found is None else [axis - len(found.steps) for axis, step in enumerate(found.steps) if step != 0]
-        if found is None or len(axes) != 1 or found.steps[axes[0]] != 1:
-            return None
-        return axes[0], found.start
+        count = self._counted.of(expr)
+        grows = [] if count is None else [axis - len(count.steps) for axis, step in enumerate(count.steps) if step != 0]
+        return (grows[0], count.start) if count is not None and len(grows) == 1 and count.steps[grows[0]] == 1 else None
 
     def _value(self, expr: tvm.ir.Expr) -> tvm.ir.Expr | None:
         return self.graph.values.get(expr, expr) if isinstance(expr, relax.Var) else expr

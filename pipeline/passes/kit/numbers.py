@@ -8,6 +8,8 @@ import numpy as np
 
 # A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
 MASKED = -1e4
+# Operation -> the second operand that leaves the first one as it is.
+NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 
 _NUMBERS = {
     "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "equal": np.equal,

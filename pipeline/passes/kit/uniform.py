@@ -87,7 +87,9 @@ class UniformValues:
             filled = self.of(value.args[0], depth + 1)
         elif is_op(value, *_COMPUTED):
             operands = [self.of(arg, depth + 1) for arg in value.args]
-            if any(operand is None for operand in operands):
+            if is_op(value, "multiply") and 0 in operands and "float" not in dtype_of(value):
+                filled = 0
+            elif any(operand is None for operand in operands):
                 filled = self._compared(value, depth) if is_op(value, *_LESS) else None
             else:
                 with np.errstate(all="ignore"):
@@ -169,11 +171,14 @@ class UniformValues:
             return None if size is None else (size, size)
         if is_op(value, *_MOVED, "astype"):
             return self.bounds_of(value.args[0], depth + 1)
-        if is_op(value, "add", "subtract"):
+        if is_op(value, "add", "subtract", "multiply"):
             left, right = (self.bounds_of(arg, depth + 1) for arg in value.args)
             if left is None or right is None:
                 return None
+            if is_op(value, "subtract"):
+                return plain(left[0] - right[1]), plain(left[1] - right[0])
             if is_op(value, "add"):
                 return plain(left[0] + right[0]), plain(left[1] + right[1])
-            return plain(left[0] - right[1]), plain(left[1] - right[0])
+            if fits(0, left[0]) and fits(0, right[0]):
+                return plain(left[0] * right[0]), plain(left[1] * right[1])
         return None

@@ -16,13 +16,13 @@ from relaxtune.pipeline.passes.kit.ir import (
     shape_of,
     static_shape,
 )
+from relaxtune.pipeline.passes.kit.numbers import NEUTRAL
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import listed_sizes, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 
 _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
-_NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 
 
 def simplify_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -97,8 +97,8 @@ def _moved_as_one(new: Rewriter, value: relax.Call, transpose: relax.Call) -> tv
 
 def _unchanged(value: relax.Call) -> tvm.ir.Expr | None:
     """Return the operand that `value` is equal to, None when there is none."""
-    if is_op(value, *_NEUTRAL):
-        neutral = _NEUTRAL[value.op.name.removeprefix("relax.")]
+    if is_op(value, *NEUTRAL):
+        neutral = NEUTRAL[value.op.name.removeprefix("relax.")]
         for kept, other in either_way(value) if is_op(value, "add", "multiply") else either_way(value)[:1]:
             if number_of(other, kept) == neutral and _same_type(kept, value):
                 return kept

@@ -2,56 +2,123 @@
 
 from __future__ import annotations
 
+import math
+
 import tvm
 from tvm import relax
 from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, either_way, is_constant, is_op, shape_of
+from relaxtune.pipeline.passes.kit.numbers import NEUTRAL
 from relaxtune.pipeline.passes.kit.rewrite import rewrite
+from relaxtune.pipeline.passes.kit.sizes import fits, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.kit.uniform import UniformValues
+from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
+from relaxtune.pipeline.passes.symbolic.intervals import Interval, interval_after, interval_of
+
+_ANY = Interval(-math.inf, math.inf, settled=False)
+_OF_INTEGERS = ("add", "subtract", "multiply", "minimum", "maximum", "where")
 
 
 def fold_known_values(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` without conditions that hold at all sizes, and without look-ups of one known row.
+    """Return `mod` without operations whose result at all sizes is an operand, or one known row, broadcast.
 
-    Such are `logical_and` with what is true, `logical_or` with what is false, `where` by what is known, and `take` of a
-    constant by indices that are one number. Of static sizes they are folded. Of symbolic ones exporters leave the
-    causal mask of a decode step's one token, which hides nothing, and the token types of a model called without any.
+    Such are `logical_and` with what is true, `logical_or` with what is false, `where` by what is known, sums with 0,
+    products with 1, arithmetic of counted integers that gives one of them, comparisons with a number that tell what a
+    `where` has chosen, and `take` of a constant by indices that are one number. Of static sizes most are folded. Of
+    symbolic ones exporters leave the causal mask of a decode step's one token, which hides nothing, the token types of
+    a model called without any, and the places of new keys in a cache. A `take` of joined tables whose indices are all
+    in the first one reads that.
     """
-    graph = Graph(mod)
-    known = graph.uniform
+    count = 0
+    while kept := _known_values(Graph(mod)):
+        count += len(kept)
+        mod = rewrite(mod, state, lambda new, binding: new.of(kept[binding.var]) if binding.var in kept else None)
+    if count:
+        state.note(f"{count} values are the same at all sizes")
+    return mod
+
+
+def _known_values(graph: Graph) -> dict[relax.Var, tvm.ir.Expr]:
+    """Return what is not computed, with what it is."""
+    counted = CountedIntegers(graph)
     kept: dict[relax.Var, tvm.ir.Expr] = {}
     for binding in graph.bindings:
-        choice = next((one for one in _choices(binding.value, known) if structural_equal(one.ty, binding.var.ty)), None)
-        if choice is None:
-            choice = _looked_up(binding, known)
-        if choice is not None:
-            kept[binding.var] = choice
-    if not kept:
-        return mod
-    state.note(f"{len(kept)} values are the same at all sizes")
-    return rewrite(mod, state, lambda new, binding: new.of(kept[binding.var]) if binding.var in kept else None)
+        value, shape = binding.value, shape_of(binding.var)
+        if not isinstance(value, relax.Call) or shape is None:
+            continue
+        same = [*_choices(value, graph), *_operands_counted(binding, counted), *_row_looked_up(value, graph.uniform)]
+        fitting = [one for one in same if structural_equal(one.ty, binding.var.ty)]
+        joined = _in_first(value, graph)
+        if fitting:
+            kept[binding.var] = fitting[0]
+        elif same:
+            kept[binding.var] = relax.op.broadcast_to(same[0], relax.ShapeExpr(shape))
+        elif joined is not None:
+            kept[binding.var] = joined
+    return kept
 
 
-def _choices(value: tvm.ir.Expr, known: UniformValues) -> list[tvm.ir.Expr]:
+def _choices(value: relax.Call, graph: Graph) -> list[tvm.ir.Expr]:
     """Return the operands that an operation gives as they are, shapes aside."""
+    known = graph.uniform
     if is_op(value, "logical_and", "logical_or"):
         neutral = is_op(value, "logical_and")
         return [data for condition, data in either_way(value) if known.of(condition) == neutral]
     if is_op(value, "where") and (condition := known.of(value.args[0])) is not None:
         return [value.args[1 if condition else 2]]
+    if is_op(value, *NEUTRAL):
+        orders = either_way(value) if is_op(value, "add", "multiply") else either_way(value)[:1]
+        return [data for data, other in orders if known.of(other) == NEUTRAL[value.op.name.removeprefix("relax.")]]
+    if is_op(value, "greater") and is_op(where := graph.value(value.args[0]), "where"):
+        chosen, other, least = (_interval(one, graph) for one in (*where.args[1:], value.args[1]))
+        return [where.args[0]] if chosen.low > least.high and other.high <= least.low else []
     return []
 
 
-def _looked_up(binding: relax.VarBinding, known: UniformValues) -> tvm.ir.Expr | None:
-    """Return the row that a look-up gives at each place, as often as it does."""
-    value, shape = binding.value, shape_of(binding.var)
-    if shape is None or not is_op(value, "take") or value.attrs.axis is None or int(value.attrs.axis) != 0:
-        return None
+def _interval(expr: tvm.ir.Expr, graph: Graph) -> Interval:
+    """Return between which numbers a tensor of constants, moved or looked up, is."""
+    if is_constant(expr):
+        return interval_of(expr) or _ANY
+    value = graph.value(expr)
+    if not is_op(value, "take", "broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze"):
+        return _ANY
+    return interval_after(value, [_interval(value.args[0], graph), *[_ANY] * is_op(value, "take")]) or _ANY
+
+
+def _operands_counted(binding: relax.VarBinding, counted: CountedIntegers) -> list[tvm.ir.Expr]:
+    """Return the operands that hold the integers that an operation makes, shapes aside."""
+    made = counted.of(binding.var) if is_op(binding.value, *_OF_INTEGERS) else None
+    if made is None:
+        return []
+    counts = ((operand, counted.of(operand)) for operand in binding.value.args[-2:])
+    return [one for one, count in counts if count is not None and count.broadcast(len(made.steps)) == made]
+
+
+def _row_looked_up(value: relax.Call, known: UniformValues) -> list[tvm.ir.Expr]:
+    """Return the row that a look-up gives at each place."""
+    if not is_op(value, "take") or value.attrs.axis is None or int(value.attrs.axis) != 0:
+        return []
     index = known.of(value.args[1]) if is_constant(value.args[0]) and not is_constant(value.args[1]) else None
     if index is None or not 0 <= int(index) < len(table := array_of(value.args[0])):
+        return []
+    return [relax.const(table[int(index)], dtype_of(value))]
+
+
+def _in_first(value: relax.Call, graph: Graph) -> tvm.ir.Expr | None:
+    """Return a look-up in joined tables as one in the first, where that has all the places.
+
+    Exporters join cosines and sines of positions to as many zeros as a cache has more places.
+    """
+    joined = graph.value(value.args[0]) if is_op(value, "take") and value.attrs.axis is not None else None
+    if not is_op(joined, "concat") or not isinstance(joined.args[0], relax.Tuple):
         return None
-    row = relax.const(table[int(index)], dtype_of(value))
-    return relax.op.broadcast_to(row, relax.ShapeExpr(shape))
+    if int(joined.attrs.axis) != 0 or int(value.attrs.axis) != 0:
+        return None
+    first, bounds = joined.args[0].fields[0], graph.uniform.bounds_of(value.args[1])
+    sizes = sizes_of(first)
+    if sizes is None or bounds is None or not fits(0, bounds[0]) or not fits(bounds[1] + 1, sizes[0]):
+        return None
+    return relax.Call(value.op, [first, value.args[1]], value.attrs)

@@ -47,6 +47,12 @@ def is_causal(
     return mask.causal
 
 
+def of_each_row(query: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return positions [new, 1] as those of the rows of a batch, [2, new, 1]."""
+    rows = op.broadcast_to(op.reshape(query, relax.ShapeExpr([1, NEW])), relax.ShapeExpr([2, NEW]))
+    return op.expand_dims(rows, 2)
+
+
 @pytest.mark.parametrize(
     ("compare", "changes"),
     [
@@ -57,8 +63,9 @@ def is_causal(
         (op.less, {"first_query": 1}),
         (lambda key, query: op.less(key, op.add(query, relax.const(1, "int64"))), {}),
         (op.less_equal, {"first_query": PAST, "keys": NEW + PAST}),
+        (lambda key, query: op.less_equal(key, of_each_row(query)), {}),
     ],
-    ids=["<=", ">= turned", "not >", "not < turned", "< the next", "< and 1", "behind caches"],
+    ids=["<=", ">= turned", "not >", "not < turned", "< the next", "< and 1", "behind caches", "for each row"],
 )
 def test_comparison_of_positions_is_causal(compare: Positions, changes: dict[str, object]) -> None:
     assert is_causal(compare, **changes)  # type: ignore[arg-type]

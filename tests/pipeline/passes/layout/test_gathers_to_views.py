@@ -134,3 +134,44 @@ def test_indices_that_are_given_stay() -> None:
         {"data": ((ROWS, PLACES), "float32"), "index": ((ROWS, PLACES, 2), "int64")},
     )
     assert gathers_to_views(graph.mod, state_of(graph)).same_as(graph.mod)
+
+
+def element_index(places: relax.Expr, axis: int) -> relax.Expr:
+    """Return indices [rows, places, 3] of places along an axis."""
+    apart = OP.expand_dims(places, [one for one in range(3) if one != axis])
+    return OP.broadcast_to(apart, relax.ShapeExpr([ROWS, PLACES, 3]))
+
+
+@pytest.mark.parametrize(
+    ("index", "axis", "itself"),
+    [
+        (lambda: element_index(OP.arange(0, PLACES, 1, "int64"), 1), 1, True),
+        (lambda: element_index(OP.arange(0, ROWS, 1, "int64"), 0), 0, True),
+        (lambda: element_index(relax.const(np.arange(3)), 2), 2, True),
+        (lambda: element_index(OP.arange(0, 3, 1, "int64"), 2), 2, True),
+        # Backwards, the first place alone, and along another axis.
+        (lambda: element_index(relax.const(np.arange(3)[::-1].copy()), 2), 2, False),
+        (lambda: element_index(relax.const(np.zeros(3, "int64")), 2), 2, False),
+        (lambda: element_index(OP.arange(0, 3, 1, "int64"), 2), 1, False),
+    ],
+)
+def test_elements_gathered_at_their_own_places_are_the_tensor(
+    index: Callable[[], relax.Expr], axis: int, itself: bool
+) -> None:
+    graph = graph_of(
+        lambda _builder, data: OP.gather_elements(data, index(), axis=axis), {"data": ((ROWS, PLACES, 3), "float32")}
+    )
+    mod = gathers_to_views(graph.mod, state_of(graph))
+    assert ("gather_elements" not in operators_of(mod)) == itself
+    for rows, places in ((1, 3), (2, 5)):
+        data = np.random.default_rng(0).standard_normal((rows, places, 3)).astype("float32")
+        (right,), (found,) = run_module(graph.mod, [data]), run_module(mod, [data])
+        np.testing.assert_array_equal(found, right)
+
+
+def test_fewer_elements_than_the_tensor_has_stay_gathered() -> None:
+    graph = graph_of(
+        lambda _builder, data: OP.gather_elements(data, element_index(OP.arange(0, PLACES, 1, "int64"), 1), axis=1),
+        {"data": ((ROWS, PLACES + 1, 3), "float32")},
+    )
+    assert gathers_to_views(graph.mod, state_of(graph)).same_as(graph.mod)

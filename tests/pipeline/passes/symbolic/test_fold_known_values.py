@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
@@ -59,7 +60,12 @@ CASES: dict[str, tuple[Callable[[], relax.Expr], bool | None]] = {
     "a sum too large": (lambda: OP.less_equal(OP.add(keys(), number(6)), OP.add(place(3), number(2))), None),
     "differences": (lambda: OP.greater_equal(OP.subtract(place(), keys()), number(0)), True),
     "a difference too small": (lambda: OP.greater(OP.subtract(place(), keys()), number(0)), None),
-    "other units": (lambda: OP.less_equal(keys(), OP.multiply(place(), number(1))), None),
+    "products": (lambda: OP.less_equal(OP.multiply(keys(), number(2)), OP.multiply(place(), number(2))), True),
+    "a product too small": (
+        lambda: OP.less_equal(OP.multiply(keys(), number(3)), OP.multiply(place(), number(2))),
+        None,
+    ),
+    "a negative factor": (lambda: OP.less_equal(OP.multiply(keys(), number(-1)), place()), None),
     "floats": (lambda: OP.less_equal(OP.astype(keys(), "float32"), place(0, "float32")), None),
     "a causal mask hides no row": (lambda: too_few(causal()), False),
     "the other way round, too": (
@@ -71,7 +77,7 @@ CASES: dict[str, tuple[Callable[[], relax.Expr], bool | None]] = {
     "a column may be hidden": (lambda: too_few(OP.permute_dims(causal(), [1, 0])), None),
     "along the queries": (lambda: too_few(causal(), axis=-2), None),
     "a row of keys that are after all": (lambda: too_few(OP.less_equal(OP.expand_dims(keys(), [1]), keys())), None),
-    "what hides nothing": (lambda: too_few(OP.less_equal(OP.multiply(keys(), number(0)), number(0))), None),
+    "what hides nothing": (lambda: too_few(OP.less_equal(OP.multiply(keys(), number(0)), number(0))), False),
     "all is seen": (lambda: too_few(relax.const(np.array([[True]]))), False),
     "equal to some": (lambda: OP.equal(keys(), place()), None),
 }
@@ -135,10 +141,111 @@ def test_known_conditions_are_dropped(
         assert kept is None or (found == feeds[kept]).all()
 
 
-def test_a_known_condition_that_makes_the_result_larger_stays() -> None:
-    shape = ((1,), "bool")
+def check(mod: tvm.ir.IRModule, folded: tvm.ir.IRModule, *feeds: Callable[[int], np.ndarray]) -> None:
+    """Hold that two modules give the same, at several sizes."""
+    for past in (1, 2, 5):
+        given = [feed(past) for feed in feeds]
+        (right,), (found,) = run_module(mod, given), run_module(folded, given)
+        np.testing.assert_array_equal(found, right)
+
+
+def test_a_known_condition_that_makes_the_result_larger_is_a_broadcast() -> None:
     graph = graph_of(
         lambda _builder, x, _past: OP.logical_and(OP.less_equal(keys(), place()), x),
-        {"x": shape, "past": ((PAST,), "float32")},
+        {"x": ((1,), "bool"), "past": ((PAST,), "float32")},
     )
-    assert fold_known_values(graph.mod, state_of(graph)).same_as(graph.mod)
+    mod = fold_known_values(graph.mod, state_of(graph))
+    assert operators_of(mod) == ["broadcast_to"]
+    check(graph.mod, mod, lambda _: np.array([True]), lambda past: np.zeros(past, "float32"))
+
+
+def mask() -> relax.Expr:
+    """Return 0 where a decode step's token sees a key: everywhere."""
+    hidden = relax.const(-1e9, "float32")
+    return OP.where(OP.less_equal(keys(), place()), relax.const(0.0, "float32"), hidden)
+
+
+@pytest.mark.parametrize(
+    ("build", "stays"),
+    [
+        (lambda x: OP.add(x, mask()), False),
+        (lambda x: OP.add(mask(), x), False),
+        (lambda x: OP.subtract(x, mask()), False),
+        (lambda x: OP.subtract(mask(), x), True),
+        (lambda x: OP.multiply(x, OP.exp(mask())), True),
+        (lambda x: OP.multiply(x, OP.add(mask(), relax.const(1.0, "float32"))), False),
+        (lambda x: OP.divide(x, OP.ones(relax.ShapeExpr([PAST + 1]), "float32")), False),
+    ],
+)
+def test_what_changes_nothing_at_all_sizes_is_dropped(build: Callable[[relax.Expr], relax.Expr], stays: bool) -> None:
+    graph = graph_of(lambda _builder, x, _past: build(x), {"x": ((PAST + 1,), "float32"), "past": ((PAST,), "float32")})
+    mod = fold_known_values(graph.mod, state_of(graph))
+    assert bool(operators_of(mod)) == stays
+    check(graph.mod, mod, lambda past: np.arange(past + 1, dtype="float32"), lambda past: np.zeros(past, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("build", "left"),
+    [
+        (lambda: OP.add(OP.expand_dims(keys(), [1]), OP.multiply(keys(), number(0))), None),
+        (lambda: OP.minimum(keys(), place()), ["arange"]),
+        (lambda: OP.maximum(keys(), number(0)), ["arange"]),
+        (
+            lambda: OP.where(OP.less(keys(), number(3)), keys(), OP.subtract(OP.add(keys(), place()), place())),
+            ["arange"],
+        ),
+        (lambda: OP.minimum(keys(), number(3)), ["arange", "minimum"]),
+    ],
+)
+def test_arithmetic_of_counted_integers_is_one_of_them(build: Callable[[], relax.Expr], left: list[str] | None) -> None:
+    graph = graph_of(lambda _builder, _past: build(), {"past": ((PAST,), "float32")})
+    mod = fold_known_values(graph.mod, state_of(graph))
+    assert operators_of(mod) == (left or ["arange", "expand_dims", "broadcast_to"])
+    check(graph.mod, mod, lambda past: np.zeros(past, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("index", "in_first"),
+    [
+        (lambda: OP.reshape(OP.arange(0, PAST, 1, "int64"), relax.ShapeExpr([PAST, 1])), True),
+        (lambda: OP.arange(0, PAST + 1, 1, "int64"), False),
+        (lambda: OP.subtract(OP.arange(0, PAST, 1, "int64"), number(1)), False),
+    ],
+)
+def test_a_look_up_in_joined_tables_reads_the_first_where_all_its_places_are(
+    index: Callable[[], relax.Expr], in_first: bool
+) -> None:
+    def case(builder: relax.BlockBuilder, x: relax.Expr, more: relax.Expr) -> relax.Expr:
+        return OP.take(builder.emit(OP.concat([x, more], axis=0)), builder.emit(index()), axis=0, mode="wrap")
+
+    graph = graph_of(case, {"x": ((PAST, 3), "float32"), "more": ((BATCH, 3), "float32")})
+    mod = fold_known_values(graph.mod, state_of(graph))
+    assert ("concat" not in operators_of(mod)) == in_first
+    rng = np.random.default_rng(0)
+    check(graph.mod, mod, *[lambda past: rng.standard_normal((past, 3)).astype("float32")] * 2)
+
+
+LOWEST = relax.const(float(np.finfo("float32").min), "float32")
+BIAS = relax.const(np.array([[1.0, -2.0], [0.5, 3.0]]), "float32")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "least", "known"),
+    [
+        (lambda index: OP.take(BIAS, index, axis=0, mode="clip"), LOWEST, True),
+        (lambda index: OP.take(BIAS, index, axis=0, mode="clip"), relax.const(-3.0, "float32"), True),
+        # Some of the table are no more than that; another number may not be less.
+        (lambda index: OP.take(BIAS, index, axis=0, mode="clip"), relax.const(-2.0, "float32"), False),
+        (lambda index: OP.expand_dims(OP.astype(index, "float32"), [1]), LOWEST, False),
+    ],
+)
+def test_a_comparison_tells_what_was_chosen(
+    chosen: Callable[[relax.Expr], relax.Expr], least: relax.Expr, known: bool
+) -> None:
+    def case(_builder: relax.BlockBuilder, seen: relax.Expr, index: relax.Expr) -> relax.Expr:
+        return OP.greater(OP.where(OP.expand_dims(seen, [1]), chosen(index), LOWEST), least)
+
+    graph = graph_of(case, {"seen": ((PAST,), "bool"), "index": ((PAST,), "int64")})
+    mod = fold_known_values(graph.mod, state_of(graph))
+    assert ("greater" not in operators_of(mod)) == known
+    check(graph.mod, mod, lambda past: np.arange(past) % 2 == 1, lambda past: np.arange(past) % 2)
