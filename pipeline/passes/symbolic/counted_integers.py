@@ -138,6 +138,7 @@ def count_of_array(array: np.ndarray) -> Count | None:
         int(array[(*origin[:axis], 1, *origin[axis + 1 :])]) - start if size > 1 else 0
         for axis, size in enumerate(array.shape)
     )
-    grids = np.indices(array.shape, sparse=True)
-    expected = sum((grid * step for grid, step in zip(grids, steps, strict=True)), np.full(array.shape, start))
+    expected = np.full(array.shape, start)
+    for axis, step in enumerate(steps):
+        expected = expected + step * np.arange(array.shape[axis]).reshape([-1, *[1] * (array.ndim - axis - 1)])
     return Count(start, steps) if np.array_equal(array, expected) else None
