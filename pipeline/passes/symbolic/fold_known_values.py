@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import tvm
 from tvm import relax
@@ -19,6 +20,9 @@ from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 from relaxtune.pipeline.passes.symbolic.intervals import Interval, interval_after, interval_of
 
 _ANY = Interval(-math.inf, math.inf, settled=False)
+_COMPARISONS = ("less", "less_equal", "greater", "greater_equal")
+_SUMS = ("add", "subtract")
+_FOLLOWED = (*_SUMS, "broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze")
 _OF_INTEGERS = ("add", "subtract", "multiply", "minimum", "maximum", "where")
 
 
@@ -27,10 +31,11 @@ def fold_known_values(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
     Such are `logical_and` with what is true, `logical_or` with what is false, `where` by what is known, sums with 0,
     products with 1, arithmetic of counted integers that gives one of them, comparisons with a number that tell what a
-    `where` has chosen, and `take` of a constant by indices that are one number. Of static sizes most are folded. Of
-    symbolic ones exporters leave the causal mask of a decode step's one token, which hides nothing, the token types of
-    a model called without any, and the places of new keys in a cache. A `take` of joined tables whose indices are all
-    in the first one reads that.
+    `where` has chosen, or are the same for all that is copied of constants, and `take` of a constant by indices that
+    are one number. Of static sizes most are folded. Of symbolic ones exporters leave the causal mask of a decode step's
+    one token, which hides nothing, whether a constant mask of each image does, the token types of a model called
+    without any, and the places of new keys in a cache. A `take` of joined tables whose indices are all in the first one
+    reads that.
     """
     count = 0
     while kept := _known_values(Graph(mod)):
@@ -72,6 +77,10 @@ def _choices(value: relax.Call, graph: Graph) -> list[tvm.ir.Expr]:
     if is_op(value, *NEUTRAL):
         orders = either_way(value) if is_op(value, "add", "multiply") else either_way(value)[:1]
         return [data for data, other in orders if known.of(other) == NEUTRAL[value.op.name.removeprefix("relax.")]]
+    if is_op(value, *_COMPARISONS):
+        found = interval_after(value, [_interval(one, graph) for one in value.args])
+        if found is not None and found.low == found.high:
+            return [relax.const(bool(found.low), "bool")]
     if is_op(value, "greater") and is_op(where := graph.value(value.args[0]), "where"):
         chosen, other, least = (_interval(one, graph) for one in (*where.args[1:], value.args[1]))
         return [where.args[0]] if chosen.low > least.high and other.high <= least.low else []
@@ -79,13 +88,18 @@ def _choices(value: relax.Call, graph: Graph) -> list[tvm.ir.Expr]:
 
 
 def _interval(expr: tvm.ir.Expr, graph: Graph) -> Interval:
-    """Return between which numbers a tensor of constants, moved or looked up, is."""
+    """Return between which numbers a tensor of constants, moved, looked up or added, is."""
     if is_constant(expr):
-        return interval_of(expr) or _ANY
+        found = interval_of(expr)
+        # Not settled: what is computed of it is rounded.
+        return _ANY if found is None or math.isnan(found.low) else replace(found, settled=False)
     value = graph.value(expr)
-    if not is_op(value, "take", "broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze"):
+    if is_op(value, "take"):
+        return interval_after(value, [_interval(value.args[0], graph), _ANY]) or _ANY
+    if not is_op(value, *_FOLLOWED) or (is_op(value, *_SUMS) and "float" not in dtype_of(value)):
         return _ANY
-    return interval_after(value, [_interval(value.args[0], graph), *[_ANY] * is_op(value, "take")]) or _ANY
+    operands = [_interval(one, graph) for one in (value.args if is_op(value, *_SUMS) else value.args[:1])]
+    return interval_after(value, operands) or _ANY
 
 
 def _operands_counted(binding: relax.VarBinding, counted: CountedIntegers) -> list[tvm.ir.Expr]:

@@ -249,3 +249,29 @@ def test_a_comparison_tells_what_was_chosen(
     mod = fold_known_values(graph.mod, state_of(graph))
     assert ("greater" not in operators_of(mod)) == known
     check(graph.mod, mod, lambda past: np.arange(past) % 2 == 1, lambda past: np.arange(past) % 2)
+
+
+@pytest.mark.parametrize(
+    ("masks", "least", "known"),
+    [
+        ([-100.0, 0.0], float(np.finfo("float32").min), True),
+        ([-100.0, 0.0], -50.0, False),
+        ([-100.0, np.nan], float(np.finfo("float32").min), False),
+        # In float32 the sum of both is -inf, which is not more than the lowest number.
+        ([-3e38, 0.0], float(np.finfo("float32").min), False),
+    ],
+)
+def test_a_comparison_of_constants_that_are_copied_is_known(masks: list[float], least: float, known: bool) -> None:
+    """Swin's masks of windows, added to a bias, hide no key."""
+    bias = relax.const(np.array([[-3e38, 1.0]] if min(masks) < -1e3 else [[-2.0, 1.0]], "float32"))
+
+    def case(builder: relax.BlockBuilder, _images: relax.Expr) -> relax.Expr:
+        each = relax.const(np.array([[[one, one]] for one in masks], "float32"))
+        copied = builder.emit(OP.broadcast_to(OP.expand_dims(each, [0]), relax.ShapeExpr([PAST, 2, 1, 2])))
+        flat = builder.emit(OP.reshape(copied, relax.ShapeExpr([PAST * 2, 1, 2])))
+        return OP.greater(builder.emit(OP.add(bias, flat)), relax.const(least, "float32"))
+
+    graph = graph_of(case, {"images": ((PAST,), "float32")})
+    mod = fold_known_values(graph.mod, state_of(graph))
+    assert ("greater" not in operators_of(mod)) == known
+    check(graph.mod, mod, lambda past: np.zeros(past, "float32"))
