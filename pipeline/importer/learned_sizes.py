@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.importer.shape_values import is_shape_value, simplify
-from relaxtune.schedules.tir.expressions import find_all, substitute
+from relaxtune.schedules.tir.expressions import dtype_of, find_all, substitute
 
 
 class LearnedSizes:
@@ -38,13 +38,16 @@ class LearnedSizes:
                     self._cast.clear()
 
     def of(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
-        """Return a shape value, or a tensor, in sizes as they are known by now; a tensor is checked to have them."""
+        """Return a shape value, or a tensor, in sizes as they are known by now; a tensor is checked to have them.
+
+        A condition on sizes stays.
+        """
         if not self._known or expr is None:
             return expr
         if isinstance(expr, relax.ShapeExpr):
             return relax.ShapeExpr([self._size(size) for size in expr.values])
         if is_shape_value(expr):
-            return self._size(expr)
+            return expr if dtype_of(expr) == "bool" else self._size(expr)
         if not isinstance(expr, relax.Var) or not isinstance(getattr(expr.ty, "shape", None), relax.ShapeExpr):
             return expr
         if expr not in self._cast:

@@ -116,4 +116,6 @@ def test_shapes_and_sizes_have_the_number_and_what_is_not_of_it_stays() -> None:
     assert [int(size) for size in list(shape.values)[1:]] == [4, 4]
     other = tensor(SIDE, OTHER // 8)
     assert sizes.of(other).same_as(other)
+    condition = QUOTIENT > 3
+    assert sizes.of(condition).same_as(condition)
     assert sizes.of(None) is None
