@@ -21,7 +21,6 @@ from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
-from relaxtune.pipeline.passes.layout.broadcast_late import broadcast_late
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
 from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
@@ -82,7 +81,6 @@ def lowering_steps() -> tuple[Step, ...]:
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
         Step(Phase.FOLD_CONSTANTS, "fold_known_values", fold_known_values),
-        Step(Phase.FOLD_CONSTANTS, "broadcast_late", broadcast_late),
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),

@@ -31,11 +31,11 @@ def fold_known_values(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
     Such are `logical_and` with what is true, `logical_or` with what is false, `where` by what is known, sums with 0,
     products with 1, arithmetic of counted integers that gives one of them, comparisons with a number that tell what a
-    `where` has chosen, or are the same for all that is copied of constants, and `take` of a constant by indices that
-    are one number. Of static sizes most are folded. Of symbolic ones exporters leave the causal mask of a decode step's
-    one token, which hides nothing, whether a constant mask of each image does, the token types of a model called
-    without any, and the places of new keys in a cache. A `take` of joined tables whose indices are all in the first one
-    reads that.
+    `where` has chosen by positions, or are the same for all that is copied of constants, and `take` of a constant by
+    indices that are one number. Of static sizes most are folded. Of symbolic ones exporters leave the causal mask of a
+    decode step's one token, which hides nothing, whether a constant mask of each image does, the token types of a model
+    called without any, and the places of new keys in a cache. A `take` of joined tables whose indices are all in the
+    first one reads that.
     """
     count = 0
     while kept := _known_values(Graph(mod)):
@@ -59,7 +59,8 @@ def _known_values(graph: Graph) -> dict[relax.Var, tvm.ir.Expr]:
         joined = _in_first(value, graph)
         if fitting:
             kept[binding.var] = fitting[0]
-        elif same:
+        # A mask is read in its own shape.
+        elif same and not is_op(value, "logical_and", "logical_or"):
             kept[binding.var] = relax.op.broadcast_to(same[0], relax.ShapeExpr(shape))
         elif joined is not None:
             kept[binding.var] = joined
@@ -83,8 +84,22 @@ def _choices(value: relax.Call, graph: Graph) -> list[tvm.ir.Expr]:
             return [relax.const(bool(found.low), "bool")]
     if is_op(value, "greater") and is_op(where := graph.value(value.args[0]), "where"):
         chosen, other, least = (_interval(one, graph) for one in (*where.args[1:], value.args[1]))
-        return [where.args[0]] if chosen.low > least.high and other.high <= least.low else []
+        known_choice = chosen.low > least.high and other.high <= least.low
+        return [where.args[0]] if known_choice and _reads_no_input(where.args[0], graph) else []
     return []
+
+
+def _reads_no_input(expr: tvm.ir.Expr, graph: Graph) -> bool:
+    """Return whether a tensor is computed of sizes alone: what reads it computes it, where others would be kept."""
+    inputs, waiting, seen = set(graph.main.params), [expr], set[tvm.ir.Expr]()
+    while waiting:
+        one = waiting.pop()
+        if one in inputs:
+            return False
+        read = relax.analysis.free_vars(graph.values.get(one, one))
+        waiting += [var for var in read if var not in seen]
+        seen.update(read)
+    return True
 
 
 def _interval(expr: tvm.ir.Expr, graph: Graph) -> Interval:
