@@ -122,7 +122,7 @@ class MaskReader:
         value = self._seen_through(term)
         if is_op(value, "where"):
             condition, chosen, other = value.args
-            left, right = number_of(chosen, value), number_of(other, value)
+            left, right = self._number(chosen), self._number(other)
             if right is not None and right <= MASKED:
                 return self.condition(condition, negated=False, fill=right).joined(self._kept(chosen))
             if left is not None and left <= MASKED:
@@ -133,6 +133,11 @@ class MaskReader:
                 if hidden is not None and fill <= MASKED:
                     return self.condition(hidden.expr, negated=not hidden.negated, fill=fill)
         return Mask(addends=(term,))
+
+    def _number(self, expr: tvm.ir.Expr) -> float | None:
+        """Return the number that every element of a tensor is, None where there is none."""
+        number = self.graph.uniform.of(expr)
+        return None if number is None else float(number)
 
     def _kept(self, expr: tvm.ir.Expr) -> Mask:
         """Return what is added where a key is seen."""

@@ -132,6 +132,16 @@ def test_zeros_that_are_added_are_no_mask_when_lengths_are_symbolic(expr: relax.
     assert (found.conditions == () and found.addends == ()) == kept
 
 
+@pytest.mark.parametrize("least", [MASKED, op.broadcast_to(MASKED, relax.ShapeExpr([1, NEW, NEW]))])
+def test_a_number_hides_keys_in_any_shape(least: relax.Expr) -> None:
+    places = op.arange(0, NEW, 1, "int64")
+    seen = op.less_equal(op.expand_dims(places, 0), op.expand_dims(places, 1))
+    graph, mask = graph_of(op.where(seen, relax.const(0.0, "float32"), least))
+    length = plain_sizes()[0]
+    found = MaskReader(graph, length, length).addend(mask)
+    assert (found.causal, found.conditions, found.addends) == (True, (), ())
+
+
 def graph_of(expr: relax.Call) -> tuple[Graph, tvm.ir.Expr]:
     """Return a graph that computes an expression, operator by operator, and the variable of its value."""
     builder = relax.BlockBuilder()
