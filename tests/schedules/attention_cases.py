@@ -233,3 +233,22 @@ def reference(spec: AttentionSpec, params: Params, inputs: Sequence[np.ndarray])
 def _strided(array: np.ndarray, offset: int, shape: Sequence[int], steps: Sequence[int]) -> np.ndarray:
     flat = array.reshape(-1)[offset:]
     return np.lib.stride_tricks.as_strided(flat, shape, [step * array.itemsize for step in steps])
+
+
+def masked_cases(case: AttentionCase) -> dict[str, AttentionCase]:
+    """Return a case of three heads with masks that lie otherwise than as a tensor of their own, and with guards."""
+    small = replace(case, batch=6, queries=49, keys=49)
+    keys, queries = case.keys, case.queries
+    return {
+        "of a slice": replace(
+            case, keys=130, bias=("add", "float32", (1, 3, queries + 2, 130)), lies=(("offset", 2 * 130),)
+        ),
+        "of an odd slice": replace(
+            case, keys=keys - 1, bias=("add", "float16", (1, 3, queries, keys)), lies=(("offset", 1),)
+        ),
+        "repeated": replace(small, bias=("add", "float32", (3, 1, 49, 49)), lies=(("period", 3),)),
+        "distances": replace(case, causal=True, bias=("add", "float32", (1, 3, 99, 1)), lies=distances(49)),
+        "distances of halves": replace(case, bias=("add", "float16", (1, 3, 399, 1)), lies=distances(199)),
+        "guarded": replace(case, guarded=True, bias=("keep", "bool", (case.batch, 1, queries, keys))),
+        "guarded sum": replace(case, guarded=True, causal=True, bias=("add", "float32", (case.batch, 1, 1, keys))),
+    }

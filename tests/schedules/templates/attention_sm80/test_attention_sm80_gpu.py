@@ -16,7 +16,7 @@ from relaxtune.schedules.templates.attention_sm80.plan import AttentionParameter
 from relaxtune.schedules.templates.attention_sm80.template import AttentionSm80
 from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from tests.schedules.attention_cases import AttentionCase, distances, draw, reference
+from tests.schedules.attention_cases import AttentionCase, draw, masked_cases, reference
 
 needs_gpu = pytest.mark.skipif(
     not tvm.cuda(0).exist or float(tvm.cuda(0).compute_version) < 8, reason="needs a GPU of compute capability 8.0"
@@ -47,19 +47,7 @@ CASES = {
     ),
     "keep": (replace(PRIME, keys=130, bias=("keep", "bool", (2, 1, 127, 130))), SMALL),
     "keep by number": (replace(PRIME, bias=("keep", "int64", (2, 1, 1, 131))), AttentionParameters(4, 1, 32, 2)),
-    "of a slice": (replace(PRIME, keys=130, bias=("add", "float32", (1, 3, 129, 130)), lies=(("offset", 260),)), SMALL),
-    "of an odd slice": (
-        replace(PRIME, keys=130, bias=("add", "float16", (1, 3, 127, 131)), lies=(("offset", 1),)),
-        SMALL,
-    ),
-    "repeated": (
-        replace(PRIME, batch=6, queries=49, keys=49, bias=("add", "float32", (3, 1, 49, 49)), lies=(("period", 3),)),
-        SMALL,
-    ),
-    "distances": (replace(PRIME, causal=True, bias=("add", "float32", (1, 3, 99, 1)), lies=distances(49)), SMALL),
-    "distances of halves": (replace(PRIME, bias=("add", "float16", (1, 3, 399, 1)), lies=distances(199)), SMALL),
-    "guarded": (replace(PRIME, guarded=True, bias=("keep", "bool", (2, 1, 127, 131))), SMALL),
-    "guarded sum": (replace(PRIME, guarded=True, causal=True, bias=("add", "float32", (2, 1, 1, 131))), SMALL),
+    **{name: (case, SMALL) for name, case in masked_cases(PRIME).items()},
     "grouped": (replace(PRIME, heads=8, kv_heads=2, queries=200, keys=200, causal=True, packed=True), SMALL),
     "packed heads": (
         replace(PRIME, heads=8, kv_heads=2, queries=5, keys=200),

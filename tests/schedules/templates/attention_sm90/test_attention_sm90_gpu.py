@@ -15,7 +15,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.attention_sm90.plan import AttentionParameters
 from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
-from tests.schedules.attention_cases import AttentionCase, distances, draw, keys_and_values, reference
+from tests.schedules.attention_cases import AttentionCase, distances, draw, keys_and_values, masked_cases, reference
 
 needs_hopper = pytest.mark.skipif(
     not tvm.cuda(0).exist or str(tvm.cuda(0).compute_version) != "9.0", reason="needs a GPU of compute capability 9.0"
@@ -48,19 +48,7 @@ CASES = {
     ),
     "keep": (replace(PRIME, keys=130, bias=("keep", "bool", (2, 1, 127, 130))), SMALL),
     "keep by number": (replace(PRIME, bias=("keep", "int64", (2, 1, 1, 131))), SMALL),
-    "of a slice": (replace(PRIME, keys=130, bias=("add", "float32", (1, 3, 129, 130)), lies=(("offset", 260),)), SMALL),
-    "of an odd slice": (
-        replace(PRIME, keys=130, bias=("add", "float16", (1, 3, 127, 131)), lies=(("offset", 1),)),
-        SMALL,
-    ),
-    "repeated": (
-        replace(PRIME, batch=6, queries=49, keys=49, bias=("add", "float32", (3, 1, 49, 49)), lies=(("period", 3),)),
-        SMALL,
-    ),
-    "distances": (replace(PRIME, causal=True, bias=("add", "float32", (1, 3, 99, 1)), lies=distances(49)), SMALL),
-    "distances of halves": (replace(PRIME, bias=("add", "float16", (1, 3, 399, 1)), lies=distances(199)), SMALL),
-    "guarded": (replace(PRIME, guarded=True, bias=("keep", "bool", (2, 1, 127, 131))), SMALL),
-    "guarded sum": (replace(PRIME, guarded=True, causal=True, bias=("add", "float32", (2, 1, 1, 131))), SMALL),
+    **{name: (case, SMALL) for name, case in masked_cases(PRIME).items()},
     "distances, split": (
         replace(PRIME, queries=3, bias=("add", "float32", (1, 3, 99, 1)), lies=distances(49)),
         replace(SMALL, split=2),
