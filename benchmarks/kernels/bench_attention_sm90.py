@@ -43,16 +43,15 @@ BYTES_PER_TURN = 160_000_000
 LAUNCHES_PER_GRAPH = 24
 BACKENDS = ("cudnn", "flash", "efficient")
 ELEMENT_BYTES = 2
-_DISTANCES = 4096
+FURTHEST = 4095
 
 
 @dataclass(frozen=True)
 class Case:
     """Sizes; Q, K and V are slices of one product where `packed`, else K and V are [batch, kv_heads, keys, d].
 
-    `masked`: there is a mask of padding [batch, 1, 1, keys] to be added, in float16. `distances`: a bias for each head
-    and distance is added, in float32, read from a "table" of 8191 distances or "whole". `value_dim` is V's width; 0 for
-    that of Q and K.
+    `masked`: a mask of padding [batch, 1, 1, keys] is added, in float16. `distances`: a bias for each head and distance
+    is added, in float32, read from a "table" of 8191, or "whole". `value_dim`: V's width; 0 for that of Q and K.
     """
 
     batch: int
@@ -66,6 +65,10 @@ class Case:
     masked: bool = False
     value_dim: int = 0
     distances: str = ""
+
+
+T5_SIZES = {"1x128": (1, 128, 128), "8x128": (8, 128, 128), "8x512": (8, 512, 512)}
+T5_SIZES |= {f"decode-8x{keys}": (8, 1, keys) for keys in (512, 2048)}
 
 
 def square(length: int, head_dim: int, *, causal: bool) -> Case:
@@ -91,13 +94,8 @@ CASES = {
     "bert-32x128-mask": Case(32, 12, 12, 128, 128, 64, masked=True),
     "bert-8x512-mask": Case(8, 12, 12, 512, 512, 64, masked=True),
     **{
-        f"t5-{batch}x{length}-{kind}": Case(batch, 8, 8, length, length, 64, True, distances=kind)
-        for batch, length in ((1, 128), (8, 128), (8, 512))
-        for kind in ("table", "whole")
-    },
-    **{
-        f"t5-decode-8x{keys}-{kind}": Case(8, 8, 8, 1, keys, 64, packed=False, distances=kind)
-        for keys in (512, 2048)
+        f"t5-{name}-{kind}": Case(batch, 8, 8, queries, keys, 64, queries > 1, packed=queries > 1, distances=kind)
+        for name, (batch, queries, keys) in T5_SIZES.items()
         for kind in ("table", "whole")
     },
     "2048-d80": Case(8, 26, 26, 2048, 2048, 80),
@@ -166,10 +164,9 @@ def specification(case: Case) -> tuple[Any, list[tuple[tuple[int, ...], str]]]:
         bias = ScoreBias(len(params), "add", case.keys, 0, 0, 1)
         params.append(((case.batch, 1, 1, case.keys), "float16"))
     if case.distances == "table":
-        most = _DISTANCES - 1
-        ahead = case.keys - case.queries
-        bias = ScoreBias(len(params), "add", 0, 2 * most + 1, -1, 1, offset=most - ahead, limit=2 * most)
-        params.append(((1, heads, 2 * most + 1, 1), "float32"))
+        first = FURTHEST - (case.keys - case.queries)
+        bias = ScoreBias(len(params), "add", 0, 2 * FURTHEST + 1, -1, 1, offset=first, limit=2 * FURTHEST)
+        params.append(((1, heads, 2 * FURTHEST + 1, 1), "float32"))
     elif case.distances:
         bias = ScoreBias(len(params), "add", 0, case.queries * case.keys, case.keys, 1)
         params.append(((1, heads, case.queries, case.keys), "float32"))
@@ -222,12 +219,9 @@ def whole_mask(entry: dict[str, Any], tensors: dict[str, Any]) -> Any:
     shape = (batch, spec["heads"], spec["queries"], spec["keys"])
     if not bias.get("limit"):
         return mask.as_strided(shape, steps)
-    places = [
-        torch.arange(size, device="cuda").view([-1 if axis == own else 1 for axis in range(4)]) * step
-        for own, (size, step) in enumerate(zip(shape, steps, strict=True))
-    ]
-    along = (places[2] + places[3] + bias["offset"]).clamp(0, bias["limit"])
-    return mask.flatten()[places[0] + places[1] + along]
+    at = torch.meshgrid(*(torch.arange(size, device="cuda") for size in shape), indexing="ij")
+    place = (at[2] * steps[2] + at[3] * steps[3] + bias["offset"]).clamp(0, bias["limit"])
+    return mask.flatten()[at[0] * steps[0] + at[1] * steps[1] + place]
 
 
 def reference(entry: dict[str, Any], tensors: dict[str, Any]) -> Any:

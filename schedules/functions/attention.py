@@ -93,18 +93,15 @@ class ScoreBias:
     query_stride: Size
     key_stride: Size
     offset: Size = 0
-    limit: Size = 0
+    limit: int = 0
     period: int = 0
 
     @property
     def of_padding(self) -> bool:
         """Whether all heads and queries have the same mask, one element a key."""
         strides = (self.query_stride, self.head_stride, self.key_stride)
-        return self._is_plain and all(isinstance(stride, int) for stride in strides) and strides == (0, 0, 1)
-
-    @property
-    def _is_plain(self) -> bool:
-        return all(isinstance(value, int) and value == 0 for value in (self.offset, self.limit, self.period))
+        known = all(isinstance(number, int) for number in (*strides, self.offset))
+        return known and strides == (0, 0, 1) and not (self.offset or self.limit or self.period)
 
     def row(self, batch: tirx.Expr, head: tirx.Expr) -> tirx.Expr:
         """Return where the part of a batch element and a head begins, from which `place` counts."""

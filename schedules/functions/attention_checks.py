@@ -74,10 +74,9 @@ def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
     if spec.bias is not None:
         bias = spec.bias
         along = [bias.query_stride, bias.key_stride]
-        limited = not (isinstance(bias.limit, int) and bias.limit == 0)
-        if limited and not all(isinstance(stride, int) for stride in along):
+        if bias.limit and not all(isinstance(stride, int) for stride in along):
             raise AttentionError(f"the bias has a limit, and strides {along} of queries and keys: expected numbers.")
-        begin, steps = (bias.limit, [0, 0]) if limited else (bias.offset, along)
+        begin, steps = (bias.limit, [0, 0]) if bias.limit else (bias.offset, along)
         sizes_read = (bias.period or spec.batch, spec.heads, spec.queries, spec.keys)
         _check_inside("bias", bias.param, begin, [bias.batch_stride, bias.head_stride, *steps], sizes_read, params)
         if bias.kind not in ("add", "keep"):

@@ -135,7 +135,7 @@ def _score(
     if spec.bias is not None:
         bias = spec.bias
         place = bias.place(i, j)
-        if not (isinstance(bias.limit, int) and bias.limit == 0):
+        if bias.limit:
             place = tirx.max(tirx.min(place, bias.limit), 0)
         mask = _at(inputs[bias.param], bias.row(b, h) + place, _bounds(spec, b, h, i=i, j=j))
         if bias.kind == "add":

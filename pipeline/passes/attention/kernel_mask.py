@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import tvm
 from tvm import relax
+from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.passes.attention.bias_layout import BiasLayout, along_table, bias_layout
 from relaxtune.pipeline.passes.attention.find_attention import Attention
@@ -57,8 +58,8 @@ class Masking:
 
     def key(self) -> tuple[object, ...]:
         """Return what masks that are the same tensor have in common."""
-        conditions = tuple((hash(one.expr), one.negated) for one in self.conditions)
-        return tuple((hash(expr), factor) for expr, factor in self.addends), conditions, self.fill
+        conditions = tuple((StructuralKey(one.expr), one.negated) for one in self.conditions)
+        return tuple((StructuralKey(expr), factor) for expr, factor in self.addends), conditions, self.fill
 
 
 def masking_of(attention: Attention, graph: Graph) -> Masking:
@@ -199,8 +200,9 @@ def _without_repeats(masking: Masking, shape: Shape, graph: Graph) -> tuple[Mask
     """
     exprs = [expr for expr, _ in masking.addends] + [condition.expr for condition in masking.conditions]
     once = [_once(expr, shape, graph) for expr in exprs]
-    leading = [(sizes_of(expr) or ())[-len(shape)] if len(sizes_of(expr) or ()) == len(shape) else 1 for expr in once]
-    (period,) = sizes if len(sizes := {size for size in leading if size != 1}) == 1 else (0,)
+    shapes = [sizes_of(expr) or () for expr in once]
+    leading = {own[0] for own in shapes if len(own) == len(shape)} - {1}
+    period = leading.pop() if len(leading) == 1 else 0
     if not isinstance(period, int) or period in (0, shape[0]):
         return masking, 0
     addends = [(expr, factor) for expr, (_, factor) in zip(once, masking.addends, strict=False)]

@@ -156,7 +156,7 @@ class BiasReader:
         self._of_lanes = _OfLanes(plan, self._buffer, self._dtype, lane) if of_lanes else None
         # Where some of them are symbolic, a call says whether they are even.
         unknown = not even and not any(isinstance(size, int) and size % 2 for size in (*strides, plan.spec.keys))
-        pairs = is_one(bias.key_stride) and (even or unknown) and not of_lanes and is_zero(bias.limit)
+        pairs = is_one(bias.key_stride) and (even or unknown) and not of_lanes and not bias.limit
         load = _PAIR_LOADS.get(self._dtype) if pairs else None
         self._even: tirx.Expr | None = None
         if load is not None and not even:
@@ -198,7 +198,7 @@ class BiasReader:
         queries = [tirx.min(rows.query[line], spec.queries - 1) for line in range(self._lines)]
         begins = [bias.row(rows.batch, rows.head[line]) for line in range(self._lines)]
         first = hold(block * block_k + self._column)
-        if not is_zero(bias.limit):
+        if bias.limit:
             self._read_diagonals(list(map(hold, begins)), [hold(bias.place(query, first)) for query in queries])
             return
         zero = tirx.IntImm("int32", 0)

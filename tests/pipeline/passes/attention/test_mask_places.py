@@ -7,12 +7,15 @@ from dataclasses import replace
 import numpy as np
 import onnx
 import pytest
+from tvm import relax
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.passes.attention import kernel as attention_kernel
 from relaxtune.pipeline.passes.attention import recognise_attention
+from relaxtune.pipeline.passes.attention.kernel_mask import Masking
+from relaxtune.pipeline.passes.attention.read_mask import Condition
 from relaxtune.pipeline.passes.symbolic import functions_of_positions
 from relaxtune.schedules.functions.attention import AttentionSpec, ScoreBias, spec_of
 from relaxtune.schedules.targets import resolve_target
@@ -168,3 +171,15 @@ def test_templates_take_masks_where_they_lie(model: OnnxModel) -> None:
     bias = spec_in(lowered).bias
     assert bias is not None
     assert bias != replace(bias, offset=0, limit=0, period=0)
+
+
+def test_masks_that_are_the_same_view_are_one_tensor() -> None:
+    """Layers that share a mask have it made once, though each takes its own view of it."""
+
+    def key(mask: relax.Var) -> tuple[object, ...]:
+        view = relax.BlockBuilder().normalize(relax.op.reshape(mask, relax.ShapeExpr([WINDOWS, 1, TOKENS, TOKENS])))
+        return Masking(addends=((view, 1.0),), conditions=(Condition(view),)).key()
+
+    mask, other = (relax.Var("mask", relax.TensorType((1, WINDOWS, TOKENS, TOKENS), "float32")) for _ in range(2))
+    assert key(mask) == key(mask)
+    assert key(mask) != key(other)
