@@ -95,7 +95,7 @@ def compile_module(
         inputs at fixed addresses, and its outputs stay valid until the next run. None is made of a module that computes
         sizes.
     variants : sequence of sequences of KernelChoice
-        Other choices of some functions each; every variant is an entry of its own (`pipeline.choose.variants`).
+        Other choices of some functions each; every variant is an entry of its own (`pipeline.artifact.variants`).
     like : CompiledModule or None
         The model with other choices. If these make the same kernels, its code is taken.
 

@@ -190,7 +190,7 @@ class Module:
         return one_file and self._manifest.weights == manifest.weights and self._device == device
 
     def variant(self, entry: str) -> Self:
-        """Return another entry of the same code as a module, on the same weights; see `pipeline.choose.variants`."""
+        """Return another entry of the same code as a module, on the same weights; see `pipeline.artifact.variants`."""
         return type(self)(self._manifest, self._machine, self._device, self._weights, self.threads, entry, self._turn)
 
     @property

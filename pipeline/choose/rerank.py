@@ -3,7 +3,7 @@
 A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, other kernels beside it on
 the device, and fewer or more multiprocessors to the one that starts while it ends. So for each of the hottest tasks the
 runners-up, and what would be taken if nothing had been measured, are compiled beside the model as tuned
-(`pipeline.choose.variants`), and all take turns. The model as tuned takes part twice, first and last in every turn: a
+(`pipeline.artifact.variants`), and all take turns. The model as tuned takes part twice, first and last in every turn: a
 runner-up's gain is over both, turn by turn, and how far the two are apart is how much it must exceed to count. It is
 taken when a sign test of the turns (`pipeline.bench.paired_gain`) leaves no doubt of that; while it is open, there are
 more turns, and the doubt allowed is shared by all runners-up and by every time that is looked. Gains do not add up:
