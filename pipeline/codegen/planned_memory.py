@@ -62,5 +62,5 @@ def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | N
 
 
 def entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
-    """Return `main` and its variants (`pipeline.artifact.variants`): before graphs are lifted out there is nothing else."""
+    """Return `main` and its variants (`pipeline.artifact.variants`), all there is before graphs are lifted out."""
     return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]

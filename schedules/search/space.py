@@ -6,7 +6,7 @@ from tvm.ir import IRModule
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
-from tvm.tirx import IndexMap, PrimFunc
+from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.errors import Refusal, TargetError
 from relaxtune.schedules.fallback import schedule_by_rules
@@ -25,11 +25,11 @@ from relaxtune.schedules.tir.matmul import recognise_matmul
 def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator:
     """Return the space generator for a target, and for a module with one function `main` where it is known.
 
-    The schedule of the fallback is a design of the space wherever its trace can be stored (see `list_designs`). On
-    LLVM, contractions get the register-tile designs, on CUDA the tensor-tile or thread-tile designs; everything else
-    gets schedule rules applied in post-order. TVM's own post-processors and mutators are kept, except that what is made
-    of tensor-tile designs is not lowered once more to see whether it keeps to the limits of a block: it does, and TVM's
-    check knows the limit of static shared memory only, which they do not use.
+    The schedule of the fallback is a design of the space. On LLVM, contractions get the register-tile designs, on CUDA
+    the tensor-tile or thread-tile designs; everything else gets schedule rules applied in post-order. TVM's own
+    post-processors and mutators are kept, except that what is made of tensor-tile designs is not lowered once more to
+    see whether it keeps to the limits of a block: it does, and TVM's check knows the limit of static shared memory
+    only, which they do not use.
 
     Raises
     ------
@@ -55,11 +55,7 @@ def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator
 
 
 def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
-    """Return the designs of a module with one function `main`, the fallback's first; none for one that is not searched.
-
-    A fallback that transforms a block's layout (dlight's matmuls) is no design: TVM 0.27 cannot write such a step of a
-    trace as JSON, so that a candidate made from it could not be recorded.
-    """
+    """Return the designs of a module with one function `main`, the fallback's first; none for one not searched."""
     limits = target_limits(target)
     func = mod["main"]
     if find_refusal(func) is not None:
@@ -74,7 +70,7 @@ def list_designs(mod: IRModule, target: Target) -> list[Schedule]:
     if not designs:
         space = ms.space_generator.PostOrderApply(sch_rules=rules, postprocs=[], mutator_probs={})
         designs = list(QuietTuneContext(mod, target, space).generate_design_space())
-    return [fallback, *designs] if _can_be_stored(fallback) else designs
+    return [fallback, *designs]
 
 
 def find_refusal(func: PrimFunc) -> Refusal | None:
@@ -97,7 +93,3 @@ def find_refusal(func: PrimFunc) -> Refusal | None:
     if matmul.partials is not None:
         return Refusal("a matmul that sums up its result's rows is left to its template: no rule schedules both")
     return None
-
-
-def _can_be_stored(design: Schedule) -> bool:
-    return not any(isinstance(attr, IndexMap) for step in design.trace.insts for attr in step.attrs)

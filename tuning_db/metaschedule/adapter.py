@@ -19,7 +19,7 @@ from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.lookup_cache import LookupCache
 from relaxtune.tuning_db.metaschedule.stock_forms import US_PER_S, is_failure
 from relaxtune.tuning_db.metaschedule.texts import describe_unknown, ir_from_json, ir_to_json, workload_hash
-from relaxtune.tuning_db.metaschedule.traces import rebuild_record
+from relaxtune.tuning_db.metaschedule.traces import rebuild_record, trace_to_json
 from relaxtune.tuning_db.records import (
     Environment,
     Mode,
@@ -29,7 +29,6 @@ from relaxtune.tuning_db.records import (
     TargetKey,
     TuningRecord,
     Workload,
-    canonical_json,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -160,7 +159,7 @@ class MetaScheduleAdapter(ms.database.PyDatabase):  # type: ignore[misc]
                 target=self._target,
                 environment=self._environment,
                 route=Route.METASCHEDULE,
-                decision=canonical_json(record.as_json()[0]),
+                decision=trace_to_json(record.trace),
                 status=Status.RUN_ERROR if failed else Status.OK,
                 latencies_us=() if failed else tuple(value * US_PER_S for value in run_secs),
                 error="MetaSchedule reported a failed build or run and gave no reason" if failed else None,

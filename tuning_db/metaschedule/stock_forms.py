@@ -11,7 +11,7 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
 from relaxtune.tuning_db.errors import InvalidRecordError
-from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line
+from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, plain_json
 from relaxtune.tuning_db.records import TargetKey, canonical_json
 
 #: MetaSchedule gives a failed candidate one latency of 1e10 seconds; nothing real takes a tenth of that.
@@ -27,7 +27,7 @@ def stock_workload(mod: tvm.ir.IRModule) -> list[str]:
 def args_info_json(mod: tvm.ir.IRModule) -> list[object]:
     """Return the arguments of a module as stock MetaSchedule writes them."""
     infos = ms.arg_info.ArgInfo.from_entry_func(mod, remove_preproc=True)
-    return [json.loads(canonical_json(_plain(info.as_json()))) for info in infos]
+    return [json.loads(canonical_json(plain_json(info.as_json()))) for info in infos]
 
 
 def target_to_json(target: TargetKey) -> dict[str, object]:
@@ -51,11 +51,3 @@ def target_to_json(target: TargetKey) -> dict[str, object]:
 def is_failure(run_secs: Sequence[float]) -> bool:
     """Return whether MetaSchedule's latencies say that the candidate failed."""
     return not run_secs or any(not math.isfinite(value) or value <= 0 or value >= FAILURE_S for value in run_secs)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, str | float | bool) or value is None:
-        return value
-    if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
-    return int(value)  # type: ignore[call-overload]

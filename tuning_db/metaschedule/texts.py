@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import tvm
 import tvm_ffi
 
@@ -50,6 +52,19 @@ def ir_from_json(text: str) -> tvm.ir.IRModule:
     if not isinstance(mod, tvm.ir.IRModule):
         raise InvalidRecordError(f"The IR of a workload is a {type(mod).__name__}, expected an IRModule.")
     return mod
+
+
+def plain_json(value: object) -> object:
+    """Return a value of TVM's JSON forms without TVM's own integers, floats and containers."""
+    if isinstance(value, tvm.tirx.IntImm | tvm.tirx.FloatImm):
+        return value.value
+    if isinstance(value, str | float | int) or value is None:
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [plain_json(item) for item in value]
+    raise InvalidRecordError(f"TVM {tvm.__version__} wrote a {type(value).__name__}, expected what JSON can hold.")
 
 
 def describe_unknown(mod: tvm.ir.IRModule) -> Workload:

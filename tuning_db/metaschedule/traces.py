@@ -12,7 +12,7 @@ from tvm.s_tir.schedule import InstructionKind
 from tvm.target import Target
 
 from relaxtune.tuning_db.errors import InvalidRecordError
-from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, workload_hash
+from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, plain_json, workload_hash
 from relaxtune.tuning_db.records import canonical_json
 
 # Seconds that a trace may take to apply. Traces that a search finds take 0.01 to 0.1 s.
@@ -24,9 +24,8 @@ INSTRUCTIONS_MAX = 500
 
 def trace_to_json(trace: Trace) -> str:
     """Return a trace as JSON text: the decision of a record of the route `metaschedule`."""
-    # Trace.as_json leaves TVM integers inside, which JSON does not know; the record's own form has plain ones.
-    record = ms.database.TuningRecord(trace, ms.database.Workload(tvm.ir.IRModule({})))
-    return canonical_json(record.as_json()[0])
+    # `TuningRecord.as_json` would do both, and fails on a changed layout: it does not know the map of indices.
+    return canonical_json(plain_json(trace.as_json()))
 
 
 def replay_decision(mod: tvm.ir.IRModule, decision: str, *, limit_s: float = REPLAY_LIMIT_S) -> Schedule:
