@@ -99,7 +99,7 @@ class Drawing:
         inputs = {name: (str(array.dtype), array.shape) for name, array in self.inputs.items()}
         results = {output: ("float32", shape) for output, shape in outputs}
         graph = helper.make_graph(
-            _nodes_for(last, self.nodes),
+            nodes_for(last, self.nodes),
             name,
             [self._value(name, *given) for name, given in inputs.items()],
             [self._value(name, *given) for name, given in results.items()],
@@ -119,11 +119,12 @@ class Drawing:
         return helper.make_tensor_value_info(name, _DTYPES[dtype], list(self._axes(shape)))
 
 
-def _nodes_for(outputs: Sequence[str], nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
+def nodes_for(outputs: Sequence[str], nodes: list[onnx.NodeProto]) -> list[onnx.NodeProto]:
     """Return the nodes that outputs need; ONNX Runtime 1.32 refuses some graphs with nodes that nothing reads."""
     needed, kept = set(outputs), []
     for node in reversed(nodes):
         if needed & set(node.output):
             needed.update(node.input)
+            needed.update(name for one in node.attribute for inner in one.g.node for name in inner.input)
             kept.append(node)
     return kept[::-1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
+from onnx import NodeProto, helper
 from onnx.numpy_helper import to_array
 from onnx.reference import ReferenceEvaluator
 
@@ -256,7 +257,7 @@ def by_definition(
     opsets = {one.domain: one.version for one in model.proto.opset_import}
     known = {"": np.zeros(0), **feeds, **{one.name: to_array(one) for one in graph.initializer}}
     with np.errstate(all="ignore"):
-        for node in graph.node:
+        for node in _executed(graph.node, known):
             given = {name: known[name] for name in node.input}
             if step and node.op_type in SUMMING:
                 given = {name: _nudged(array, step, rng) for name, array in given.items()}
@@ -266,6 +267,19 @@ def by_definition(
                 rounds = step and (half or node.op_type in ROUNDING)
                 known[name] = _nudged(array, HALF_STEP if half else step, rng) if rounds else array
     return known
+
+
+def _executed(nodes: Iterable[NodeProto], known: Mapping[str, np.ndarray]) -> Iterator[NodeProto]:
+    """Yield nodes in order; in place of an If those of its branch, and an Identity that writes its result."""
+    for node in nodes:
+        if node.op_type != "If":
+            yield node
+            continue
+        chosen = "then_branch" if known[node.input[0]].item() else "else_branch"
+        (branch,) = (one.g for one in node.attribute if one.name == chosen)
+        yield from branch.node
+        for inner, outer in zip(branch.output, node.output, strict=True):
+            yield helper.make_node("Identity", [inner.name], [outer])
 
 
 def _nudged(array: np.ndarray, step: float, rng: np.random.Generator) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Compare random graphs of transformers' operators, and near misses of what the passes look for, with ONNX Runtime.
 
-    python -m tests.guardrails.graphs [--mode steps | near-misses | one-node] [--count 300] [--seed 0] [--workers 1]
-                                      [--target llvm | cuda:...] [--compile] [--limit 60] [--seconds 600]
-                                      [--json FILE]
+    python -m tests.guardrails.graphs [--mode steps | near-misses | one-node | sizes] [--count 300] [--seed 0]
+                                      [--workers 1] [--target llvm | cuda:...] [--compile] [--limit 60]
+                                      [--seconds 600] [--json FILE]
 
 Without `--compile`, kernels run on this CPU without schedules, whichever target's passes made them. With it, they are
 compiled as the product does, and run where the device is here. Prints what is wrong or crashed by seed, and how many
@@ -23,8 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status
-from tests.guardrails.graph_workers import try_graphs
+from tests.guardrails.graph_workers import Attempts, try_graphs
 from tests.guardrails.one_node.sweep import OneNode, list_cases
+from tests.guardrails.sized_calls import SizedPlan
 
 _TOLD_EVERY = 250
 
@@ -50,7 +51,7 @@ def _seed(outcome: Outcome) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--mode", choices=("steps", "near-misses", "one-node"), default="steps")
+    parser.add_argument("--mode", choices=("steps", "near-misses", "one-node", "sizes"), default="steps")
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of the first graph")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
@@ -61,7 +62,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the counts and the failing seeds go")
     args = parser.parse_args()
     one_node = args.mode == "one-node"
-    plan = OneNode() if one_node else Plan(args.mode == "near-misses", args.target, args.compile)
+    plan: Attempts = Plan(args.mode == "near-misses", args.target, args.compile)
+    plan = {"one-node": OneNode(), "sizes": SizedPlan()}.get(args.mode, plan)
     started = time.perf_counter()
     outcomes = []
     end = min(args.seed + args.count, len(list_cases())) if one_node else args.seed + args.count

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
 
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.errors import ArtifactError
 from tests.guardrails import graph_judge
 from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status, try_graph
 from tests.guardrails.graph_workers import try_graphs
 from tests.guardrails.graphs import summary
 from tests.guardrails.near_misses import PATTERNS
 from tests.guardrails.planted_faults import PLANTS, Plant, verdicts
+from tests.guardrails.sized_calls import SizedPlan
+from tests.guardrails.sized_graphs import draw_sized
 
 STEPS, NEAR = Plan(), Plan(near_misses=True)
 HOPPER = Plan(near_misses=True, target="cuda:sm_90a")
@@ -40,6 +44,37 @@ def test_graph_that_onnx_runtime_cannot_optimise_is_judged() -> None:
 @pytest.mark.parametrize("plan", [NEAR, HOPPER], ids=["llvm", "passes of Hopper"])
 def test_a_near_miss_of_each_pattern_agrees_with_onnx_runtime(plan: Plan) -> None:
     assert faults(try_graph(seed, plan) for seed in range(len(PATTERNS))) == []
+
+
+# Graphs of several opsets, in float16 too, with branches, caches, several outputs.
+@pytest.mark.parametrize("seed", [4, 5, 6, 8, 10, 12, 13, 14, 15, 16, 17, 19])
+def test_graph_with_symbolic_axes_called_at_five_sizes_agrees_with_onnx_runtime(seed: int) -> None:
+    assert SizedPlan().attempt(seed).status is Status.RIGHT
+
+
+def test_graph_with_symbolic_axes_is_the_same_for_its_seed() -> None:
+    first, second = (draw_sized(5)[0] for _ in range(2))
+    assert first.proto("g", list(first.shapes)[-1:]) == second.proto("g", list(second.shapes)[-1:])
+
+
+def test_wrong_answer_of_one_size_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Module.run
+
+    def wrong_from_eight(module: Module, feeds: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        wide = max(size for array in feeds.values() for size in array.shape) > 7
+        return {name: array + np.float32(0.1 * wide) for name, array in run(module, feeds).items()}
+
+    monkeypatch.setattr(Module, "run", wrong_from_eight)
+    assert SizedPlan().attempt(5).status is Status.WRONG
+
+
+def test_call_that_is_refused_where_onnx_runtime_answers_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(module: Module, feeds: Mapping[str, np.ndarray]) -> None:
+        raise ArtifactError("no")
+
+    monkeypatch.setattr(Module, "run", refuse)
+    outcome = SizedPlan().attempt(5)
+    assert (outcome.status, outcome.reason[:4]) == (Status.REFUSED, "call")
 
 
 @pytest.mark.parametrize("plan", [STEPS, NEAR])
