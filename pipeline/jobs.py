@@ -32,7 +32,7 @@ from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanw
 from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_inputs
 from relaxtune.pipeline.choose.selection import tasks_without_record
 from relaxtune.pipeline.choose.shipping import Shipping, decide
-from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.errors import NothingMeasuredError, PipelineError, UsageError
 from relaxtune.pipeline.gate.predecessor import slower_than_last
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
@@ -144,7 +144,8 @@ def tune_model(
     Raises
     ------
     NothingMeasuredError
-        Not one candidate nor fallback was measured validly, and the database knew none; the failures are recorded.
+        Not one candidate nor fallback was measured validly, and the database knew none. The failures are recorded, and
+        the untuned artifact is written.
     ModelError, ScheduleError, TuningDatabaseError, PipelineError
         See `pipeline.errors`.
     """
@@ -154,8 +155,28 @@ def tune_model(
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)
-        tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
+        try:
+            tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
+        except NothingMeasuredError as error:
+            raise NothingMeasuredError(f"{error} {_write_untuned(prepared, tune_request, database, out)}") from error
         return finish_tuned(prepared, tuned, tune_request, database, out)
+
+
+def _write_untuned(prepared: PreparedModel, request: TuneRequest, database: TuningDatabase, out: Path) -> str:
+    """Write the artifact that `compile_model` would make of a model; return what became of it, for the user."""
+    places = (request.database, *request.shared)
+    try:
+        compiled = _compile(
+            *(prepared, database, out, request.samples, choose_kernels(prepared, database)),
+            record=request.record,
+            places=places,
+            sign=request.sign,
+        )
+    except PipelineError as error:
+        return f"The untuned artifact cannot be made either: {error}"
+    if compiled.validation is not None and not compiled.validation.passed:
+        return f"The untuned artifact failed its validation: it is at {compiled.directory}."
+    return f"The untuned artifact was written: {compiled.directory}."
 
 
 def require_device(prepared: PreparedModel) -> None:

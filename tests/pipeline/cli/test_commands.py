@@ -19,6 +19,8 @@ import pytest
 
 from relaxtune.pipeline.choose import shipping
 from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
+from relaxtune.pipeline.tuning.measure.backend import Outcome
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
 from relaxtune.tuning_db.store import SqlDatabase
@@ -131,12 +133,27 @@ def test_tune_exits_4_when_no_candidate_could_be_built(relaxtune, workspace, tmp
     assert outcome.code == 4, outcome.stderr
     assert "Nothing valid was measured" in outcome.stderr
     assert "build_error" in outcome.stderr
+    assert "The untuned artifact cannot be made either" in outcome.stderr
     assert not (tmp_path / "artifact").exists()
     with SqlDatabase.open(tmp_path / "tuning.db") as database:
         (job,) = database.list_jobs()
         assert job.outcome == "nothing measured"
         statuses = {record.status for record in database.list_records()}
         assert statuses == {Status.BUILD_ERROR}
+
+
+def test_tune_writes_the_untuned_artifact_when_nothing_valid_was_measured(
+    relaxtune, workspace, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(MeasuringProcess, "_measure", lambda *_: Outcome(Status.TIMEOUT, error="killed after 1 s"))
+    command = ["tune", workspace.model, "--target", "llvm", "--shape", "x=7x32", "--trials", 1, "--no-bench"]
+    options = ["--db", tmp_path / "tuning.db", "--out", tmp_path / "artifact"]
+    outcome = relaxtune(*command, *options)
+    assert outcome.code == 4, outcome.stderr
+    told = " ".join(outcome.stderr.split())
+    assert "Nothing valid was measured" in told
+    assert f"The untuned artifact was written: {tmp_path / 'artifact'}" in told
+    assert json.loads((tmp_path / "artifact/manifest.json").read_text())["validation"]["passed"]
 
 
 def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) -> None:
