@@ -114,14 +114,14 @@ def row(name: str, effort: Effort, asked: argparse.Namespace, turn: Path | None)
 
 
 def _figures(tuned: TunedModel, shipping: Shipping, kernels: Sequence[Row]) -> Row:
-    report, gain = shipping.report, shipping.gain
+    report, found = shipping.report, shipping.contrast
     own, before = report.arm(OWN_ARM), report.arm(UNTUNED_ARM)
     summary = tuned.summary
     return {
         "untuned_ms": before.median_ms,
         "shipped_ms": own.median_ms,
-        "gain": None if gain is None else {"median": gain.median, "least": gain.least, "most": gain.most},
-        "ships": "tuned" if shipping.tuned and gain is not None else "untuned",
+        "gain": None if found is None else {"median": found.gain, "least": found.least_gain, "most": -found.least},
+        "ships": "tuned" if shipping.tuned and found is not None else "untuned",
         "candidates": summary.candidates,
         "search_s": summary.seconds,
         "kernels": kernels,

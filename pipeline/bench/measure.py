@@ -15,7 +15,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -164,8 +164,6 @@ def measure(
     conditions: Mapping[str, str] | None = None,
     mirrored: bool = False,
     settle: bool = True,
-    until: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
-    known: Mapping[str, Sequence[float]] | None = None,
 ) -> BenchmarkReport:
     """Return the latencies of arms that take turns.
 
@@ -182,10 +180,6 @@ def measure(
     settle : bool
         Whether an arm runs untimed before each timed run: once, or for 50 ms after another arm, where one is of another
         process and threads spun. One that takes long needs no such run.
-    until : callable or None
-        Asked after each turn whether the latencies so far, by arm, are enough.
-    known : mapping or None
-        Latencies of turns that count among the runs, by arm: they were taken already, in the same way.
 
     Raises
     ------
@@ -200,15 +194,12 @@ def measure(
     for name, arm in arms.items():
         for _ in range(warmup):
             processors.run(name, arm)
-    latencies: dict[str, list[float]] = {name: list(known[name]) if known else [] for name in arms}
+    latencies: dict[str, list[float]] = {name: [] for name in arms}
     forwards = list(arms.items())
-    for turn in range(len(next(iter(latencies.values()))), runs):
+    for turn in range(runs):
         for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
             processors.hand_over(name, arm, settle)
             latencies[name].append(processors.run(name, arm))
-        if until is not None and until(latencies):
-            runs = turn + 1
-            break
     results = tuple(ArmResult(name, tuple(values)) for name, values in latencies.items())
     return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
 

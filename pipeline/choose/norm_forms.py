@@ -15,11 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.bench.measure import BenchmarkReport, measure
-from relaxtune.pipeline.bench.paired_gain import is_gain, paired_gain
 from relaxtune.pipeline.choose.model_arm import compiled_arm
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, kernels_key
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Question, Side, run_experiment
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
@@ -33,10 +32,8 @@ logger = logging.getLogger(__name__)
 PASS = "fuse_norms"
 # Rows of a matmul up to which norms are taken into it, by the form's name.
 FORMS: Mapping[str, int] = {"norms in matmuls": 1 << 31, "norms apart": 0}
-_RUNS = 40
-# The probability with which a form that is taken may be no faster.
-_DOUBT = 0.01
-_BEFORE, _AFTER = "as lowered, before", "as lowered, after"
+# A form that is taken may be no faster with a probability of 1 %.
+_QUESTION = Question(border=-LEAST_GAIN, doubt=0.01, seconds=20.0)
 
 
 @dataclass(frozen=True)
@@ -51,14 +48,13 @@ class FormTrial:
 
 @dataclass(frozen=True)
 class NormFormsReport:
-    """What came of timing the forms; `noise` is the relative difference of the default's medians, before and after."""
+    """The forms, each timed whole."""
 
     trials: tuple[FormTrial, ...]
-    noise: float
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON data."""
-        return {"noise": self.noise, "trials": [asdict(trial) for trial in self.trials]}
+        return {"trials": [asdict(trial) for trial in self.trials]}
 
 
 def other_forms(prepared: PreparedModel) -> dict[str, PreparedModel]:
@@ -135,15 +131,13 @@ def choose_form(
     forms : mapping
         Form -> the model in it, with the choices of its kernels.
     default : str
-        The form that the model was lowered to: another must surely be faster than it, see `pipeline.bench.paired_gain`.
+        The form that the model was lowered to: another must surely be faster than it.
     """
     prepared, choices = forms[default]
-    launches = {}
+    launches = {name: sum(map(len, form.lowered.kernels.values())) for name, (form, _) in forms.items()}
     with temporary_folder() as folder:
-        first = compiled_arm(prepared, choices, Path(folder) / "default")
-        arms = {_BEFORE: first}
+        arms = {default: compiled_arm(prepared, choices, Path(folder) / "default")}
         for number, (name, (form, chosen)) in enumerate(forms.items()):
-            launches[name] = sum(map(len, form.lowered.kernels.values()))
             if name != default:
                 try:
                     arms[name] = compiled_arm(form, chosen, Path(folder) / str(number))
@@ -151,22 +145,15 @@ def choose_form(
                     if not is_of_the_machine(str(e)):
                         model.record(database, _decision(form), seed=seed, job_id=job_id, error=str(e))
                     logger.warning("%s: %s", name, e)
-        arms[_AFTER] = first
-        report = measure(arms, runs=_RUNS)
-    before, after = report.arm(_BEFORE), report.arm(_AFTER)
-    gains = {
-        name: paired_gain(report.arm(name).latencies_ms, before.latencies_ms, after.latencies_ms, doubt=_DOUBT)
-        for name in forms
-        if name in arms
-    }
-    medians = {default: (before.median_ms + after.median_ms) / 2} | {name: report.arm(name).median_ms for name in gains}
-    taken = max((name for name in gains if is_gain(gains[name])), key=lambda name: gains[name].median, default=default)
-    latencies_ms = _latencies(report, taken, default)
+        found = run_experiment(lambda: arms, _QUESTION)
+    faster = {name: one.gain for name, one in found.contrasts.items() if one.side is Side.BELOW}
+    taken = max(faster, key=faster.__getitem__, default=default)
+    latencies_ms = found.arms[taken].latencies_ms
     model.record(database, _decision(forms[taken][0]), seed=seed, job_id=job_id, latencies_ms=latencies_ms)
-    trials = tuple(FormTrial(name, launches[name], ms, name == taken) for name, ms in medians.items())
+    trials = tuple(FormTrial(name, launches[name], arm.median_ms, name == taken) for name, arm in found.arms.items())
     for trial in trials:
         logger.info("%s: %d kernels, %.4f ms%s", trial.form, trial.launches, trial.model_ms, ", taken" * trial.taken)
-    return taken, NormFormsReport(trials, abs(before.median_ms - after.median_ms) / medians[default])
+    return taken, NormFormsReport(trials)
 
 
 def _decision(prepared: PreparedModel) -> ModelDecision:
@@ -177,8 +164,3 @@ def default_form(prepared: PreparedModel) -> str:
     """Return what the form is called that a model was lowered to: a form's own name, or "by rows"."""
     rows_max = prepared.lowered.options.norm_rows_max
     return next((name for name, most in FORMS.items() if most == rows_max), f"norms in matmuls of {rows_max} rows")
-
-
-def _latencies(report: BenchmarkReport, taken: str, default: str) -> tuple[float, ...]:
-    names = (_BEFORE, _AFTER) if taken == default else (taken,)
-    return tuple(ms for name in names for ms in report.arm(name).latencies_ms)

@@ -2,12 +2,10 @@
 
 A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, other kernels beside it on
 the device, and fewer or more multiprocessors to the one that starts while it ends. So for each of the hottest tasks the
-runners-up, and what would be taken if nothing had been measured, are compiled beside the model as tuned
-(`pipeline.artifact.variants`), and all take turns. The model as tuned takes part twice, first and last in every turn: a
-runner-up's gain is over both, turn by turn, and how far the two are apart is how much it must exceed to count. It is
-taken when a sign test of the turns (`pipeline.bench.paired_gain`) leaves no doubt of that; while it is open, there are
-more turns, and the doubt allowed is shared by all runners-up and by every time that is looked. Gains do not add up:
-where several tasks have one, the best alone, the best two, and so on take turns again, and the most that pays is taken.
+runners-up, and the untuned default, are compiled beside the model as tuned (`pipeline.artifact.variants`). One
+experiment on all of them (`pipeline.experiment`) finds those that surely make the model faster. Gains do not add up:
+where several tasks have one, the best alone, the best two, and so on are compared again, and the combination that
+saves most ships.
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +22,12 @@ import tvm
 
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.bench.measure import DEFAULT_WARMUP, Arm, measure
-from relaxtune.pipeline.bench.paired_gain import LEAST_GAIN, PairedGain, is_gain, paired_gain
 from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.model_arm import compiled_arms
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import template_default
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Experiment, Question, Side, run_experiment
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
@@ -44,12 +39,9 @@ logger = logging.getLogger(__name__)
 # Runners-up of each task, and how far behind the winner they may be when timed alone.
 _RIVALS = 3
 _MARGIN = 0.1
-# Turns after which it is looked whether the gains are settled; slow models end before they would take so many seconds.
-_LOOKS = (30, 60, 120)
-_SECONDS_MAX = 20.0
-_BEFORE, _AFTER = "as tuned, before", "as tuned, after"
-# The probability with which the turns of one module (a run has two at most) may show a gain where there is none.
-_DOUBT = 0.01
+_AS_TUNED = "as tuned"
+# The probability with which one experiment (a run has two at most) may show a gain where there is none.
+_QUESTION = Question(border=-LEAST_GAIN, doubt=0.01, seconds=20.0)
 
 
 @dataclass(frozen=True)
@@ -63,9 +55,9 @@ class Trial:
     alone_us
         Its latency when it is timed alone.
     model_ms, baseline_ms
-        Median latency of the model with it, and of the model as tuned (the mean of before and after).
+        Median latency of the model with it, and of the model as tuned.
     gain, least_gain
-        The part of the model's latency that it saves: the median of the turns, and what it is at least, beyond doubt.
+        The part of the model's latency that it saves, and its lower bound.
     taken
         Whether it replaces the winner in the artifact.
     """
@@ -83,24 +75,21 @@ class Trial:
 
 @dataclass(frozen=True)
 class RerankReport:
-    """What came of trying runners-up inside the model in so many turns.
+    """The runners-up tried inside the model, each timed so many `runs`.
 
-    `noise` is how far the model as tuned, before and after the others in a turn, is from itself. `gain` is the part of
-    the model's latency that all that is taken saves together. `latencies_ms` are the model's own, by turn: with what is
-    taken, else as tuned.
+    `gain` is the part of the model's latency that all that is taken saves together. `latencies_ms` are the model's own:
+    with the kernels that are taken, else as tuned.
     """
 
     trials: tuple[Trial, ...]
-    noise: float
-    turns: int = 0
+    runs: int = 0
     gain: float = 0.0
     latencies_ms: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Return the report as plain JSON data."""
         return {
-            "noise": self.noise,
-            "turns": self.turns,
+            "runs": self.runs,
             "gain": self.gain,
             "trials": [dataclasses.asdict(trial) for trial in self.trials],
             "latencies_ms": list(self.latencies_ms),
@@ -130,7 +119,7 @@ def rerank(
     hottest = _hottest(prepared, choices, tasks)
     rivals = [rival for task in hottest for rival in _rivals(prepared, task, choices, lookup)]
     if not rivals:
-        return tuple(choices), RerankReport((), 0.0)
+        return tuple(choices), RerankReport(())
     with contextlib.ExitStack() as held:
         tried = _try(prepared, choices, [rival.changes for rival in rivals], held, turn)
         gainers = _gainers(rivals, tried)
@@ -138,38 +127,19 @@ def rerank(
         if len(gainers) > 1:
             variants = [[change for number in numbers for change in rivals[number].changes] for numbers in together]
             again = _try(prepared, choices, variants, held, turn)
+            names = [str(number) for number in range(len(together))]
         else:
-            again = tried.of(gainers)
-    sure = [number for number, gain in enumerate(again.gains) if is_gain(gain)]
-    most = max(sure, key=lambda number: again.gains[number].median, default=None)
+            again, names = tried, [str(number) for number in gainers]
+    sure = [place for place, name in enumerate(names) if again.contrasts[name].side is Side.BELOW]
+    most = max(sure, key=lambda place: again.contrasts[names[place]].gain, default=None)
     taken, gain, latencies_ms = (
-        ([], 0.0, tried.before_ms)
+        ([], 0.0, tried.arms[_AS_TUNED].latencies_ms)
         if most is None
-        else (together[most], again.gains[most].median, again.variants_ms[most])
+        else (together[most], again.contrasts[names[most]].gain, again.arms[names[most]].latencies_ms)
     )
     changed = {choice.function: choice for number in taken for choice in rivals[number].changes}
-    report = RerankReport(_trials(rivals, tried, taken), tried.gains[0].bias, tried.turns, gain, latencies_ms)
+    report = RerankReport(_trials(rivals, tried, taken), tried.runs, gain, latencies_ms)
     return tuple(changed.get(choice.function, choice) for choice in choices), report
-
-
-@dataclass(frozen=True)
-class _Tried:
-    """Latencies in milliseconds by turn, of the model as tuned and of its variants, and what each variant gains."""
-
-    before_ms: tuple[float, ...]
-    variants_ms: tuple[tuple[float, ...], ...]
-    after_ms: tuple[float, ...]
-    gains: tuple[PairedGain, ...]
-
-    @property
-    def turns(self) -> int:
-        """How often each ran."""
-        return len(self.before_ms)
-
-    def of(self, numbers: Sequence[int]) -> _Tried:
-        """Return some of the variants."""
-        variants_ms = tuple(self.variants_ms[number] for number in numbers)
-        return dataclasses.replace(self, variants_ms=variants_ms, gains=tuple(self.gains[number] for number in numbers))
 
 
 def _try(
@@ -178,36 +148,16 @@ def _try(
     variants: Sequence[Sequence[KernelChoice]],
     held: contextlib.ExitStack,
     turn: AbstractContextManager[object] | None,
-) -> _Tried:
-    """Return what variants of a model take, after as many turns as it takes to tell whether they gain."""
+) -> Experiment:
+    """Return an experiment on variants of a model, each named by its number, beside the model as tuned."""
     folder = held.enter_context(temporary_folder())
     plain, *others = compiled_arms(prepared, choices, variants, Path(folder) / "model")
-    arms = {_BEFORE: plain, **{str(number): arm for number, arm in enumerate(others)}, _AFTER: plain}
+    arms = {_AS_TUNED: plain, **{str(number): arm for number, arm in enumerate(others)}}
     with turn or contextlib.nullcontext():
-        return _take_turns(arms, len(others))
+        return run_experiment(lambda: arms, _QUESTION)
 
 
-def _take_turns(arms: Mapping[str, Arm], variants: int) -> _Tried:
-    latencies: dict[str, tuple[float, ...]] = dict.fromkeys(arms, ())
-    doubt = _DOUBT / (variants * len(_LOOKS))
-    began, turns = time.monotonic(), 0
-    gains: tuple[PairedGain, ...] = ()
-    for look in _LOOKS:
-        report = measure(arms, runs=look - turns, warmup=0 if turns else DEFAULT_WARMUP)
-        turns = look
-        for arm in report.arms:
-            latencies[arm.name] += arm.latencies_ms
-        before, after = latencies[_BEFORE], latencies[_AFTER]
-        gains = tuple(paired_gain(latencies[str(n)], before, after, doubt=doubt) for n in range(variants))
-        # The next look doubles the turns.
-        slow = 2 * (time.monotonic() - began) > _SECONDS_MAX
-        if slow or all(is_gain(one) or one.most < LEAST_GAIN for one in gains):
-            break
-    of_variants = tuple(latencies[str(number)] for number in range(variants))
-    return _Tried(latencies[_BEFORE], of_variants, latencies[_AFTER], gains)
-
-
-def _trials(rivals: Sequence[_Rival], tried: _Tried, taken: Sequence[int]) -> tuple[Trial, ...]:
+def _trials(rivals: Sequence[_Rival], tried: Experiment, taken: Sequence[int]) -> tuple[Trial, ...]:
     """Return what came of each rival alone, and tell it."""
     trials = tuple(
         Trial(
@@ -215,10 +165,10 @@ def _trials(rivals: Sequence[_Rival], tried: _Tried, taken: Sequence[int]) -> tu
             one.record.route,
             one.record.id,
             one.record.latency_us or 0.0,
-            statistics.median(tried.variants_ms[number]),
-            statistics.median([*tried.before_ms, *tried.after_ms]),
-            tried.gains[number].median,
-            tried.gains[number].least,
+            tried.arms[str(number)].median_ms,
+            tried.arms[_AS_TUNED].median_ms,
+            tried.contrasts[str(number)].gain,
+            tried.contrasts[str(number)].least_gain,
             number in taken,
         )
         for number, one in enumerate(rivals)
@@ -236,11 +186,12 @@ def _trials(rivals: Sequence[_Rival], tried: _Tried, taken: Sequence[int]) -> tu
     return trials
 
 
-def _gainers(rivals: Sequence[_Rival], tried: _Tried) -> list[int]:
+def _gainers(rivals: Sequence[_Rival], tried: Experiment) -> list[int]:
     """Return of each task the rival that gains most, if it surely gains anything, the best first."""
     best: dict[str, int] = {}
-    for number in sorted(range(len(rivals)), key=lambda number: -tried.gains[number].median):
-        if tried.gains[number].least > 0:
+    contrasts = [tried.contrasts[str(number)] for number in range(len(rivals))]
+    for number in sorted(range(len(rivals)), key=lambda number: -contrasts[number].gain):
+        if contrasts[number].least_gain > 0:
             best.setdefault(rivals[number].task, number)
     return list(best.values())
 

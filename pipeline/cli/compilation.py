@@ -197,7 +197,7 @@ def _print_norm_forms(report: NormFormsReport) -> None:
         "model ms": lambda trial: f"{trial.model_ms:.4f}",
         "": lambda trial: "taken" if trial.taken else None,
     }
-    print_table(TableView.of(f"where norms are done, noise {report.noise:.1%}", report.trials, columns))
+    print_table(TableView.of("where norms are computed", report.trials, columns))
 
 
 def _print_reranked(report: RerankReport) -> None:
@@ -213,7 +213,7 @@ def _print_reranked(report: RerankReport) -> None:
         "": lambda trial: "taken" if trial.taken else None,
     }
     gained = f", together {report.gain:.2%}" if report.gain else ""
-    title = f"runners-up inside the model, {report.turns} turns, noise {report.noise:.1%}{gained}"
+    title = f"runners-up inside the model, {report.runs} runs of each{gained}"
     print_table(TableView.of(title, report.trials, columns))
 
 

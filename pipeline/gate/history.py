@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaxtune.pipeline.bench.signed_rank import centre
+from relaxtune.pipeline.experiment.bounds import centre
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.questions.changes import TaskChange, changes
 from relaxtune.tuning_db.records import RecordFilter, Route

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -11,10 +11,10 @@ import pytest
 
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.bench.paired_gain import PairedGain
 from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.choose.shipping import decide
+from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, untuned_kernels
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -53,14 +53,14 @@ def slow(prepared: PreparedModel) -> CompiledModule:
 
 
 def test_tuned_kernels_ship_when_the_model_is_faster_with_them(prepared, fast, slow, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(shipping_module, "_SECONDS", 2.0)
+    monkeypatch.setattr(shipping_module, "_QUESTION", Question(-LEAST_GAIN, 0.02, seconds=2.0))
     shipping, loaded = decide(prepared, tuned=fast, untuned=slow, folder=tmp_path)
     assert shipping.tuned
     assert shipping.compiled is loaded.compiled is fast
     assert load_manifest(loaded.directory) == loaded.module.manifest
     assert shipping.report.ratio("untuned") > 1.5
     assert [arm.name for arm in shipping.report.arms] == ["relaxtune", "untuned", "ort"]
-    assert "tuned kernels ship" in shipping.verdict
+    assert shipping.verdict.startswith("Ships tuned: ")
 
 
 def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared, fast, slow, tmp_path) -> None:
@@ -70,17 +70,19 @@ def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared,
     assert load_manifest(loaded.directory) == loaded.module.manifest
     assert shipping.report.ratio("tuned, not shipped") > 1.5
     assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
-    assert "untuned kernels ship" in shipping.verdict
-    # No turn to come could have made it faster.
-    assert shipping.report.runs == len(shipping.report.arm("relaxtune").latencies_ms) < shipping_module._RUNS
+    assert shipping.verdict.startswith("Ships untuned: in the model, the tuned kernels are ")
+    assert shipping.report.runs == len(shipping.report.arm("relaxtune").latencies_ms)
 
 
 def test_why_a_gain_does_not_count_is_told(prepared, fast, tmp_path) -> None:
     shipping = replace(decide(prepared, tuned=fast, untuned=fast, folder=tmp_path)[0], tuned=False)
-    places = replace(shipping, gain=PairedGain(median=0.031, least=0.013, most=0.05, bias=0.02))
-    assert "gain +3.1% (at least +1.3%), where two runs of the untuned ones differ by 2.0%." in places.verdict
-    noise = replace(shipping, gain=PairedGain(median=0.001, least=-0.02, most=0.02, bias=0.001))
-    assert "gain +0.1% (at least -2.0%), no sure gain." in noise.verdict
+    slower = replace(shipping, contrast=Contrast(0.031, 0.013, 0.05, Side.ABOVE))
+    assert "the tuned kernels are 3.1% slower (" in slower.verdict
+    unsure = replace(shipping, contrast=Contrast(-0.001, -0.02, 0.02, Side.UNSURE))
+    assert "gain +0.1%, not surely (" in unsure.verdict
+    assert "at least -2.0%)" in unsure.verdict
+    no_bounds = replace(shipping, contrast=Contrast(-0.001, -math.inf, math.inf, Side.UNSURE))
+    assert no_bounds.to_json()["gain"] == {"median": 0.001, "least": None}
 
 
 def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, tmp_path) -> None:
@@ -88,25 +90,10 @@ def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, t
     assert again.executable is fast.executable
     shipping = decide(prepared, tuned=fast, untuned=fast, folder=tmp_path)[0]
     assert shipping.tuned
-    assert shipping.gain is None
+    assert shipping.contrast is None
     assert shipping.report.arm("untuned").latencies_ms == shipping.report.arm("relaxtune").latencies_ms
     assert "found nothing faster" in shipping.verdict
     assert "none of them can be tuned" in replace(shipping, searched=False).verdict
-
-
-def test_slow_models_run_only_as_often_as_a_decision_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping_module, "_SECONDS", 0.0)
-    calls: list[str] = []
-    arms = {name: functools.partial(calls.append, name) for name in ("a", "b")}
-    report = shipping_module._measure(arms, {})
-    assert [len(arm.latencies_ms) for arm in report.arms] == [6, 6]
-    # One turn untimed; the one that says how slow they are is the first of six.
-    assert calls == ["a", "b"] * (1 + 6)
-    monkeypatch.setattr(shipping_module, "_SECONDS", 60.0)
-    calls.clear()
-    shipping_module._measure(arms, {})
-    # Of 30 turns two are left out: they forgive no further turn without a gain.
-    assert len(calls) == 2 * (2 + 5 + 2 * 28)
 
 
 def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast, tmp_path) -> None:

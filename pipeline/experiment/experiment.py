@@ -1,0 +1,305 @@
+"""Whether arms are faster or slower than a baseline, by more than a border: blocks of runs, looked at now and then.
+
+A shared machine disturbs a run in two ways. Other work only adds time, often in bursts: so all arms run alternately
+within a block, and the block gives the ratio of their lower quartiles, which bursts hardly move. Every second block
+goes through the arms backwards, so no place in it is better. And the place of code and data in memory makes an arm
+faster or slower for as long as it is loaded: so `load` may be called again for later blocks.
+
+The logarithms of the blocks' ratios scatter about the true one, symmetrically, since the arms share all disturbances.
+Their signed ranks give bounds that hold for any shape of scatter (`bounds`). Neighbouring blocks are joined, and joined
+again while they are alike, so that a disturbance that lasts for some blocks counts once.
+
+An experiment ends at the first look that leaves no doubt about any arm, or when its seconds are over. Looks are planned
+before the first run. The number of blocks doubles from one to the next. The looks share the doubt allowed: half for the
+last look, a quarter for the one before, and so on. So the doubt holds for all looks together, whenever it ends.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import NormalDist
+
+import numpy as np
+
+from relaxtune.pipeline.bench.measure import Arm, ArmResult, measure
+from relaxtune.pipeline.experiment.bounds import Bounds, centre
+
+#: A relative difference below this is nothing, however steady the machine.
+LEAST_GAIN = 0.003
+
+# Blocks before the first look, runs of each arm in a block, and whether an untimed run precedes each timed one: the
+# first plan that fits the seconds, else the last. Six blocks are the fewest that can leave a doubt below 2 %.
+_BEGINNINGS = ((16, 4, True), (8, 4, True), (8, 2, True), (8, 1, False), (6, 1, False))
+_GROUPS, _FEWEST_GROUPS = 32, 8
+# Runs of each arm in a block: as many as take this long, up to a limit.
+_BLOCK_SECONDS = 0.1
+_MOST_RUNS = 200
+_WARMUP = 2
+_QUANTILE = 0.25
+# How often the detectable difference would be found.
+_POWER = 0.95
+
+
+class Side(StrEnum):
+    """On which side of the border the difference of an arm surely is."""
+
+    BELOW = "below"
+    ABOVE = "above"
+    UNSURE = "unsure"
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question of an experiment.
+
+    Attributes
+    ----------
+    border
+        A relative difference of latency: 0.02 separates arms that take over 2 % more than the baseline from the others,
+        -`LEAST_GAIN` those that are faster.
+    doubt
+        The probability with which any arm at the border may be put on a side, for each of the two sides.
+    seconds
+        The time that the runs may take.
+    """
+
+    border: float
+    doubt: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """The latency of an arm relative to the baseline's.
+
+    Attributes
+    ----------
+    difference
+        0.05 takes 5 % more, -0.05 takes 5 % less.
+    least, most
+        Its bounds, each wrong with a probability of at most the doubt of the question; minus and plus infinity where
+        the runs were too few.
+    side
+        The verdict.
+    detectable
+        The smallest difference that as many blocks, as noisy, would put above the border in 95 of 100 experiments;
+        infinite without bounds.
+    """
+
+    difference: float
+    least: float
+    most: float
+    side: Side
+    detectable: float = math.inf
+
+    @property
+    def gain(self) -> float:
+        """The part of the baseline's latency that the arm saves; negative where it takes longer."""
+        return -self.difference
+
+    @property
+    def least_gain(self) -> float:
+        """The part that it saves at least, beyond doubt; minus infinity without bounds."""
+        return -self.most
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What came of an experiment.
+
+    Attributes
+    ----------
+    contrasts
+        Of each arm that was judged, by name.
+    arms
+        The latencies of all arms, in the order taken; the baseline comes first.
+    runs, blocks, loadings
+        Timed runs of each arm, the blocks that they came in, and how often the arms were loaded.
+    looks, planned_looks
+        How often the bounds were computed, and how often they might have been.
+    seconds
+        The time it took.
+    """
+
+    contrasts: Mapping[str, Contrast]
+    arms: Mapping[str, ArmResult]
+    runs: int
+    blocks: int
+    loadings: int
+    looks: int
+    planned_looks: int
+    seconds: float
+
+
+def run_experiment(
+    load: Callable[[], Mapping[str, Arm]],
+    question: Question,
+    *,
+    unjudged: Collection[str] = (),
+    reload: bool = False,
+) -> Experiment:
+    """Return what is known of arms beside a baseline.
+
+    Parameters
+    ----------
+    load : callable
+        Returns the arms by name, the baseline first.
+    question : Question
+        The border, and how sure the answer must be.
+    unjudged : collection of str
+        Arms that are timed with the others and have no verdict.
+    reload : bool
+        Whether `load` is called again for later blocks.
+    """
+    began = time.monotonic()
+    arms = load()
+    baseline, *others = arms
+    judged = [name for name in others if name not in unjudged]
+    plan = _plan(arms, time.monotonic() - began if reload else 0.0, question.seconds)
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    blocks, loadings = 0, 1
+
+    def block() -> dict[str, float]:
+        nonlocal arms, blocks, loadings
+        if reload and blocks and blocks % plan.blocks_a_loading == 0:
+            arms = {}  # the memory of one set of arms, not of two
+            arms = load()
+            loadings += 1
+        order = dict(reversed([*arms.items()])) if blocks % 2 else arms
+        warmup = _WARMUP if plan.settle else 0
+        report = measure(order, runs=plan.runs, warmup=warmup, mirrored=True, settle=plan.settle)
+        blocks += 1
+        quartiles = {}
+        for one in report.arms:
+            taken[one.name].extend(one.latencies_ms)
+            quartiles[one.name] = math.log(np.quantile(one.latencies_ms, _QUANTILE))
+        return {name: quartiles[name] - quartiles[baseline] for name in judged}
+
+    # The machine may become slower than the plan supposes.
+    contrasts, looks = decide(
+        block, plan.looks, question, out_of_time=lambda: time.monotonic() - began > 2 * question.seconds
+    )
+    return Experiment(
+        contrasts=contrasts,
+        arms={name: ArmResult(name, tuple(values)) for name, values in taken.items()},
+        runs=len(taken[baseline]),
+        blocks=blocks,
+        loadings=loadings,
+        looks=looks,
+        planned_looks=len(plan.looks),
+        seconds=time.monotonic() - began,
+    )
+
+
+def decide(
+    block: Callable[[], Mapping[str, float]],
+    looks: tuple[int, ...],
+    question: Question,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, Contrast], int]:
+    """Return what is known of each arm after as many blocks as it takes, or as were planned, and the number of looks.
+
+    Parameters
+    ----------
+    block : callable
+        Measures one more block; returns the logarithm of each arm's latency over the baseline's.
+    looks : tuple of int
+        Blocks after which the bounds are computed, rising; at least one.
+    question : Question
+        The border, and how sure the answer must be.
+    out_of_time : callable
+        Whether this look is to be the last.
+    """
+    rows: list[Mapping[str, float]] = []
+    done = 0
+    for blocks, share in zip(looks, _shares(len(looks)), strict=True):
+        done += 1
+        rows += [block() for _ in range(blocks - len(rows))]
+        doubt = question.doubt * share / max(1, len(rows[0]))
+        contrasts = {name: _contrast([row[name] for row in rows], question.border, doubt) for name in rows[0]}
+        if all(one.side is not Side.UNSURE for one in contrasts.values()) or blocks == looks[-1] or out_of_time():
+            break
+    return contrasts, done
+
+
+def _contrast(ratios: list[float], relative_border: float, doubt: float) -> Contrast:
+    border = math.log1p(relative_border)
+    bounds = centre(_joined(ratios), doubt=doubt)
+    side = Side.ABOVE if bounds.least > border else Side.BELOW if bounds.most < border else Side.UNSURE
+    return Contrast(
+        difference=math.expm1(bounds.estimate),
+        least=math.expm1(bounds.least) if math.isfinite(bounds.least) else -math.inf,
+        most=math.expm1(bounds.most),
+        side=side,
+        detectable=_detectable(bounds, border, doubt),
+    )
+
+
+def _detectable(bounds: Bounds, border: float, doubt: float) -> float:
+    """Return the difference whose least bound is above the border with a probability of `_POWER`."""
+    reach = (bounds.most - bounds.least) / 2
+    more = NormalDist().inv_cdf(_POWER) / NormalDist().inv_cdf(1 - doubt)
+    return math.expm1(border + reach * (1 + more))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The decisions before the first timed run; `looks` are the blocks of each look."""
+
+    runs: int
+    settle: bool
+    looks: tuple[int, ...]
+    blocks_a_loading: int
+
+
+def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
+    """Return a plan that fits the seconds, or the least one there is."""
+    rounds_s: list[float] = []
+    # The first round fills caches; a slow one is estimate enough.
+    while len(rounds_s) < 2 or (len(rounds_s) < 5 and sum(rounds_s) < 0.1 * seconds):
+        report = measure(arms, runs=1, warmup=0, settle=False)
+        rounds_s.append(sum(arm.median_ms for arm in report.arms) / 1e3)
+    round_s = min(rounds_s[1:])
+
+    def block_s(runs: int, settle: bool) -> float:
+        # Each timed run has an untimed one before it.
+        return (2 * runs + _WARMUP) * round_s if settle else runs * round_s
+
+    fitting = (one for one in _BEGINNINGS if one[0] * block_s(*one[1:]) <= seconds)
+    first, least_runs, settle = next(fitting, _BEGINNINGS[-1])
+    if settle:
+        wanted = max(_BLOCK_SECONDS, loading_s) / (2 * round_s)
+        affordable = seconds / (2 * first) / (2 * round_s) - _WARMUP / 2
+        runs = max(least_runs, min(_MOST_RUNS, int(wanted), int(affordable)))
+    else:
+        runs = least_runs
+    # Half of the seconds at most go into loading, for the blocks of the first look.
+    blocks_a_loading = max(1, math.ceil(first * loading_s / (seconds / 2)))
+    affordable_blocks = seconds / (block_s(runs, settle) + loading_s / blocks_a_loading)
+    looks = [first]
+    while 2 * looks[-1] <= affordable_blocks:
+        looks.append(2 * looks[-1])
+    return _Plan(runs, settle, tuple(looks), blocks_a_loading)
+
+
+def _shares(looks: int) -> list[float]:
+    """Return each look's share of the doubt: half of it for the last, together all."""
+    shares = [2.0 ** (look - looks) for look in range(looks)]
+    shares[0] *= 2
+    return shares
+
+
+def _joined(ratios: list[float]) -> np.ndarray:
+    """Return the means of groups of neighbours: at most `_GROUPS`, fewer while neighbouring groups are alike."""
+    size = math.ceil(len(ratios) / _GROUPS)
+    while True:
+        groups = np.array([np.mean(ratios[start : start + size]) for start in range(0, len(ratios), size)])
+        off = groups - groups.mean()
+        alike = float(off[1:] @ off[:-1]) > float(off @ off) / math.sqrt(groups.size)
+        if not alike or groups.size < 2 * _FEWEST_GROUPS:
+            return groups
+        size *= 2
