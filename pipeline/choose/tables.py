@@ -55,6 +55,7 @@ def choose_table(
         return None
     table = RANGES.measured(func, target, {rows: record.decision for rows, record in found.items()})
     if isinstance(table, Refusal):
+        logger.warning("kernel %s: its records make no table: %s", function, table.reason)
         return None
     decision = table.to_json()
     make = begin_table(function, func, target, decision, lambda: as_scheduled(apply_decision(func, target, decision)))

@@ -52,7 +52,10 @@ def replay_decision(mod: tvm.ir.IRModule, decision: str, *, limit_s: float = REP
         done += 1
         return decided
 
-    record.trace.apply_to_schedule(schedule, remove_postproc=False, decision_provider=in_time)
+    try:
+        record.trace.apply_to_schedule(schedule, remove_postproc=False, decision_provider=in_time)
+    except REPLAY_ERRORS as e:
+        raise _no_use(mod, e) from e
     return schedule
 
 
@@ -76,11 +79,15 @@ def rebuild_record(
         record = ms.database.TuningRecord.from_json([trace, run_secs, None, None], workload)
         args_info = ms.arg_info.ArgInfo.from_entry_func(workload.mod, remove_preproc=True)
     except REPLAY_ERRORS as e:
-        raise InvalidRecordError(
-            f"TVM {tvm.__version__} cannot replay a stored trace on workload {workload_hash(workload.mod)} "
-            f"({first_line(e)}). The record is of no use here; tune the task again."
-        ) from e
+        raise _no_use(workload.mod, e) from e
     return ms.database.TuningRecord(record.trace, workload, run_secs, target, args_info)
+
+
+def _no_use(mod: tvm.ir.IRModule, error: Exception) -> InvalidRecordError:
+    return InvalidRecordError(
+        f"TVM {tvm.__version__} cannot replay a stored trace on workload {workload_hash(mod)} ({first_line(error)}). "
+        "The record is of no use here; tune the task again."
+    )
 
 
 def _require_short(trace: object) -> None:

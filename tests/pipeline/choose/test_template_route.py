@@ -192,6 +192,12 @@ def test_fallback_stands_in_and_says_why_when_a_default_cannot_be_made(lowered, 
     assert all(choice.scheduled is None for choice in choices)
 
 
+def test_a_slip_in_a_template_is_no_kernel_that_cannot_be_made(lowered, tasks, target, monkeypatch) -> None:
+    monkeypatch.setattr("relaxtune.pipeline.choose.selection.apply_decision", lambda *_args: len(None))
+    with pytest.raises(TypeError, match="NoneType"):
+        select_kernels(lowered, tasks, database=None, target=target, environment=detect_environment(target))
+
+
 def test_matmuls_of_symbolic_rows_are_tables_of_kernels_without_a_task(target: ResolvedTarget) -> None:
     graph = import_model(load_model("bert-tiny", shapes={"input_ids": ("batch", "sequence")}))
     symbolic = lower(graph, target.target, LoweringOptions(precision="fp16"))

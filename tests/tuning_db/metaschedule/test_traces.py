@@ -27,6 +27,8 @@ BAD_DECISIONS = [
     '[["a"]]',
     '[[["NoSuch",[],[],[]]],[]]',
     '[[["GetSBlock",[],["Q","main"],["b0"]]],[]]',
+    '[[["GetSBlock",[],["C","main"],["b0"]],["Vectorize",["b0"],[],[]]],[]]',
+    '[[["GetSBlock",[],["C","main"],["b0"]],["GetLoops",["b0"],[],["l1","l2","l3"]],["Fuse",["l3","l1"],[1],["l4"]]],[]]',
 ]
 
 
