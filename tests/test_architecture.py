@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from relaxtune.pipeline.batch.unchanged import NOT_OF_ARTIFACTS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("models", "schedules", "tuning_db", "pipeline")
 ALLOWED = {
@@ -71,6 +73,16 @@ def circles(edges: dict[str, set[str]]) -> list[set[str]]:
     reached = {node: reach(node) for node in edges}
     groups = {frozenset(there for there in reached[node] if node in reached.get(there, set())) for node in edges}
     return [set(group) for group in groups if len(group) > 1]
+
+
+def test_rooms_that_no_accepted_cell_depends_on_make_no_artifact() -> None:
+    reached, todo = set(), ["relaxtune.pipeline.jobs"]
+    while todo:
+        reached.add(module := todo.pop())
+        todo += own_imports(MODULES[module]) - reached
+    rooms = tuple(f"relaxtune.{room.replace('/', '.')}" for room in NOT_OF_ARTIFACTS)
+    assert sorted(module for module in reached if module.startswith(rooms)) == []
+    assert all((ROOT / room).is_dir() for room in NOT_OF_ARTIFACTS)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ from relaxtune.tuning_db.records import RecordFilter, Status, TargetKey, content
 
 logger = logging.getLogger(__name__)
 
-# The folders whose code decides what an artifact is.
+# The folders whose code decides what an artifact is, and the rooms that only show, store or start what others make.
 _CODE = ("models", "pipeline", "schedules")
+NOT_OF_ARTIFACTS = ("pipeline/cli", "pipeline/dashboard", "pipeline/registry", "pipeline/report")
 _SUFFIXES = frozenset({".py", ".c", ".h"})
 # A file that no plan asked for in so many days is removed.
 _KEPT_DAYS = 30
@@ -56,15 +57,19 @@ def cell_key(plan: Plan, cell: Cell, out: Path) -> str:
 
 @cache
 def code_key() -> str:
-    """Return the sha256 of this version's code, and the versions of what makes kernels."""
+    """Return the sha256 of the code that makes artifacts, and of the versions of what makes kernels."""
+    versions = [importlib.metadata.version(name) for name in ("apache-tvm", "apache-tvm-ffi")]
+    return content_key([*versions, hash_of_code(Path(relaxtune.__file__).parent)])
+
+
+def hash_of_code(root: Path) -> str:
+    """Return the sha256 of the files under a root that decide what an artifact is: their names and contents."""
     digest = hashlib.sha256()
-    for name in ("apache-tvm", "apache-tvm-ffi"):
-        digest.update(importlib.metadata.version(name).encode())
-    root = Path(relaxtune.__file__).parent
     for folder in _CODE:
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in _SUFFIXES:
-                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+            name = path.relative_to(root).as_posix()
+            if path.suffix in _SUFFIXES and not name.startswith(tuple(f"{room}/" for room in NOT_OF_ARTIFACTS)):
+                digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -16,7 +16,7 @@ from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.prediction import lower_cells, prepare_cells, preview
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, LoweredCell, prepare_alike, prepare_cell
-from relaxtune.pipeline.batch.unchanged import LoweredBefore
+from relaxtune.pipeline.batch.unchanged import LoweredBefore, hash_of_code
 from relaxtune.pipeline.prepare import Imported, ModelRequest, import_request
 from relaxtune.pipeline.tasks.task import TaskFacts
 from tests.pipeline.batch.plan_cases import dense
@@ -141,3 +141,16 @@ def test_a_place_that_cannot_be_written_costs_only_time(
     plan = parse_plan(tmp_path / "plan.toml", PLAN)
     assert [len(one.tasks) > 0 for one in preview(plan).cells if isinstance(one, LoweredCell)] == [True] * 4
     assert "cannot be kept for the next `batch plan`" in caplog.text
+
+
+def test_pages_and_commands_are_no_part_of_the_code_that_makes_artifacts(tmp_path: Path) -> None:
+    files = [tmp_path / "pipeline" / name for name in ("jobs.py", "dashboard/pages.py", "cli/app.py", "clip.py")]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a = 1")
+    before, changes = hash_of_code(tmp_path), []
+    for path in files:
+        path.write_text("a = 2")
+        changes.append(hash_of_code(tmp_path) != before)
+        path.write_text("a = 1")
+    assert changes == [True, False, False, True]
