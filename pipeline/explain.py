@@ -13,7 +13,7 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import TAKEN
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuned_model import UNTUNED, choose_kernels, select_as_measured
+from relaxtune.pipeline.tuned_model import UNTUNED, bucket_kernels, select_as_measured
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode, Route, Status, TuningRecord
 from relaxtune.tuning_db.urls import DatabasePlace
@@ -117,7 +117,7 @@ def explain_model(request: ModelRequest, database: DatabasePlace, shared: Sequen
         prepared, choices = select_as_measured(prepare_model(request), opened, hear)
         named = [(choice.function, choice) for choice in choices]
         for bucket in prepared.buckets:
-            chosen = choose_kernels(prepared, opened, bucket.lowered, told=hear)
+            chosen = bucket_kernels(prepared.of_bucket(bucket), opened, hear)
             named += [(f"{choice.function} [{bucket.bucket.name}]", choice) for choice in chosen]
     untuned = any(choice.note.startswith(UNTUNED) for choice in choices)
     hashes = {task.name: task.workload_hash for task in prepared.tasks}

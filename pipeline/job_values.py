@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,7 +45,8 @@ class TuneResult:
     """A tuning run and the artifact made of its records.
 
     `shipping` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
-    `missed` is the limit that the artifact does not keep, None without one.
+    `missed` is the limit that the artifact does not keep, None without one. `bucket_shipping` has what was compared of
+    the shape buckets, by name; one without kernels that tuning changed is not in it.
     """
 
     job_id: str
@@ -54,6 +56,7 @@ class TuneResult:
     rerank: RerankReport | None = None
     norm_forms: NormFormsReport | None = None
     missed: str | None = None
+    bucket_shipping: Mapping[str, Shipping] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,27 +7,22 @@ its result; a validation that failed is in there too (`raise_if_failed`), and in
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.device_choice import runs_here
-from relaxtune.pipeline.artifact.directory import (
-    accept,
-    check_destination,
-    judging,
-    record_validation,
-    rejected_place,
-    stage_beside,
-)
+from relaxtune.pipeline.artifact.directory import check_destination, record_validation, stage_beside
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.bench.measure import OWN_ARM
+from relaxtune.pipeline.bench.measure import OWN_ARM, Peers
 from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
 from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_inputs
 from relaxtune.pipeline.choose.selection import tasks_without_record
@@ -36,10 +31,11 @@ from relaxtune.pipeline.errors import NothingMeasuredError, PipelineError, Usage
 from relaxtune.pipeline.gate.predecessor import slower_than_last
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
-from relaxtune.pipeline.prepare import ModelRequest, PreparedBucket, PreparedModel, prepare_model, stage
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
 from relaxtune.pipeline.refutation import refute_kernels
 from relaxtune.pipeline.tuned_model import (
     TunedModel,
+    bucket_kernels,
     choose_kernels,
     record_shipped,
     select_as_measured,
@@ -131,7 +127,9 @@ def compile_model(
             choices = choose_kernels(prepared, None)
         else:
             prepared, choices = select_as_measured(prepared, opened)
-        return _compile(prepared, opened, out, samples, choices, record=record, places=urls, sign=sign)
+        made = _compile(prepared, choices, opened)
+        folder = stack.enter_context(stage_beside(out.absolute()))
+        return _finish(prepared, *made, opened, out, folder, samples, record=record, places=urls, sign=sign)
 
 
 def tune_model(
@@ -166,12 +164,14 @@ def _write_untuned(prepared: PreparedModel, request: TuneRequest, database: Tuni
     """Write the artifact that `compile_model` would make of a model; return what became of it, for the user."""
     places = (request.database, *request.shared)
     try:
-        compiled = _compile(
-            *(prepared, database, out, request.samples, choose_kernels(prepared, database)),
-            record=request.record,
-            places=places,
-            sign=request.sign,
-        )
+        made = _compile(prepared, choose_kernels(prepared, database), database)
+        with stage_beside(out.absolute()) as folder:
+            compiled = _finish(
+                *(prepared, *made, database, out, folder, request.samples),
+                record=request.record,
+                places=places,
+                sign=request.sign,
+            )
     except PipelineError as error:
         return f"The untuned artifact cannot be made either: {error}"
     if compiled.validation is not None and not compiled.validation.passed:
@@ -227,52 +227,45 @@ def finish_tuned(
     """
     told = on_compiled or (lambda: None)
     known = None if beforehand is None else beforehand.reference
-    prepared, choices, shipping, shipped, missed = tuned.prepared, tuned.choices, None, None, None
+    prepared, shipping, shipped, missed = tuned.prepared, None, None, None
+    of_buckets: dict[str, Shipping] = {}
     with (
         stage_beside(out.absolute()) as folder,
         meanwhile(asked, benchmark=request.benchmark, samples=request.samples, reference=known) as ready,
     ):
         if request.benchmark:
             shipping, shipped = _decide_shipping(asked, tuned, folder, turn, told, beforehand, ready)
+            compiled = shipping.compiled
             if not shipping.tuned:
-                prepared, choices = asked, shipping.compiled.choices
+                prepared = asked
             own = shipping.report.arm(OWN_ARM)
             missed = _missed(own.median_ms, request.limits)
             share = request.limits.max_slowdown
             if missed is None and share is not None:
                 inputs = timed_inputs(asked.model, asked.lowered.options.maxima)
                 missed = slower_than_last(shipped.directory, out, inputs, share, turn)
-            record_shipped(
-                asked,
-                prepared,
-                choices,
-                database,
-                untuned=not shipping.tuned,
-                latencies_ms=own.latencies_ms,
-                tuning=request.tuning,
-                job_id=tuned.job_id,
-            )
-        compiled = _compile(
-            prepared,
-            database,
-            out,
-            request.samples,
-            choices,
+            record = partial(record_shipped, database=database, tuning=request.tuning, job_id=tuned.job_id)
+            record(asked, prepared, shipping)
+            buckets, of_buckets = _ship_buckets(asked, database, folder / "bucket", turn, record)
+        else:
+            compiled, buckets = _compile(prepared, tuned.choices, database)
+            told()
+        made = _finish(
+            *(prepared, compiled, buckets, database, out, folder, request.samples),
             record=request.record,
             job_id=tuned.job_id,
-            made=shipped,
+            written=shipped,
             limits=request.limits,
             missed=missed,
             places=(request.database, *request.shared),
             sign=request.sign,
             turn=turn,
-            on_compiled=None if request.benchmark else told,
             reference=ready.reference,
         )
     if shipping is not None and request.record:
-        artifact = artifact_of(compiled.manifest, compiled.directory, tuned.job_id)
+        artifact = artifact_of(made.manifest, made.directory, tuned.job_id)
         note_benchmark(database, artifact, prepared.environment, shipping.report)
-    return TuneResult(tuned.job_id, tuned.summary, compiled, shipping, tuned.rerank, tuned.norm_forms, missed)
+    return TuneResult(tuned.job_id, tuned.summary, made, shipping, tuned.rerank, tuned.norm_forms, missed, of_buckets)
 
 
 def _missed(latency_ms: float, limits: Limits) -> str | None:
@@ -302,65 +295,93 @@ def _decide_shipping(
         return decide(asked, made, untuned, folder, turn, ready.peers)
 
 
+def _ship_buckets(
+    asked: PreparedModel,
+    database: TuningDatabase,
+    folder: Path,
+    turn: AbstractContextManager[object] | None,
+    record: Callable[[PreparedModel, PreparedModel, Shipping], None],
+) -> tuple[list[CompiledBucket], dict[str, Shipping]]:
+    """Compile each bucket tuned and untuned; return the form that ships, and the comparisons where they differ."""
+    compiled, compared = [], {}
+    for bucket in asked.buckets:
+        prepared = asked.of_bucket(bucket)
+        with stage("compile"):
+            made = compile_module(prepared.lowered, choose_kernels(prepared, database), prepared.target)
+            untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target, like=made)
+        if made.kernel_hashes != untuned.kernel_hashes:
+            with stage("compare"):
+                shipping, _ = decide(prepared, made, untuned, folder, turn, Peers)
+            record(prepared, prepared, shipping)
+            shutil.rmtree(folder, ignore_errors=True)
+            made, compared[bucket.bucket.name] = shipping.compiled, shipping
+        compiled.append(CompiledBucket(bucket.bucket, made))
+    return compiled, compared
+
+
 def _compile(
+    prepared: PreparedModel, choices: Sequence[KernelChoice], database: TuningDatabase | None
+) -> tuple[CompiledModule, list[CompiledBucket]]:
+    """Compile a model with the kernels chosen for it, and its buckets with those that records say."""
+    with stage("compile"):
+        compiled = compile_module(prepared.lowered, choices, prepared.target)
+        buckets = [
+            CompiledBucket(
+                one.bucket,
+                compile_module(one.lowered, bucket_kernels(prepared.of_bucket(one), database), prepared.target),
+            )
+            for one in prepared.buckets
+        ]
+    return compiled, buckets
+
+
+def _finish(
     prepared: PreparedModel,
+    compiled: CompiledModule,
+    buckets: Sequence[CompiledBucket],
     database: TuningDatabase | None,
     out: Path,
+    folder: Path,
     samples: int,
-    choices: tuple[KernelChoice, ...],
     *,
     record: bool,
     job_id: str | None = None,
-    made: LoadedArm | None = None,
+    written: LoadedArm | None = None,
     limits: Limits = NO_LIMITS,
     missed: str | None = None,
     places: Sequence[DatabasePlace] = (),
     sign: Path | None = None,
     turn: AbstractContextManager[object] | None = None,
-    on_compiled: Callable[[], None] | None = None,
     reference: Callable[[], Reference | None] = lambda: None,
 ) -> CompileResult:
-    with stage("compile"):
-        compiled = made.compiled if made is not None else compile_module(prepared.lowered, choices, prepared.target)
-        buckets = [_compile_bucket(prepared, bucket, database) for bucket in prepared.buckets]
-    if on_compiled is not None:
-        on_compiled()
-    validates = bool(samples) and runs_here(prepared.target)
-    place = rejected_place(out) if validates or missed is not None or sign is not None else out
-    loaded = None
+    """Write a compiled model in a folder of this process, validate it, and move it where it was asked for."""
+    validates, loaded, place = bool(samples) and runs_here(prepared.target), None, folder / "artifact"
     with stage("export"):
-        if made is None or buckets:
+        if written is None or buckets:
             manifest = write_artifact(compiled, place, buckets)
         else:
-            accept(made.directory, place.absolute())
-            loaded, manifest = made.module, made.module.manifest
+            loaded, manifest, place = written.module, written.module.manifest, written.directory
     validation = None
-    with judging(place, out):
-        if validates:
-            with stage("validate"):
-                loaded = loaded or Module.load(place)
-                validation = validate_written(loaded, place, prepared.model, samples, limits, turn, reference())
-            manifest = record_validation(place, validation.to_json())
-            if not validation.passed:
-                missed = FAILED
-                if database is not None:
-                    with stage("refute"):
-                        sizes = sizes_within(prepared.model, manifest.maxima)
-                        drawn = sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes)
-                        wrong = drawn[validation.failed_sample or 0]
-                        refute_kernels(prepared, choices, wrong, database, places)
-        elif samples:
-            logger.warning("not validated: code for %s does not run on this machine", prepared.target.arch)
-        directory = settle(place, out, missed, sign)
+    if validates:
+        with stage("validate"):
+            loaded = loaded or Module.load(place)
+            validation = validate_written(loaded, place, prepared.model, samples, limits, turn, reference())
+        manifest = record_validation(place, validation.to_json())
+        if not validation.passed:
+            missed = FAILED
+            if database is not None:
+                with stage("refute"):
+                    sizes = sizes_within(prepared.model, manifest.maxima)
+                    drawn = sample_inputs(prepared.model, samples=samples, seed=0, dims=sizes)
+                    wrong = drawn[validation.failed_sample or 0]
+                    refute_kernels(prepared, compiled.choices, wrong, database, places)
+    elif samples:
+        logger.warning("not validated: code for %s does not run on this machine", prepared.target.arch)
+    directory = settle(place, out, missed, sign)
     if database is not None and record:
         artifact = artifact_of(manifest, directory, job_id)
         database.record_artifact(artifact)
         if validation is not None:
             note_validation(database, artifact, prepared.environment, validation)
-    every = (*choices, *(choice for bucket in buckets for choice in bucket.compiled.choices))
-    return CompileResult(directory, manifest, choices, tasks_without_record(every), validation)
-
-
-def _compile_bucket(prepared: PreparedModel, bucket: PreparedBucket, database: TuningDatabase | None) -> CompiledBucket:
-    choices = choose_kernels(prepared, database, bucket.lowered)
-    return CompiledBucket(bucket.bucket, compile_module(bucket.lowered, choices, prepared.target))
+    every = (*compiled.choices, *(choice for bucket in buckets for choice in bucket.compiled.choices))
+    return CompileResult(directory, manifest, compiled.choices, tasks_without_record(every), validation)

@@ -106,6 +106,22 @@ class PreparedModel:
         """Whether code for the target can be measured on this machine."""
         return self.environment.device_name != UNKNOWN_DEVICE
 
+    def of_bucket(self, bucket: PreparedBucket) -> PreparedModel:
+        """Return one of the buckets as a model of its own."""
+        lowered = bucket.lowered
+        name = lowered.graph.name
+        tasks = tuple(
+            replace(
+                task,
+                functions={name: task.functions[name]},
+                weight=sum(len(lowered.kernels[function]) for function in task.functions[name]),
+            )
+            for task in self.tasks
+            if name in task.functions
+        )
+        untunable = tuple(one for one in self.untunable if one.model == name)
+        return replace(self, model=lowered.graph.model, lowered=lowered, tasks=tasks, untunable=untunable, buckets=())
+
 
 @dataclass(frozen=True)
 class Imported:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.choose.candidates import Told
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
@@ -25,10 +26,10 @@ from relaxtune.pipeline.choose.norm_forms import (
 )
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.choose.shipping import Shipping
 from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
-from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -174,22 +175,23 @@ def rerank_prepared(
 def record_shipped(
     asked: PreparedModel,
     prepared: PreparedModel,
-    choices: Sequence[KernelChoice],
+    shipping: Shipping,
     database: TuningDatabase,
     *,
-    untuned: bool,
-    latencies_ms: Sequence[float],
     tuning: TuningOptions,
     job_id: str | None,
 ) -> None:
     """Record whether a model, as its request says, ships untuned, where its newest record does not say so already."""
     model = measured_model(asked)
-    before = model.find(database)
+    before, untuned = model.find(database), not shipping.tuned
     if untuned == (before is not None and before.untuned):
         return
     decision = (
-        ModelDecision(asked.lowered.options.norm_rows_max, untuned=True) if untuned else _decision(prepared, choices)
+        ModelDecision(asked.lowered.options.norm_rows_max, untuned=True)
+        if untuned
+        else _decision(prepared, shipping.compiled.choices)
     )
+    latencies_ms = shipping.report.arm(OWN_ARM).latencies_ms
     model.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=latencies_ms)
 
 
@@ -205,6 +207,16 @@ def select_as_measured(
     if decision is not None and decision.untuned:
         return prepared, untuned_kernels(prepared)
     return prepared, choose_kernels(prepared, database, decision=decision, told=told)
+
+
+def bucket_kernels(
+    bucket: PreparedModel, database: TuningDatabase | None, told: Told | None = None
+) -> tuple[KernelChoice, ...]:
+    """Return the kernels of a shape bucket, from records unless it was no faster with them; nothing is measured."""
+    decision = None if database is None else measured_model(bucket).find(database)
+    if decision is not None and decision.untuned:
+        return untuned_kernels(bucket)
+    return choose_kernels(bucket, database, told=told)
 
 
 def _tune_forms(
@@ -326,13 +338,12 @@ def tune_tasks(
 def choose_kernels(
     prepared: PreparedModel,
     database: TuningDatabase | None,
-    lowered: LoweredModule | None = None,
     decision: ModelDecision | None = None,
     told: Told | None = None,
 ) -> tuple[KernelChoice, ...]:
-    """Return how each kernel of a model, or of one of its buckets, gets its schedule; see `select_kernels`."""
+    """Return how each kernel of a model gets its schedule; see `select_kernels`."""
     return select_kernels(
-        lowered or prepared.lowered,
+        prepared.lowered,
         prepared.tasks,
         database=database,
         target=prepared.target,

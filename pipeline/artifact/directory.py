@@ -7,8 +7,8 @@
         manifest.json         what it is, and the sha256 of every file
         manifest.sig          a signature of the manifest, where one was asked for (`pipeline.artifact.signature`)
 
-A new artifact is staged in a sibling directory, flushed to disk, checked by hash and renamed into place. An existing
-directory is replaced only when it is an artifact itself (or empty).
+A new artifact is staged in a sibling directory of its process, flushed to disk, checked by hash and renamed into place
+under a lock. An existing directory is replaced only when it is an artifact itself (or empty).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import glob
 import hashlib
-import itertools
 import logging
 import os
 import shutil
@@ -67,7 +67,7 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest], 
             _flush(path)
         _flush(staging)
         load_manifest(staging)
-        _move_into_place(staging, destination)
+        accept(staging, destination)
     return complete
 
 
@@ -83,7 +83,7 @@ def copy_artifact(source: Path, destination: Path) -> Manifest:
     with stage_beside(destination) as staging, _os_errors(destination):
         shutil.copytree(source, staging, dirs_exist_ok=True)
         manifest = verify_artifact(staging)
-        _move_into_place(staging, destination)
+        accept(staging, destination)
     return manifest
 
 
@@ -96,6 +96,7 @@ def check_destination(destination: Path) -> None:
         As `write_directory` would raise for the same reason.
     """
     destination = destination.absolute()
+    _check_replaceable(rejected_place(destination))
     with _os_errors(destination):
         missing = [folder for folder in (destination.parent, *destination.parent.parents) if not folder.exists()]
         with stage_beside(destination):
@@ -105,32 +106,37 @@ def check_destination(destination: Path) -> None:
 
 
 def rejected_place(destination: Path) -> Path:
-    """Return where an artifact lies until it has passed validation, and stays when it fails: `DIR.rejected`."""
+    """Return where an artifact that failed its validation is kept: `DIR.rejected`."""
     return destination.with_name(f"{destination.name}.rejected")
 
 
-@contextlib.contextmanager
-def judging(written: Path, destination: Path) -> Iterator[None]:
-    """Remove an artifact that lies aside where an error or Ctrl-C comes before it is judged: nothing rejected it."""
-    try:
-        yield
-    except BaseException:
-        if written != destination:
-            shutil.rmtree(written, ignore_errors=True)
-        raise
-
-
 def accept(artifact: Path, destination: Path) -> None:
-    """Move an artifact to its destination, in place of an artifact that is there.
+    """Move an artifact to its destination, in place of an artifact that is there; log which one was replaced.
 
     Raises
     ------
     ArtifactError
         The destination has become something else than an artifact meanwhile, or cannot be written.
     """
-    _check_replaceable(destination)
-    with _os_errors(destination):
+    with _os_errors(destination), _locked(destination):
+        _check_replaceable(destination)
+        before = _find_manifest(destination)
         _move_into_place(artifact, destination)
+    after = _find_manifest(destination)
+    if before is not None and after is not None:
+        other = before.source != after.source
+        told = f": it was of another model, {before.source}; to keep both, give each its own --out" if other else ""
+        logger.log(logging.WARNING if other else logging.INFO, "the artifact in %s was replaced%s", destination, told)
+
+
+def remove_rejected(destination: Path, model_sha256: str) -> None:
+    """Remove what an earlier build of the same model left in `DIR.rejected`."""
+    rejected = rejected_place(destination)
+    if rejected.is_dir():
+        with _os_errors(rejected), _locked(rejected):
+            kept = _find_manifest(rejected)
+            if kept is not None and kept.model_sha256 == model_sha256:
+                shutil.rmtree(rejected, ignore_errors=True)
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -259,10 +265,37 @@ def stage_beside(destination: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         with _os_errors(destination):
             destination.parent.mkdir(parents=True, exist_ok=True)
-            for name, kind in itertools.product((destination, rejected_place(destination)), ("staging", "manifest")):
-                sweep(destination.parent, f".{glob.escape(name.name)}.{kind}-")
+            for kind in ("staging", "manifest"):
+                sweep(destination.parent, f".{glob.escape(destination.name)}.{kind}-")
             staging = stack.enter_context(locked_folder(destination.parent, f".{destination.name}.staging-"))
         yield staging
+
+
+@contextlib.contextmanager
+def _locked(destination: Path) -> Iterator[None]:
+    """Hold the lock of a destination against other processes: a file beside it, which the holder removes."""
+    path = destination.with_name(f".{destination.name}.lock")
+    while True:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                break
+        # The last holder has removed this file.
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _find_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest of an artifact, None where there is none or it is damaged."""
+    with contextlib.suppress(ArtifactError):
+        return load_manifest(directory)
+    return None
 
 
 def _check_replaceable(destination: Path) -> None:

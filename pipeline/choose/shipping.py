@@ -137,7 +137,7 @@ def decide(
         (*shipped, *others), found.runs, 0, run_conditions(loaded.module), left_out=beside.left_out
     )
     result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks))
-    logger.info("%s", result.verdict)
+    logger.info("%s: %s", prepared.model.name, result.verdict)
     return result, loaded if taken else other
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.choose.rerank import RerankReport
     from relaxtune.pipeline.job_values import CompileResult, TuneResult
     from relaxtune.pipeline.prepare import ModelRequest
+
+
+# Exporters give these names to the files of every model: model_fp16, encoder_model, decoder_with_past_model, ...
+_GENERIC_FILE = re.compile(
+    r"(model|(text|vision|audio|prompt|mask)?_?(encoder|decoder)|(text|vision|image|audio)_model|unet|vae)([_.-].*)?"
+)
 
 
 class TuningMode(StrEnum):
@@ -155,13 +162,23 @@ def compile_command(
         print_json(_compile_data(result))
     else:
         _print_compiled(result)
+        _print_place(result)
     _raise_if_invalid(result)
 
 
 def _default_out(model: str, target: str) -> Path:
     if target.lstrip().startswith("{"):
         raise UsageError("--target is JSON, which gives no name for the artifact; name its directory with --out DIR")
-    return Path("out") / f"{Path(model).stem}-{target.replace(':', '-').replace('/', '-')}"
+    return Path("out") / f"{_name_of(Path(model))}-{target.replace(':', '-').replace('/', '-')}"
+
+
+def _name_of(model: Path) -> str:
+    """Return a name for a model's artifact; a file called model.onnx or encoder.onnx has its folder's name in it."""
+    if not _GENERIC_FILE.fullmatch(model.stem.lower()):
+        return model.stem
+    folders = [folder.name for folder in model.absolute().parents if folder.name not in ("", "onnx")]
+    names = [*folders[:1], model.stem]
+    return folders[0] if folders and model.stem.lower() == "model" else "-".join(names)
 
 
 def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
@@ -171,11 +188,13 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     if output_format is OutputFormat.JSON:
         benchmark = result.shipping.report.to_json() if result.shipping else None
         shipping = result.shipping.to_json() if result.shipping else None
+        buckets = {name: one.to_json() for name, one in result.bucket_shipping.items()}
         tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
         reranked = result.rerank.to_json() if result.rerank else None
         forms = result.norm_forms.to_json() if result.norm_forms else None
         made = {**tuned, **_compile_data(result.compiled)}
-        print_json({**made, "benchmark": benchmark, "shipping": shipping, "rerank": reranked, "norm_forms": forms})
+        found = {"benchmark": benchmark, "shipping": shipping, "bucket_shipping": buckets}
+        print_json({**made, **found, "rerank": reranked, "norm_forms": forms})
         return
     stdout_console().print(summary_table(result.summary))
     if result.norm_forms is not None:
@@ -186,7 +205,13 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     if result.shipping is not None:
         stdout_console().print(render_benchmark(result.shipping.report))
         stdout_console().print(result.shipping.verdict)
-    directory = result.compiled.directory
+    for name, one in result.bucket_shipping.items():
+        stdout_console().print(f"bucket {name}: {one.verdict}")
+    _print_place(result.compiled)
+
+
+def _print_place(result: CompileResult) -> None:
+    directory = result.directory
     stdout_console().print(f"artifact: {directory}\nnext: relaxtune report {directory}; relaxtune bench {directory}")
 
 

@@ -18,9 +18,8 @@ from relaxtune.models import OnnxModel, load_model, save_model
 from relaxtune.pipeline.artifact.device_choice import runs_here
 from relaxtune.pipeline.artifact.directory import (
     check_destination,
-    judging,
     record_validation,
-    rejected_place,
+    stage_beside,
     verify_artifact,
     write_directory,
 )
@@ -133,11 +132,11 @@ def refit_artifact(
     seconds = time.perf_counter() - began
     again = _with_weights(manifest, modules, arrays, model, seconds)
     runs = bool(samples) and runs_here(target)
-    place = rejected_place(out) if runs or sign is not None else out
-    with stage("export"):
-        written = write_directory(place, lambda staging: _write(directory, staging, again, arrays))
-    seconds = time.perf_counter() - began
-    with judging(place, out):
+    with stage_beside(out.absolute()) as folder:
+        place = folder / out.name
+        with stage("export"):
+            written = write_directory(place, lambda staging: _write(directory, staging, again, arrays))
+        seconds = time.perf_counter() - began
         validation, written = _validated(place, model, samples) if runs else (None, written)
         missed = FAILED if validation is not None and not validation.passed else None
         settled = settle(place, out, missed, sign)

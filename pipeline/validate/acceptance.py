@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.directory import accept
+from relaxtune.pipeline.artifact.directory import accept, load_manifest, rejected_place, remove_rejected
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
 from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
@@ -78,22 +78,24 @@ def validate_written(
 
 
 def settle(written: Path, out: Path, missed: str | None, sign: Path | None) -> Path:
-    """Sign an artifact and move it where it was asked for; return where it is.
+    """Sign an artifact and move it where it was asked for, or to `OUT.rejected`; return where it is.
 
     Parameters
     ----------
     written, out : Path
-        Where it is, and where it is to be.
+        Where it is, in a folder that no other process writes to, and where it is to be.
     missed : str or None
-        Why it stays where it is; nothing is signed then.
+        Why it is rejected; nothing is signed then.
     sign : Path or None
         The private key.
     """
     if missed is not None:
-        logger.error("%s: it is in %s, and %s is as it was", missed, written, out)
-        return written
-    if written != out:
-        if sign is not None:
-            sign_artifact(written, read_signing_key(sign))
-        accept(written, out)
+        rejected = rejected_place(out)
+        accept(written, rejected.absolute())
+        logger.error("%s: it is in %s, and %s is as it was", missed, rejected, out)
+        return rejected
+    if sign is not None:
+        sign_artifact(written, read_signing_key(sign))
+    accept(written, out.absolute())
+    remove_rejected(out, load_manifest(out).model_sha256)
     return out

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.manifest import SIGNATURE_FILE
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import SqlDatabase
+from tests import warm_python
 from tests.unoptimised import UNOPTIMISED_TEXT
 
 SHAPES = {"pixel_values": (1, 3, 32, 32)}
@@ -43,6 +49,51 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     assert jobs.compile_model(REQUEST, out, samples=1).directory == out
     assert not rejected.exists()
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("tuning.db")] == ["artifact"]
+
+
+# Waits with its validation for that of the other process; vit-tiny is compared with other weights than its own.
+RACE = """
+import sys, time
+from pathlib import Path
+from relaxtune.models import load_model
+from relaxtune.pipeline import jobs
+from relaxtune.pipeline.prepare import ModelRequest
+from tests.unoptimised import UNOPTIMISED_TEXT
+
+name, axis, sizes, flags, out, key = sys.argv[1:]
+shapes = {axis: tuple(map(int, sizes.split("x")))}
+validate = jobs.validate_written
+
+def together(module, place, model, *rest):
+    Path(flags, name).touch()
+    while len(list(Path(flags).iterdir())) < 2:
+        time.sleep(0.01)
+    return validate(module, place, load_model(name, shapes=shapes, seed=int(name == "vit-tiny")), *rest)
+
+jobs.validate_written = together
+made = jobs.compile_model(ModelRequest(name, shapes, UNOPTIMISED_TEXT), Path(out), samples=1, sign=Path(key))
+print(made.manifest.model, made.validation.passed, made.directory)
+"""
+
+
+def test_two_processes_with_one_place_keep_their_own_artifacts(tmp_path: Path) -> None:
+    out, rejected, flags, key = (tmp_path / name for name in ("artifact", "artifact.rejected", "flags", "key.pem"))
+    flags.mkdir()
+    private = Ed25519PrivateKey.generate()
+    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    models = [("vit-tiny", "pixel_values", "1x3x32x32"), ("bert-tiny", "input_ids", "1x8")]
+    writers = [
+        warm_python.Popen(
+            [sys.executable, "-c", RACE, *model, str(flags), str(out), str(key)], stdout=subprocess.PIPE, text=True
+        )
+        for model in models
+    ]
+    told = [writer.communicate()[0].split() for writer in writers]
+    assert told == [["vit-tiny", "False", str(rejected)], ["bert-tiny", "True", str(out)]]
+    found = [load_manifest(place) for place in (rejected, out)]
+    assert [(one.model, one.validation["passed"]) for one in found] == [("vit-tiny", False), ("bert-tiny", True)]
+    assert [(place / SIGNATURE_FILE).exists() for place in (rejected, out)] == [False, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "artifact.rejected", "flags", "key.pem"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from relaxtune.pipeline.artifact import directory as directory_module
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.directory import (
+    copy_artifact,
     hash_file,
     load_manifest,
     record_validation,
@@ -274,14 +276,43 @@ def test_a_reader_always_finds_an_artifact_while_it_is_replaced(artifact_copy: M
     assert not directory.with_name(directory.name + ".s").exists()
 
 
+def test_several_writers_of_one_place_take_turns(artifact_copy: Maker) -> None:
+    """Each of 4 processes moves 25 artifacts to a place that is free at first; none fails, and no lock is left."""
+    source = artifact_copy()
+    destination = source.with_name("place")
+    write = "import sys; from pathlib import Path; from relaxtune.pipeline.artifact.directory import copy_artifact\n"
+    write += "for _ in range(25):\n    copy_artifact(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+    command = [sys.executable, "-c", write, str(source), str(destination)]
+    writers = [warm_python.Popen(command) for _ in range(4)]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert verify_artifact(destination) == verify_artifact(source)
+    assert sorted(path.name for path in source.parent.iterdir()) == [source.name, "place"]
+
+
+def test_the_log_names_an_artifact_of_another_model_that_is_replaced(
+    artifact_copy: Maker, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = artifact_copy()
+    manifest = replace(load_manifest(directory), source="/models/first/model.onnx")
+
+    def write_files(staging: Path) -> Manifest:
+        for name in manifest.files:
+            shutil.copyfile(directory / name, staging / name)
+        return manifest
+
+    place = directory.with_name("place")
+    write_directory(place, write_files)
+    assert "replaced" not in caplog.text
+    copy_artifact(directory, place)
+    assert f"the artifact in {place} was replaced: it was of another model, /models/first/model.onnx" in caplog.text
+
+
 def test_what_a_killed_writer_left_goes_with_the_next_write(artifact_copy: Maker, compiled: CompiledModule) -> None:
     directory = artifact_copy()
     left, young = (directory.parent / f".{directory.name}.staging-{name}" for name in ("left", "young"))
-    rejected = directory.parent / f".{directory.name}.rejected.staging-left"
-    for path in (left, young, rejected):
+    for path in (left, young):
         path.mkdir()
         (path / "model.so").write_bytes(b"half")
-    for path in (left, rejected):
-        os.utime(path, (0, 0))
+    os.utime(left, (0, 0))
     write_artifact(compiled, directory)
     assert sorted(path.name for path in directory.parent.iterdir()) == [young.name, directory.name]

@@ -11,9 +11,10 @@ import pytest
 
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.bench.measure import OWN_ARM, ArmResult, BenchmarkReport
 from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
-from relaxtune.pipeline.choose.shipping import decide
+from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, untuned_kernels
@@ -97,16 +98,15 @@ def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, t
 
 
 def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast, tmp_path) -> None:
+    report = BenchmarkReport((ArmResult(OWN_ARM, (1.0,)),), 1, 0, {})
     with SqlDatabase.open(tmp_path / "tuning.db") as database:
 
         def ship(*, untuned: bool) -> tuple[str, ...]:
             record_shipped(
                 prepared,
                 prepared,
-                fast.choices,
+                Shipping(fast, not untuned, report, None),
                 database,
-                untuned=untuned,
-                latencies_ms=(1.0,),
                 tuning=TuningOptions(),
                 job_id=None,
             )
