@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +36,13 @@ from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.acceptance import Limits
 from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.targets import resolve_target
+
+#: Cells of one plan, and folders that one of its globs may go through.
+CELLS_MAX = 10_000
+FOLDERS_MAX = 20_000
+
+#: Is given a line of progress, as often as there is one.
+Told = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -97,15 +106,16 @@ def _content_key(path: Path, _changed_ns: int, _size: int) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def list_cells(plan: Plan) -> tuple[Cell, ...]:
+def list_cells(plan: Plan, tell: Told = lambda _: None) -> tuple[Cell, ...]:
     """Return the cells of a plan, in its order. No model is loaded.
 
     Raises
     ------
     PlanError
-        A model, shape, bucket, precision or target is not known, or a cell is there twice.
+        A model, shape, bucket, precision or target is not known, a cell is there twice, or there are too many.
     """
     table = plan.table
+    count = 0
     faults = _faults_of(plan, table.defaults, ("defaults",))
     places: dict[tuple[object, ...], Place] = {}
     cells: list[Cell] = []
@@ -114,10 +124,15 @@ def list_cells(plan: Plan) -> tuple[Cell, ...]:
         faults += _faults_of(plan, matrix, place)
         sources: list[str] = []
         for text in matrix.models:
-            found = _find_models(plan, text)
+            found = _find_models(plan, text, tell)
             sources += found if isinstance(found, list) else []
             if isinstance(found, str):
                 faults.append(plan.fault((*place, "models"), found, text))
+        count += len(sources) * math.prod(map(len, _axes(plan, matrix)))
+        if count > CELLS_MAX:
+            faults.append(
+                plan.fault(place, f"there are {count} cells up to here; a plan has at most {CELLS_MAX}: split it")
+            )
         if faults:
             continue
         faults += _unknown_inputs(plan, sources, matrix, place)
@@ -136,32 +151,39 @@ def list_cells(plan: Plan) -> tuple[Cell, ...]:
     return tuple(replace(cell, name=name) for cell, name in zip(cells, _names(cells), strict=True))
 
 
+def _axes(plan: Plan, matrix: CellsTable) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """Return the shapes, precisions and targets of a matrix."""
+    defaults = plan.table.defaults
+    return (
+        matrix.shapes or defaults.shapes or [""],
+        matrix.precisions or defaults.precisions or [OWN_PRECISION],
+        matrix.targets or defaults.targets or ["auto"],
+    )
+
+
 def _expand(plan: Plan, matrix: CellsTable, sources: Sequence[str]) -> Iterator[Cell]:
     defaults = plan.table.defaults
     limits = {**_given(defaults.limits), **_given(matrix.limits)}
-    for source in sources:
-        for shape in matrix.shapes or defaults.shapes or [""]:
-            for precision in matrix.precisions or defaults.precisions or [OWN_PRECISION]:
-                for target in matrix.targets or defaults.targets or ["auto"]:
-                    yield Cell(
-                        name="",
-                        source=source,
-                        shape=shape,
-                        buckets=tuple(defaults.buckets or () if matrix.buckets is None else matrix.buckets),
-                        precision=precision,
-                        target=target,
-                        importance=matrix.importance or defaults.importance or 1,
-                        limits=Limits(**limits),
-                        tags=tuple(dict.fromkeys([*(defaults.tags or ()), *(matrix.tags or ())])),
-                        seed=plan.table.seed,
-                    )
+    for source, shape, precision, target in itertools.product(sources, *_axes(plan, matrix)):
+        yield Cell(
+            name="",
+            source=source,
+            shape=shape,
+            buckets=tuple(defaults.buckets or () if matrix.buckets is None else matrix.buckets),
+            precision=precision,
+            target=target,
+            importance=matrix.importance or defaults.importance or 1,
+            limits=Limits(**limits),
+            tags=tuple(dict.fromkeys([*(defaults.tags or ()), *(matrix.tags or ())])),
+            seed=plan.table.seed,
+        )
 
 
 def _given(limits: LimitsTable) -> dict[str, float]:
     return {name: float(value) for name, value in limits.model_dump().items() if value is not None}
 
 
-def _find_models(plan: Plan, text: str) -> list[str] | str:
+def _find_models(plan: Plan, text: str, tell: Told) -> list[str] | str:
     """Return what a text of `models` names, or what is wrong with it."""
     if not text.endswith(".onnx") and "/" not in text:
         try:
@@ -171,12 +193,27 @@ def _find_models(plan: Plan, text: str) -> list[str] | str:
         return [text]
     path = plan.path.parent / text
     if glob.has_magic(text):
-        found = sorted(glob.glob(str(path), recursive=True))
-        return found or f"no file matches {text!r} in {plan.path.parent.absolute()}"
+        return _matching(str(path), tell) or f"no file matches {text!r} in {plan.path.parent.absolute()}"
     if path.is_file():
         return [str(path)]
     near = nearest(path.name, [file.name for file in path.parent.glob("*.onnx")])
     return f"there is no file {path}{near or '; expected an .onnx file, relative to the plan, or a zoo name'}"
+
+
+def _matching(pattern: str, tell: Told) -> list[str] | str:
+    """Return the files that a pattern matches, or which limit it goes beyond. Folders are counted from `**/` on."""
+    head, _, rest = pattern.partition("/**/")
+    folders = glob.iglob(f"{head}/**/", recursive=True) if rest else ("",)
+    found: set[str] = set()
+    for count, folder in enumerate(folders, 1):
+        tell(f"models that match {pattern}: {len(found)} in {count} folders so far")
+        if count > FOLDERS_MAX:
+            return f"matching goes through more than {FOLDERS_MAX} folders; name a folder nearer to the models"
+        here = glob.iglob(glob.escape(folder) + rest if rest else pattern, recursive=True)
+        found.update(itertools.islice(here, CELLS_MAX + 1))
+        if len(found) > CELLS_MAX:
+            return f"more than {CELLS_MAX} files match; a plan has at most {CELLS_MAX} cells: split it"
+    return sorted(found)
 
 
 def _faults_of(plan: Plan, table: DefaultsTable, place: Place) -> list[str]:

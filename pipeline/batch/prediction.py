@@ -13,7 +13,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from relaxtune.pipeline.batch.cells import Cell, list_cells
+from relaxtune.pipeline.batch.cells import Cell, Told, list_cells
 from relaxtune.pipeline.batch.plan import Plan
 from relaxtune.pipeline.batch.tasks import (
     CellFault,
@@ -101,15 +101,17 @@ class Preview:
     groups: tuple[GroupPreview, ...]
 
 
-def preview(plan: Plan) -> Preview:
+def preview(plan: Plan, tell: Told = lambda _: None) -> Preview:
     """Return what a plan would do; models that were not before are imported and lowered, nothing is measured.
+
+    `tell` is given lines of progress.
 
     Raises
     ------
     PlanError, TuningDatabaseError
         The plan, or the database, cannot be had.
     """
-    cells = lower_cells(list_cells(plan), LoweredBefore(cache_folder("plans")))
+    cells = lower_cells(list_cells(plan, tell), LoweredBefore(cache_folder("plans")), tell)
     groups = group_cells([one for one in cells if isinstance(one, LoweredCell)])
     with _open(plan) as database:
         shown = [
@@ -119,13 +121,27 @@ def preview(plan: Plan) -> Preview:
     return Preview(plan, tuple(cells), tuple(shown))
 
 
-def lower_cells(cells: Sequence[Cell], before: LoweredBefore) -> list[LoweredCell | CellFault]:
+def lower_cells(
+    cells: Sequence[Cell], before: LoweredBefore, tell: Told = lambda _: None
+) -> list[LoweredCell | CellFault]:
     """Return what is known of cells' tasks, or what stops each; what was not lowered before is, and is kept.
 
     A plan that is interrupted keeps what it came to.
     """
-    known = {cell.name: before.find(cell) for cell in cells}
-    fresh = prepare_cells([cell for cell in cells if known[cell.name] is None], before.keep)
+    known: dict[str, LoweredCell | None] = {}
+    for cell in cells:
+        known[cell.name] = before.find(cell)
+        tell(f"cells looked up: {len(known)} of {len(cells)}")
+    left = [cell for cell in cells if known[cell.name] is None]
+    done = 0
+
+    def keep(lowered: Sequence[LoweredCell]) -> None:
+        nonlocal done
+        before.keep(lowered)
+        done += len(lowered)
+        tell(f"cells lowered: {done} of {len(left)}")
+
+    fresh = prepare_cells(left, keep)
     before.remove_old()
     found = {one.cell.name: one for one in (*known.values(), *fresh) if one is not None}
     return [found[cell.name] for cell in cells]

@@ -40,6 +40,7 @@ app = typer.Typer(help="Tune many models by one plan.", no_args_is_help=True)
 
 # Of a plan, so many tasks are listed, those with the most arithmetic, with so much of their names.
 _TASKS_SHOWN, _NAME_SHOWN = 30, 60
+_PROGRESS_S = 5.0
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The plan: a TOML file, see docs/batch.md.")]
 
@@ -52,13 +53,26 @@ def plan(file: PlanArgument, output_format: FormatOption = OutputFormat.TABLE) -
     from relaxtune.pipeline.batch.tasks import CellFault
 
     leave_out_details()
-    shown = preview(read_plan(file))
+    shown = preview(read_plan(file), _progress())
     if output_format is OutputFormat.JSON:
         print_json(_preview_data(shown))
     else:
         _print_preview(shown)
     if any(isinstance(one, CellFault) for one in shown.cells):
         raise typer.Exit(1)
+
+
+def _progress() -> Callable[[str], None]:
+    """Return what prints a line of progress on stderr, one in five seconds at most."""
+    console, last = stderr_console(), time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _PROGRESS_S:
+            console.print(line)
+            last = time.monotonic()
+
+    return tell
 
 
 FailFastOption = Annotated[
@@ -88,7 +102,7 @@ def run(
 
     leave_out_details()
     read = read_plan(file)
-    names = [cell.name for cell in list_cells(read)]
+    names = [cell.name for cell in list_cells(read, _progress())]
     with BatchView(stderr_console(), json_lines=output_format is OutputFormat.JSON, cells=names) as view:
         result = run_batch(read, fail_fast=fail_fast, on_event=view.take, cluster=cluster)
     _end(result, output_format)

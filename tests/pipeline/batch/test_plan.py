@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxtune.pipeline.batch import cells as cells_module
 from relaxtune.pipeline.batch.cells import list_cells
 from relaxtune.pipeline.batch.plan import PlanError, read_plan
 from relaxtune.pipeline.batch.tasks import group_options
@@ -91,6 +92,28 @@ def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> No
     exports(tmp_path, "bert/model.onnx", "vit/model.onnx")
     plan = read_plan(write(tmp_path, '[[cells]]\nmodels = ["exports/**/*.onnx"]\ntargets = ["llvm"]'))
     assert [cell.name for cell in list_cells(plan)] == ["bert-model-llvm", "vit-model-llvm"]
+
+
+def test_progress_of_a_glob_is_told_and_its_folders_are_limited(tmp_path: Path, monkeypatch) -> None:
+    exports(tmp_path, "bert/model.onnx", "vit/deep/model.onnx")
+    plan = read_plan(write(tmp_path, '[[cells]]\nmodels = ["exports/**/*.onnx"]\ntargets = ["llvm"]'))
+    told: list[str] = []
+    assert len(list_cells(plan, told.append)) == 2
+    assert told[-1].endswith("in 4 folders so far")
+    monkeypatch.setattr(cells_module, "FOLDERS_MAX", 3)
+    with pytest.raises(PlanError, match=r":2: cells\[0\]\.models: .* more than 3 folders; name a folder nearer"):
+        list_cells(plan)
+
+
+def test_too_many_cells_are_refused_before_they_are_made(tmp_path: Path, monkeypatch) -> None:
+    exports(tmp_path, *(f"{number}.onnx" for number in range(6)))
+    plan = read_plan(write(tmp_path, '[[cells]]\nmodels = ["exports/*.onnx"]\nprecisions = ["graph", "fp16"]'))
+    monkeypatch.setattr(cells_module, "CELLS_MAX", 11)
+    with pytest.raises(PlanError, match="there are 12 cells up to here; a plan has at most 11: split it"):
+        list_cells(plan)
+    monkeypatch.setattr(cells_module, "CELLS_MAX", 5)
+    with pytest.raises(PlanError, match="more than 5 files match; a plan has at most 5 cells: split it"):
+        list_cells(plan)
 
 
 def test_lines_of_keys_are_found() -> None:
