@@ -19,7 +19,6 @@ from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 from relaxtune.schedules.templates.base import Parameters, Template, TemplateError, template_of
 from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-from relaxtune.schedules.templates.gemm_sm100.template import GemmSm100
 from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.gemv.template import Gemv
 from relaxtune.schedules.templates.ranges import Ranges
@@ -45,9 +44,6 @@ _KERNELS: Mapping[str, Template] = {
 RANGES = Ranges(_KERNELS)
 _TABLES: Sequence[Template] = (AttentionTable(), RANGES)
 TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{table.name: table for table in _TABLES}}
-
-# Made for who asks for them by name (`apply_decision`); no task is given them, and none of them has run.
-EXPERIMENTAL: Mapping[str, Template] = {template.name: template for template in (GemmSm100(),)}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}
 
@@ -90,7 +86,7 @@ def apply_decision(func: PrimFunc, target: ResolvedTarget, decision: str) -> Pri
         The decision is of no template or library known here, or does not fit the function or the target.
     """
     name = template_of(decision)
-    makers = {**TEMPLATES, **LIBRARIES, **EXPERIMENTAL}
+    makers = {**TEMPLATES, **LIBRARIES}
     template = makers.get(name)
     if template is None:
         raise TemplateError(f"template {name!r} is not known here, expected one of {', '.join(makers)}; update.")

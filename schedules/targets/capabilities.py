@@ -35,15 +35,12 @@ class Feature(Enum):
     TMA = "TMA"
     #: Multiplications by a warpgroup; code with them runs on one compute capability alone (suffix `a`).
     WGMMA = "wgmma"
-    #: Tensor cores with a memory of their own; code with them runs on one compute capability alone, too.
-    TCGEN05 = "tcgen05"
 
 
 _TURING = frozenset({Feature.LDMATRIX})
 _AMPERE = _TURING | {Feature.MMA, Feature.CP_ASYNC}
 _ADA = _AMPERE | {Feature.MMA_FLOAT8}
 _CORES = frozenset({Feature.FLOAT8_CORES})
-_TENSOR_MEMORY = frozenset({Feature.TCGEN05})
 _HOPPER = _ADA | {Feature.DEPENDENT_LAUNCH, Feature.CLUSTERS, Feature.TMA}
 
 
@@ -69,9 +66,9 @@ _ROWS = {
     88: _Row(99, 16, _AMPERE),  # as Orin
     89: _Row(99, L40S, _ADA | _CORES),
     90: _Row(227, H200, _HOPPER, frozenset({Feature.WGMMA})),
-    100: _Row(227, 148, _HOPPER, _TENSOR_MEMORY),  # B200
-    103: _Row(227, 148, _HOPPER, _TENSOR_MEMORY),  # as B200
-    110: _Row(227, 20, _HOPPER, _TENSOR_MEMORY),  # Jetson Thor
+    100: _Row(227, 148, _HOPPER),  # B200
+    103: _Row(227, 148, _HOPPER),  # as B200
+    110: _Row(227, 20, _HOPPER),  # Jetson Thor
     120: _Row(99, RTX_5090, _HOPPER | _CORES),
     121: _Row(99, 48, _HOPPER | _CORES),  # GB10
 }

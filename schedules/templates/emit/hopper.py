@@ -144,13 +144,7 @@ def matrix_descriptor(
         TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
     """
     # wgmma numbers the modes the other way round, in the topmost two bits.
-    return shared_descriptor(address, leading, stride | (4 - swizzle) << 30)
-
-
-def shared_descriptor(
-    address: tirx.Expr, leading: int, high: int
-) -> tuple[tirx.Expr, Callable[[tirx.Expr], tirx.Expr]]:
-    """Return what `matrix_descriptor` does, of a descriptor whose bits 32 to 63 are given."""
+    high = stride | (4 - swizzle) << 30
     window = tirx.Cast("int32", T.cuda.cvta_generic_to_shared(address))
 
     def with_low(low: tirx.Expr) -> tirx.Expr:

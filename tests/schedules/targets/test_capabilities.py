@@ -20,7 +20,7 @@ from relaxtune.schedules.targets.capabilities import capabilities_of, is_of, low
     ],
 )
 def test_features_are_those_up_to_the_newest_when_arch_is_known(arch: str, newest: Feature) -> None:
-    apart = {Feature.FLOAT8_CORES, Feature.TCGEN05}
+    apart = {Feature.FLOAT8_CORES}
     order = [feature for feature in Feature if feature not in apart]
     assert capabilities_of(arch).features - apart == set(order[: order.index(newest) + 1])
 
@@ -32,12 +32,6 @@ def test_some_architectures_multiply_float8_by_halves() -> None:
         "sm_120",
         "sm_121a",
     ]
-
-
-def test_tensor_memory_is_for_code_of_one_compute_capability() -> None:
-    named = ("sm_90a", "sm_100", "sm_100a", "sm_103a", "sm_110a", "sm_120a")
-    with_it = [arch for arch in named if Feature.TCGEN05 in capabilities_of(arch).features]
-    assert with_it == ["sm_100a", "sm_103a", "sm_110a"]
 
 
 def test_a_cpu_has_no_features() -> None:
