@@ -15,7 +15,12 @@ from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.variants import with_variants
-from relaxtune.pipeline.codegen.cuda_graph import capture_whole_function, computes_sizes, fix_output_memory
+from relaxtune.pipeline.codegen.cuda_graph import (
+    call_regions,
+    capture_whole_function,
+    computes_sizes,
+    fix_output_memory,
+)
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
@@ -183,7 +188,8 @@ def _plan_memory(
         fix = tvm.transform.module_pass(
             lambda planned, _: fix_output_memory(planned), opt_level=0, name="FixOutputMemory"
         )
-        passes.insert(position, fix)
+        called = tvm.transform.module_pass(lambda lifted, _: call_regions(lifted), opt_level=0, name="CallRegions")
+        passes[position : position + 1] = [fix, passes[position], called]
     shapes = [str(one.info.name) for one in passes].index("VMShapeLower")
     try:
         mod = tvm.transform.Sequential(passes[:shapes])(mod)

@@ -292,9 +292,10 @@ class Module:
         ------
         PipelineError
             A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; an axis is
-            smaller or larger than the artifact's limits; or a CPU is given a stream.
+            smaller or larger than the artifact's limits; a CPU is given a stream; or a stream is being captured.
         """
         with on_stream(self._device, stream):
+            self._turn.refuse_capture()
             if self._graphs is not None:
                 with self._turn:
                     again = self._graphs.again(tensors)

@@ -17,6 +17,9 @@ planner leaves outputs to be allocated anew by each run.
 Hence the caller must pass the same input and weight tensors in every run (`pipeline.artifact.runtime.Module` owns
 them), and the outputs live in the graph's memory and are overwritten by the next run. No kernel is spent on copying
 inputs, which matters where an input is a large key-value cache.
+
+With symbolic inputs only the runtime captures, whole calls of known sizes, and a graph cannot be launched while another
+one is captured. So `call_regions` takes back what `RewriteCUDAGraph` lifted of such a function, all but its memory.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from relaxtune.pipeline.codegen.planned_memory import entries, largest_shape, ma
 
 # Read by RewriteCUDAGraph: parameters from this position on are at fixed addresses.
 NUM_INPUT = "num_input"
+_CAPTURE = "vm.builtin.cuda_graph.run_or_capture"
 
 
 def computes_sizes(mod: tvm.ir.IRModule) -> bool:
@@ -98,6 +102,30 @@ class _FixedMemory(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry 
         size = math.prod(largest) * ((tvm.DataType(str(dtype)).bits + 7) // 8)
         storage = self.builder_.emit(relax.op.memory.alloc_storage(relax.ShapeExpr([size]), 0, "global", str(dtype)))
         return relax.op.memory.alloc_tensor(storage, 0, call.ty.shape, str(dtype))
+
+
+def call_regions(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """Return the module, after RewriteCUDAGraph, with the regions of functions of symbolic inputs called, not captured.
+
+    A decode step with growing caches has such regions: all kernels between two that read a cache.
+    """
+    builder = relax.BlockBuilder(mod)
+    for var, function in entries(mod):
+        if function.attrs and int(function.attrs.get(NUM_INPUT, 0)):
+            builder.update_func(var, _CalledRegions(mod).visit_expr(function))
+    return builder.get()
+
+
+@mutator
+class _CalledRegions(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no types
+    """Turn captures of a lifted function into calls of it."""
+
+    def visit_call_(self, op: tvm.ir.Call) -> tvm.ir.Expr:
+        call = super().visit_call_(op)
+        if call.op != tvm.ir.Op.get("relax.call_builtin_with_ctx") or str(call.args[0].global_symbol) != _CAPTURE:
+            return call
+        region, arguments, *_ = call.args[1].fields
+        return relax.Call(region, list(arguments.fields))
 
 
 def _view_outputs(body: relax.SeqExpr, maxima: Mapping[str, int]) -> tuple[list[relax.VarBinding], relax.Expr]:

@@ -1,7 +1,8 @@
 """What is needed of CUDA's driver and TVM's runtime does not offer: graphs, names of streams, waits for a whole GPU.
 
 TVM copies tensors on the default stream, whichever is current, and a stream of PyTorch does not wait for that one. So
-copies go to a call's stream here.
+copies go to a call's stream here. An error that TVM has dealt with stays the last one of CUDA's runtime, which PyTorch
+reads after its next launch (`Gpu.forget_error`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 
 from tvm.runtime import Device
 
-from relaxtune.pipeline.codegen.cuda_libraries import DRIVER
+from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.errors import PipelineError
 
 #: The handle of CUDA's legacy default stream, which is never destroyed.
@@ -47,6 +48,11 @@ def driver() -> ctypes.CDLL:
     for name, arguments in _ARGUMENTS.items():
         getattr(library, name).argtypes = arguments
     return library
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    return ctypes.CDLL(CUDART)
 
 
 def check(status: int, what: str) -> None:
@@ -108,3 +114,11 @@ class Gpu:
     def launch(self, graph: ctypes.c_void_p, stream: int) -> None:
         """Launch an executable graph."""
         check(driver().cuGraphLaunch(graph, stream), "cuGraphLaunch")
+
+    def forget_error(self, *, no_memory_only: bool = False) -> None:
+        """Clear this thread's last error of CUDA's runtime, or only that there was no memory.
+
+        TVM then frees some and tries again. An error that ends all work of the process stays.
+        """
+        if not no_memory_only or _runtime().cudaPeekAtLastError() == _NO_MEMORY:
+            _runtime().cudaGetLastError()

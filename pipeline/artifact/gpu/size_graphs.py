@@ -150,6 +150,7 @@ class SizeGraphs:
             made = cuda.cuGraphInstantiateWithFlags(ctypes.byref(handle), captured, 0)
             check(made, "instantiate")
         except (PipelineError, RuntimeError) as e:
+            self._turns.gpu.forget_error()
             logger.warning("calls of sizes %s run without a CUDA graph: %s", sizes, str(e).strip().splitlines()[-1])
             return None
         finally:

@@ -9,8 +9,8 @@ A call of a module works in memory of two kinds:
   a CUDA graph take none.
 
 So CUDA graphs of several modules, copies of one artifact among them, run at once on streams of their own. A wait is for
-the whole GPU: it holds for streams that were destroyed meanwhile, and for what reads a call's outputs. On a stream that
-the caller captures, nothing can be waited for: what a launch of the caller's graph follows is the caller's to say.
+the whole GPU: it holds for streams that were destroyed meanwhile, and for what reads a call's outputs. A stream that
+the caller captures is refused: CUDA launches no graph there, and memory of the pool is not kept for the caller's graph.
 
 TVM captures the graph of static sizes, in the module's first call, on a stream that the default one waits for and in
 CUDA's global mode. Until that is over, CUDA refuses copies and allocations of all other threads, and spoils the graph.
@@ -107,8 +107,10 @@ class Turns:
             self._shared.lock.release()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        """Let the next one."""
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
+        """Let the next one. Of a call that failed, nothing stays behind for what the thread does next on the GPU."""
+        if raised is not None and self._shared.gpu is not None:
+            self._shared.gpu.forget_error()
         self._shared.lock.release()
 
     @property
@@ -116,12 +118,32 @@ class Turns:
         """A context in which no call of a module is given to the device; nothing is waited for but its end."""
         return self._shared.lock
 
+    def refuse_capture(self) -> None:
+        """Refuse the current stream where the caller captures it; nothing has been given to it, so the capture goes on.
+
+        Raises
+        ------
+        PipelineError
+            The caller captures it.
+        """
+        gpu = self._shared.gpu
+        if gpu is None or self.stream == DEFAULT_STREAM:
+            return
+        gpu.make_current()
+        if gpu.is_capturing(self.stream):
+            raise PipelineError(
+                "the stream of this call is being captured into a CUDA graph, which cannot hold a module's call: "
+                "modules launch graphs of their own; call the module outside the capture"
+            )
+
     @contextmanager
     def pool(self) -> Iterator[None]:
         """Wait, inside a turn, for the last call that took memory of the pool where that went to another stream."""
         if self._shared.gpu is not None:
             self._follow(self._shared.gpu, self._shared.pool)
         yield
+        if self._shared.gpu is not None:
+            self._shared.gpu.forget_error(no_memory_only=True)
 
     def wait(self) -> None:
         """Wait until all work of the device is done."""
@@ -184,7 +206,7 @@ class Turns:
         stream = gpu.identity(self.stream)
         if memory.last is None or memory.last == stream:
             memory.last = stream
-        elif not gpu.is_capturing(self.stream):
+        else:
             gpu.wait()
             memory.last = stream
 

@@ -22,6 +22,7 @@ from onnx import helper
 
 import relaxtune
 from relaxtune.models.buckets import Side
+from relaxtune.pipeline.artifact import compile as compile_stage
 from relaxtune.pipeline.artifact.directory import load_manifest, record_padding
 from relaxtune.pipeline.artifact.entries import PaddingEntry
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
@@ -343,6 +344,57 @@ def test_cuda_calls_are_in_order_over_a_driver_without_a_gpu(
     # Two kernels a call, alone or in a graph; the first call with symbolic sizes is made twice, to find constants.
     assert (counts["kernels"], counts["copies"]) == (2 * (120 + 1), 2 * 120)
     assert (counts["executables"], counts["graphs"], counts["streams"]) == (0, 0, int("own" in words))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["regions called", "regions captured"])
+def part_static(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bool]:
+    """Return an artifact for a GPU with kernels of known sizes beside symbolic rows, and whether it can be captured.
+
+    One whose code has graphs inside, as earlier versions compiled it, cannot.
+    """
+    folder = tmp_path_factory.mktemp("part_static")
+    known, rows_of = ("float32", (1, WIDTH)), ("float32", ("n", WIDTH))
+    nodes = [helper.make_node("Softmax", [a], [b]) for a, b in (("k", "a"), ("a", "b"), ("b", "c"))]
+    nodes.append(helper.make_node("Add", ["x", "c"], ["y"]))
+    onnx.save(make_model(nodes, {"x": rows_of, "k": known}, {"y": rows_of}, {}).proto, folder / "part.onnx")
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.param:
+            patch.setattr(compile_stage, "call_regions", lambda mod: mod)
+        made = relaxtune.compile(folder / "part.onnx", folder / "artifact", target="cuda:sm_90a", samples=0)
+    return made.directory, request.param
+
+
+IN_PYTHON = """
+import sys
+import numpy as np, relaxtune
+module = relaxtune.load(sys.argv[1])
+stream = module.device.create_raw_stream() if sys.argv[2] == "own" else 0
+given = [dict(np.load(file)) for file in sys.argv[3:]]
+for _ in range(3):
+    for one in given:
+        module.run_device(module.to_device(one), stream=stream)
+"""
+
+
+@pytest.mark.parametrize("stream", ["default", "own"])
+@pytest.mark.parametrize("language", ["c", "python"])
+def test_capture_that_cannot_be_made_leaves_no_trace(
+    runtime: Path, part_static: tuple[Path, bool], tmp_path: Path, language: str, stream: str
+) -> None:
+    artifact, whole = part_static
+    given, made = calls_of_rows(tmp_path, range(1, 6))
+    for file in given.iterdir():
+        np.savez(file, **np.load(file), k=rows(1))
+    command = client(runtime, artifact, given, made, 3, stream, "graphs")
+    if language == "python":
+        command = [sys.executable, "-c", IN_PYTHON, str(artifact), stream, *map(str, given.iterdir())]
+    done, counts = over_fake_cuda(runtime, tmp_path / "log", command)
+    assert done.returncode == 0, done.stderr
+    assert (counts["graphs"], counts["last_error"]) == (0, 0)
+    # Without a graph of each size, the one inside is launched in all calls but the first.
+    # (Python captures once more where a call's inputs lie elsewhere than those of the call before.)
+    assert counts["captured"] in (range(5, 11) if whole else [1])
+    assert done.stderr.count("run without a CUDA graph") == (5 if language == "python" and not whole else 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
+#include <exception>
 #include <mutex>
 #include <set>
 
@@ -289,10 +290,16 @@ class Turn {
     lock_ = std::unique_lock<std::recursive_mutex>(gpu.turn);
     gpu.MakeCurrent();
     on_.emplace(device, stream);
+    gpu.RefuseCapture();
     gpu.Follow(own);
+  }
+  Turn(const Turn&) = delete;
+  ~Turn() {
+    if (lock_ && std::uncaught_exceptions() > exceptions_) Gpu::ForgetError();
   }
 
  private:
+  const int exceptions_ = std::uncaught_exceptions();
   std::unique_lock<std::recursive_mutex> lock_;
   std::optional<Gpu::OnStream> on_;
 };

@@ -86,11 +86,20 @@ void Gpu::Wait() {
 
 void Gpu::Follow(Memory& memory) {
   int64_t stream = Identity(Stream());
-  if (memory.last && *memory.last != stream) {
-    if (IsCapturing(Stream())) return;  // what the caller's graph follows is the caller's to say
-    Wait();
-  }
+  if (memory.last && *memory.last != stream) Wait();
   memory.last = stream;
+}
+
+void Gpu::RefuseCapture() {
+  if (Stream() != nullptr && IsCapturing(Stream()))
+    throw Error("it is being captured into a CUDA graph, which cannot hold a call of an artifact", "the stream",
+                "call the artifact outside the capture: it launches graphs of its own");
+}
+
+void Gpu::ForgetError() {
+  static void* runtime = dlopen("libcudart.so.13", RTLD_NOW | RTLD_NOLOAD);  // TVM's, whose name pipeline.codegen has
+  static auto* forget = reinterpret_cast<int (*)()>(runtime == nullptr ? nullptr : dlsym(runtime, "cudaGetLastError"));
+  if (forget != nullptr) forget();
 }
 
 void* Gpu::Stream() const { return TVMFFIEnvGetStream(device_.device_type, device_.device_id); }
@@ -119,6 +128,7 @@ void* Gpu::EndCapture(void* stream) {
   if (status == 0) status = Ask("cuGraphInstantiateWithFlags", &executable, graph, 0ull);
   if (graph != nullptr) Ask("cuGraphDestroy", graph);
   Runtime("Device_StreamFree")(device_, reinterpret_cast<int64_t>(stream));
+  if (status != 0) ForgetError();
   return status == 0 ? executable : nullptr;
 }
 

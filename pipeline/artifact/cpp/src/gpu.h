@@ -25,11 +25,16 @@ class Gpu {
   // Whether the process ends. The driver may have ended too, and TVM's destructors, which call it, throw: so what is still
   // held is left to the system.
   static bool ProcessEnds();
+  // Clear this thread's last error of CUDA's runtime: TVM's failed calls leave it, and others read it after their next
+  // launch.
+  static void ForgetError();
 
   std::recursive_mutex turn;
   Memory pool;
 
   void MakeCurrent();
+  // Refuse a current stream that the caller captures: CUDA launches no graph there. Its capture goes on.
+  void RefuseCapture();
   // Wait until all that any stream was given is done, also streams that were destroyed since.
   void Wait();
   // Wait if the last call in this memory went to another stream than the current one.
@@ -60,7 +65,7 @@ class Gpu {
       OnStream on(device_, stream);
       work();
     } catch (...) {
-      EndCapture(stream);
+      if (void* made = EndCapture(stream)) Destroy(made);
       throw;
     }
     return EndCapture(stream);

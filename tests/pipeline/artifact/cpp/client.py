@@ -57,6 +57,7 @@ def taken(pointer: ctypes._Pointer[Managed]) -> np.ndarray:
 def own_stream() -> ctypes.c_void_p:
     """Return a CUDA stream that does not wait for the default one."""
     stream = ctypes.c_void_p()
+    ctypes.CDLL("libcudart.so.13").cudaSetDevice(0)  # the library may not have made this thread's context yet
     if ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(stream), 1):
         sys.exit("no stream can be made")
     return stream

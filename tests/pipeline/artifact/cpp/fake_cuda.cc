@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -70,6 +71,7 @@ World& TheWorld() {
 }
 
 thread_local void* current = nullptr;  // the context of this thread
+int last_error = 0;                    // of the runtime, which others read
 
 bool ended = false;
 
@@ -88,8 +90,8 @@ struct End {
     if (file == nullptr) return;
     std::fprintf(file, "{\"kernels\": %ld, \"launches\": %ld, \"copies\": %ld, \"captured\": %ld, ", w.kernels, w.launches,
                  w.copies, w.captured);
-    std::fprintf(file, "\"streams\": %zu, \"executables\": %zu, \"graphs\": %zu}\n", w.streams.size(),
-                 w.executables.size(), w.graphs.size());
+    std::fprintf(file, "\"streams\": %zu, \"executables\": %zu, \"graphs\": %zu, \"last_error\": %d}\n", w.streams.size(),
+                 w.executables.size(), w.graphs.size(), last_error);
     std::fclose(file);
   }
 } end;
@@ -210,8 +212,8 @@ int cuGraphInstantiateWithFlags(void** e, void* g, unsigned long long f) { IN_CO
 int cudaGraphInstantiate(void** e, void* g, unsigned long long f) { IN return cuGraphInstantiateWithFlags(e, g, f); }
 int cuGraphDestroy(void* g) { IN if (!w.graphs.erase(g)) Fail("a graph that is none", __func__); return 0; }
 int cudaGraphDestroy(void* g) { return cuGraphDestroy(g); }
-int cuGraphLaunch(void* e, void* s) { IN if (!w.executables.count(e)) Fail("a graph that is none", __func__); ++w.launches; return Give(Known(s, __func__), [work = *w.executables[e]] { for (auto& one : work) one(); }); }
-int cudaGraphLaunch(void* e, void* s) { IN return cuGraphLaunch(e, s); }
+int cuGraphLaunch(void* e, void* s) { IN if (!w.executables.count(e)) Fail("a graph that is none", __func__); if (auto* k = Known(s, __func__); k && k->capturing) return k->invalidated = true, kCaptureUnsupported; ++w.launches; return Give(Known(s, __func__), [work = *w.executables[e]] { for (auto& one : work) one(); }); }
+int cudaGraphLaunch(void* e, void* s) { IN int status = cuGraphLaunch(e, s); if (status) last_error = status; return status; }
 int cuGraphExecDestroy(void* e) { IN_CONTEXT if (!w.executables.erase(e)) Fail("a graph that is none", __func__); return 0; }
 int cudaGraphExecDestroy(void* e) { IN return cuGraphExecDestroy(e); }
 int cuMemcpyAsync(uintptr_t to, uintptr_t from, size_t n, void* s) { IN ++w.copies; return Give(Known(s, __func__), [=] { CopyBytes(to, from, n); }); }
@@ -274,6 +276,6 @@ int cudaGetDeviceCount(int* n) { *n = 1; return 0; }
 int cudaGetDeviceProperties(void*, int) { Fail("not there", __func__); }
 const char* cudaGetErrorName(int) { return "fake"; }
 const char* cudaGetErrorString(int) { return "fake"; }
-int cudaGetLastError() { return 0; }
-int cudaPeekAtLastError() { return 0; }
+int cudaGetLastError() { return std::exchange(last_error, 0); }
+int cudaPeekAtLastError() { return last_error; }
 }

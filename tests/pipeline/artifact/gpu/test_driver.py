@@ -37,6 +37,8 @@ int cuStreamEndCapture(void* stream, void** graph) { return 0; }
 int cuGraphInstantiateWithFlags(void** made, void* graph, unsigned long long flags) { return 0; }
 int cuGraphDestroy(void* graph) { return 0; }
 int cuGraphExecDestroy(void* graph) { return 0; }
+int cudaPeekAtLastError(void) { return failure; }
+int cudaGetLastError(void) { int last = failure; failure = 0; return last; }
 int cuGetErrorString(int status, const char** text) {
   *text = status == 2 ? "out of memory" : status == 700 ? "an illegal memory access" : 0;
   return *text == 0;
@@ -56,13 +58,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def gpu(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    monkeypatch.setattr(driver_module, "DRIVER", str(library))
+    for name in ("DRIVER", "CUDART"):
+        monkeypatch.setattr(driver_module, name, str(library))
     driver.cache_clear()
+    driver_module._runtime.cache_clear()
     driver().noted.restype = driver_module.ctypes.c_uint64
     driver().fail(0)
     yield Gpu(tvm.cuda(2))
     driver().fail(0)
     driver.cache_clear()
+    driver_module._runtime.cache_clear()
 
 
 def test_addresses_and_handles_reach_the_driver_whole(gpu: Gpu) -> None:
@@ -97,3 +102,10 @@ def test_a_wait_is_for_the_whole_gpu_and_a_driver_that_has_ended_has_no_work(gpu
     driver().fail(2)
     with pytest.raises(PipelineError, match=r"is: out of memory \(2\); `nvidia-smi` says which processes"):
         gpu.wait()
+
+
+@pytest.mark.parametrize(("left", "no_memory_only", "stays"), [(900, True, 900), (900, False, 0), (2, True, 0)])
+def test_runtimes_last_error_is_cleared(gpu: Gpu, left: int, no_memory_only: bool, stays: int) -> None:
+    driver().fail(left)
+    gpu.forget_error(no_memory_only=no_memory_only)
+    assert driver().cudaPeekAtLastError() == stays

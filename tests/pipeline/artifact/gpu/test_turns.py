@@ -20,6 +20,7 @@ from relaxtune.pipeline.artifact.gpu.driver import Gpu
 from relaxtune.pipeline.artifact.gpu.turns import Turns
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.schedules.libraries.vendors import CUBLASLT
 
 DEVICE = tvm.cpu(0)
@@ -33,6 +34,7 @@ class Counted:
         self.waits = 0
         self.made: dict[int, int] = {}
         self.copies: list[tuple[int, int, int, int]] = []
+        self.forgotten: list[bool] = []
 
     def make_current(self) -> None:
         pass
@@ -45,6 +47,9 @@ class Counted:
 
     def is_capturing(self, stream: int) -> bool:
         return stream == CAPTURED
+
+    def forget_error(self, *, no_memory_only: bool = False) -> None:
+        self.forgotten.append(no_memory_only)
 
     def copy(self, start: int, to: int, size: int, stream: int) -> None:
         self.copies.append((start, to, size, stream))
@@ -85,11 +90,27 @@ def test_a_module_waits_when_its_stream_changes_also_to_a_new_one_with_the_old_h
     assert gpu.waits == 3
 
 
-def test_nothing_is_waited_for_on_a_stream_that_is_captured(gpu: Counted) -> None:
+def test_stream_that_the_caller_captures_is_refused(gpu: Counted) -> None:
     turn = Turns(DEVICE)
-    for stream in (7, CAPTURED, 7):
-        call(turn, stream)
-    assert gpu.waits == 0
+    for stream in (7, 0):
+        with tvm_ffi.use_raw_stream(DEVICE, stream):
+            turn.refuse_capture()
+    with (
+        tvm_ffi.use_raw_stream(DEVICE, CAPTURED),
+        pytest.raises(PipelineError, match="being captured into a CUDA graph, which cannot"),
+    ):
+        turn.refuse_capture()
+
+
+def test_call_that_failed_leaves_no_error_for_what_its_thread_does_next(gpu: Counted) -> None:
+    turn = Turns(DEVICE)
+    call(turn, 7)
+    assert gpu.forgotten == []
+    call(turn, 7, in_pool=True)  # where TVM finds no memory, it frees some and tries again
+    assert gpu.forgotten == [True]
+    with pytest.raises(ValueError, match="wrong"), turn:
+        raise ValueError("wrong")
+    assert gpu.forgotten == [True, False]
 
 
 def test_calls_that_take_memory_of_the_pool_wait_for_those_of_other_modules(gpu: Counted) -> None:
