@@ -68,7 +68,7 @@ def test_kernels_of_known_sizes_beside_symbolic_ones_are_no_graph_of_their_own(t
     (region,) = [str(v.name_hint) for v in mod.get_global_vars() if "cuda_graph_capture" in str(v.name_hint)]
     assert "run_or_capture" not in mod.script()
     assert kernels_of(mod, region)
-    assert {*kernels_of(mod, region), *kernels_of(mod, "main")} == set(lowered.kernels)
+    assert {*kernels_of(mod, region), *kernels_of(mod, "main")} >= set(lowered.kernels)
 
 
 def test_all_kernels_are_inside_one_graph(lowered_cuda: LoweredModule, target: ResolvedTarget) -> None:
