@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +17,7 @@ from tvm.runtime import Tensor
 from relaxtune.models import TensorSpec
 from relaxtune.models.buckets import choose_bucket, cut_outputs, hides_a_row, pad_inputs, read_sizes
 from relaxtune.pipeline.artifact.entries import BucketsEntry
+from relaxtune.pipeline.processes.forks import lock_over_forks
 
 
 class Runnable(Protocol):
@@ -104,7 +104,7 @@ class Router:
         self._sides = buckets.sides
         self._fills, self._masks = buckets.fills, buckets.masks
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._lock = threading.Lock()
+        self._lock = lock_over_forks()
         self._exact = [0] * len(self._buckets)
         self._padded = [0] * len(self._buckets)
         self._slow = self._given = self._computed = 0

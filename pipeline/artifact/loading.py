@@ -20,10 +20,13 @@ from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.threads import set_threads
 
 
-def load_machine(path: Path, device: Device) -> VirtualMachine:
-    """Return the code of a shared object, as the file is now, ready to run on a device.
+def load_machine(path: Path, device: Device, threads: int) -> tuple[VirtualMachine, bool]:
+    """Return the code of a shared object, as the file is now, ready to run on a device, and whether it took `threads`.
+
+    Code of earlier versions for a CPU does not: see `pipeline.threads`.
 
     The loader takes a path that it has opened before for the same file, also when another artifact has been written
     there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
@@ -41,7 +44,7 @@ def load_machine(path: Path, device: Device) -> VirtualMachine:
             except OSError:
                 shutil.copyfile(path, named)
             code = tvm.runtime.load_module(str(named))
-        return VirtualMachine(code, device)
+        return VirtualMachine(code, device), set_threads(code, threads)
     except (RuntimeError, OSError, ValueError) as e:
         raise ArtifactError(f"{path} cannot be loaded: {last_line(e)}") from e
 

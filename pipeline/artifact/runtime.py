@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -76,21 +77,26 @@ class Module:
         machine: VirtualMachine,
         device: Device,
         weights: Sequence[Tensor],
-        threads: int | None,
+        threads: int,
         entry: str = _MAIN,
         turn: Turns | None = None,
+        *,
+        pooled: bool = True,
     ) -> None:
         """Hold a loaded module; use `Module.load`."""
         self._manifest = manifest
         self._machine = machine
         self._device = device
         self._weights = tuple(weights)
-        #: CPU threads that each call asks for. Asked of the system once: a run must not read /sys again.
-        self.threads = threads if threads is not None else default_threads()
-        self._turn = turn or Turns(device, apart=not named_libraries(manifest.target.libraries))
+        #: CPU threads that each call asks for.
+        self.threads = threads
+        # Code of earlier versions takes a pool of TVM's, of each calling thread.
+        self._pooled = pooled or manifest.target.kind == "cuda"
+        apart = not named_libraries(manifest.target.libraries)
+        self._turn = turn or Turns(device, apart=apart, forks=self._pooled)
         self._turn.end_with(self)
         self._kernels = Kernels(machine[entry], self._weights)
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: tuple[int, ThreadPoolExecutor] | None = None
         self._router: Router | None = None
         self._weights_file: Path | None = None
         # Numbers of the outputs that lie in memory of others; what they are is known from the first call on.
@@ -130,7 +136,7 @@ class Module:
         verify : bool
             Whether every file's sha256 is checked first; the manifest's always is.
         threads : int or None
-            CPU threads; by default one for each physical core.
+            CPU threads; by default `$TVM_NUM_THREADS`, else one for each physical core within the CPU quota.
         verify_key : Path, str or None
             The public key (PEM) of who must have signed the artifact. It is checked before anything of it runs, and
             so is every file's sha256.
@@ -151,18 +157,19 @@ class Module:
             verify = True
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
         chosen = device_for(manifest, device, directory)
-        configure_threads(threads)
+        threads = default_threads() if threads is None else threads
         for library in named_libraries(manifest.target.libraries):
             offer_library(library)
         turn = Turns(chosen)
         with turn.alone:  # constants in the code are copied to the device
-            machine = load_machine(directory / MODULE_FILE, chosen)
+            machine, pooled = load_machine(directory / MODULE_FILE, chosen, threads)
         weights_file = directory / PARAMS_FILE
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
             stored = dict(zip(beside._manifest.weights, beside._weights, strict=True))
         else:
             stored = {name: turn.placed(array) for name, array in read_weights(weights_file, manifest)}
-        module = cls(manifest, machine, chosen, [stored[name] for name in manifest.weights], threads)
+        weights = [stored[name] for name in manifest.weights]
+        module = cls(manifest, machine, chosen, weights, threads, pooled=pooled)
         module._weights_file = weights_file
         buckets = manifest.buckets
         if buckets is not None:
@@ -178,11 +185,12 @@ class Module:
         entry: BucketEntry,
         device: Device,
         weights: Mapping[str, Tensor],
-        threads: int | None,
+        threads: int,
     ) -> Self:
         with Turns(device).alone:
-            machine = load_machine(directory / entry.file, device)
-        return cls(manifest.of_bucket(entry), machine, device, [weights[name] for name in entry.weights], threads)
+            machine, pooled = load_machine(directory / entry.file, device, threads)
+        own = [weights[name] for name in entry.weights]
+        return cls(manifest.of_bucket(entry), machine, device, own, threads, pooled=pooled)
 
     def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
         mine = self._weights_file
@@ -191,7 +199,8 @@ class Module:
 
     def variant(self, entry: str) -> Self:
         """Return another entry of the same code as a module, on the same weights; see `pipeline.artifact.variants`."""
-        return type(self)(self._manifest, self._machine, self._device, self._weights, self.threads, entry, self._turn)
+        shared = (self._manifest, self._machine, self._device, self._weights, self.threads)
+        return type(self)(*shared, entry, self._turn, pooled=self._pooled)
 
     @property
     def manifest(self) -> Manifest:
@@ -258,9 +267,9 @@ class Module:
 
     async def run_async(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what `run` does, without holding up the event loop: the module's calls run in a thread of its own."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.run, inputs)
+        if self._thread is None or self._thread[0] != os.getpid():  # a forked process has no such thread
+            self._thread = (os.getpid(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune"))
+        return await asyncio.get_running_loop().run_in_executor(self._thread[1], self.run, inputs)
 
     @property
     def input_buffers(self) -> tuple[Tensor, ...] | None:
@@ -343,8 +352,8 @@ class Module:
                 module._watched = False
 
     def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        # TVM keeps one thread pool for each calling thread, so every thread sets its own.
-        configure_threads(self.threads)
+        if not self._pooled:
+            configure_threads(self.threads)
         try:
             if self._static is None:
                 with nullcontext() if self._tokens is None else self._turn.pool():

@@ -28,7 +28,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
-from relaxtune.pipeline.threads import configure_threads
+from relaxtune.pipeline.threads import default_threads
 from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ def measure_load(
 
 def run_conditions(module: Module) -> dict[str, str]:
     """Return what the latencies of a module and of ONNX Runtime beside it are true for."""
-    threads = str(configure_threads(module.threads))
+    threads = str(module.threads)
     left_out = "" if peer_provider(module.manifest.target.kind) else ", not timed: it does not run on this device"
     return {
         "device": str(module.device),
@@ -344,7 +344,7 @@ def onnxruntime_peer(
         logger.info("no peer is timed: this ONNX Runtime does not compute on a device of kind %s", kind)
         return Peers()
     try:
-        session = peer_session(model, configure_threads() if threads is None else threads, provider)
+        session = peer_session(model, default_threads() if threads is None else threads, provider)
         if provider not in session.providers:
             logger.warning("no peer is timed: ONNX Runtime's %s does not load on this machine", provider)
             return Peers()

@@ -19,7 +19,7 @@ from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder, run_tog
 from relaxtune.pipeline.bench.peers.process import PeerMissingError, PeerProcess
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.threads import configure_threads
+from relaxtune.pipeline.threads import default_threads
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import Observation, comparable, judge
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _INSTALL = {
     "onnxruntime-gpu": "pip install onnxruntime-gpu in place of onnxruntime",
     "a torch with CUDA": "see https://pytorch.org/get-started",
+    "tensorrt": "pip install tensorrt cuda-bindings",
 }
 
 
@@ -65,7 +66,7 @@ class LoadedArtifact:
 
 def threads_of_caller(streams: int) -> int:
     """Return how many CPU threads each of so many callers computes with."""
-    return max(1, configure_threads() // streams)
+    return max(1, default_threads() // streams)
 
 
 @dataclass(frozen=True)

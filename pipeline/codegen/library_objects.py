@@ -1,11 +1,11 @@
-"""The object files that calls of vendor libraries need: each of `schedules.libraries` has a small C source of its own.
+"""The object files in C that code is linked with: calls of vendor libraries, and the threads of parallel loops on CPUs.
 
-A candidate and an artifact are linked with them alike, so that either calls the library without Python.
+Each library of `schedules.libraries` has a small C source of its own; `cpu_threads.c` is in all code for CPUs. A
+candidate and an artifact are linked with them alike: an artifact needs no Python, and what is measured is what ships.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import tvm
 import tvm_ffi.libinfo
 from tvm import tirx
+from tvm.support import cc
 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.processes.linking import run_compiler
@@ -21,11 +22,15 @@ from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
 
-_FLAGS = ("-std=c11", "-O2", "-fPIC", "-c")
+# As C whichever compiler it is: linking needs a C++ compiler only.
+_FLAGS = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-c")
+_CPU_THREADS = Path(__file__).with_name("cpu_threads.c")
 
 
-def list_library_sources(scheduled: Iterable[tvm.ir.BaseFunc]) -> list[Path]:
-    """Return the C sources that scheduled functions need, each once."""
+def list_library_sources(scheduled: Iterable[tvm.ir.BaseFunc], kind: str) -> list[Path]:
+    """Return the C sources that scheduled functions need on a target of a kind, each once."""
+    if kind == "llvm":
+        return [_CPU_THREADS]
     names = {
         str(name)
         for func in scheduled
@@ -41,15 +46,14 @@ def compile_library_objects(sources: Sequence[Path], directory: Path) -> list[Pa
     Raises
     ------
     LoweringError
-        There is no C compiler, or it failed.
+        There is no compiler, or it failed.
     """
     if not sources:
         return []
-    compiler = shutil.which("cc")
+    compiler = cc.get_cc()
     if compiler is None:
         raise LoweringError(
-            "no C compiler `cc` on the path, which kernels of the route `library` need: install one (Debian: apt "
-            "install gcc), or leave the route out of --routes"
+            f"no C++ compiler on the path to compile {sources[0].name}: install one (Debian: apt install g++)"
         )
     objects = []
     for source in sources:

@@ -9,11 +9,12 @@ import math
 import os
 from collections.abc import Container
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 SYS_CPU = Path("/sys/devices/system/cpu")
 CPUINFO = Path("/proc/cpuinfo")
-CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+CGROUPS = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 # LLVM feature name -> the flag of /proc/cpuinfo. A hypervisor may hide units that the CPU's name promises, and code for
 # a hidden unit dies of SIGILL; or it may name another CPU, which promises less than there is.
@@ -46,8 +47,10 @@ def usable_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def physical_cores(sys_cpu: Path = SYS_CPU, cgroup_cpu_max: Path = CGROUP_CPU_MAX) -> int:
+def physical_cores(sys_cpu: Path = SYS_CPU, cgroups: Path = CGROUPS, cgroup_root: Path = CGROUP_ROOT) -> int:
     """Count the physical cores among the usable CPUs, not more than the control group's CPU quota.
+
+    `pipeline/codegen/cpu_threads.c` counts in the same way where no Python runs.
 
     Two hardware threads of one core share its vector units, so a second thread gains next to nothing in a matmul.
     """
@@ -57,7 +60,7 @@ def physical_cores(sys_cpu: Path = SYS_CPU, cgroup_cpu_max: Path = CGROUP_CPU_MA
         topology = sys_cpu / f"cpu{cpu}" / "topology"
         core, package = _read(topology / "core_id"), _read(topology / "physical_package_id")
         cores.add((package, core) if core is not None else (None, str(cpu)))
-    quota = _cgroup_quota(cgroup_cpu_max)
+    quota = _cgroup_quota(cgroups, cgroup_root)
     return max(1, min(len(cores), quota or len(cores)))
 
 
@@ -89,12 +92,27 @@ def correct_features(promised: Container[str]) -> list[str]:
     return [f"{'+' if flag in flags else '-'}{name}" for name, flag in differing.items()]
 
 
-def _cgroup_quota(path: Path) -> int | None:
-    """Return the whole CPUs that cgroup v2's `cpu.max` ("QUOTA PERIOD" in microseconds) allows, None for no limit."""
-    fields = (_read(path) or "max").split()
-    if fields[0] == "max" or len(fields) != 2:
+def _cgroup_quota(cgroups: Path, root: Path) -> int | None:
+    """Return the whole CPUs that the process's control group and those around it allow, None for no limit."""
+    quotas = []
+    for line in (_read(cgroups) or "").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # A container may see the host's path and have its own group at the root: all folders up to that are looked at.
+        path = PurePosixPath(group.lstrip("/"))
+        quotas += [_quota_in(root / controllers / folder) for folder in (path, *path.parents)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_in(group: Path) -> int | None:
+    """Return the whole CPUs that one control group allows, by the files of version 2 or 1; None for no limit."""
+    fields = (_read(group / "cpu.max") or "").split()
+    if not fields:
+        fields = [_read(group / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+    if len(fields) != 2 or not all(field.isdecimal() and int(field) for field in fields):
         return None
-    return max(1, math.ceil(int(fields[0]) / int(fields[1])))
+    return math.ceil(int(fields[0]) / int(fields[1]))
 
 
 def _parse_size(text: str) -> int:

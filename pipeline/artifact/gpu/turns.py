@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from tvm.runtime import Device, Tensor
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.gpu.driver import DEFAULT_STREAM, Gpu
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.processes.forks import lock_over_forks
 
 
 class SupportsCudaStream(Protocol):
@@ -57,7 +59,7 @@ class _Shared:
     """What all modules of a device share."""
 
     gpu: Gpu | None
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=lock_over_forks)
     pool: _Memory = field(default_factory=_Memory)
 
 
@@ -90,14 +92,24 @@ class Turns:
         Where the module runs.
     apart : bool
         Whether the module's CUDA graphs work in memory of its own alone; a vendor's libraries share theirs.
+    forks : bool
+        Whether the module runs in processes that are forked later; on a GPU none does.
     """
 
-    def __init__(self, device: Device, *, apart: bool = True) -> None:
+    def __init__(self, device: Device, *, apart: bool = True, forks: bool = True) -> None:
         self._device, self._shared = device, _shared_on(device)
         self._own = _Memory() if apart else self._shared.pool
+        self._process = None if forks and _is_cpu(device) else os.getpid()
 
     def __enter__(self) -> None:
-        """Wait for the turn, and for the module's last call where that went to another stream."""
+        """Wait for the turn, and for the module's last call where that went to another stream.
+
+        Raises
+        ------
+        PipelineError
+            The process was forked after the module was loaded.
+        """
+        self._check_process()
         self._shared.lock.acquire()
         try:
             if self._shared.gpu is not None:
@@ -116,6 +128,7 @@ class Turns:
     @property
     def alone(self) -> AbstractContextManager[object]:
         """A context in which no call of a module is given to the device; nothing is waited for but its end."""
+        self._check_process()
         return self._shared.lock
 
     def refuse_capture(self) -> None:
@@ -154,6 +167,8 @@ class Turns:
         """Wait when a module goes, before its memory goes back to the pool."""
 
         def wait_in_turn() -> None:
+            if self._is_forked:
+                return  # the memory is the parent's
             # Garbage is collected anywhere, also where this thread holds what the one whose turn it is waits for.
             owned = self._shared.lock.acquire(timeout=_TURN_MAX_S)
             try:
@@ -201,6 +216,24 @@ class Turns:
         if self._shared.gpu is None:
             raise PipelineError(f"{self._device} is no GPU")
         return self._shared.gpu
+
+    @property
+    def _is_forked(self) -> bool:
+        return self._process is not None and self._process != os.getpid()
+
+    def _check_process(self) -> None:
+        if not self._is_forked:
+            return
+        if _is_cpu(self._device):
+            raise PipelineError(
+                "the artifact was loaded before this process was forked; one of an earlier version does not run in a "
+                "forked process: load it after the fork, or compile the model again"
+            )
+        raise PipelineError(
+            "the artifact was loaded before this process was forked, and CUDA does not work in a process forked from "
+            "one that used it: load artifacts after the fork only (gunicorn: without --preload), or start processes "
+            "by `spawn` (multiprocessing)"
+        )
 
     def _follow(self, gpu: Gpu, memory: _Memory) -> None:
         stream = gpu.identity(self.stream)

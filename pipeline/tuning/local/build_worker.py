@@ -66,7 +66,7 @@ def start() -> Callable[[object], object]:
             executable = _with_intrinsics(
                 lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
             )
-        sources = list_library_sources(finished.functions.values())
+        sources = list_library_sources(finished.functions.values(), target.kind.name)
         with span("build: link"), temporary_folder() as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
         resources = replace(parse_compiler_log("\n".join(log), dynamic.bytes), kernel_hash=built)

@@ -21,7 +21,7 @@ import numpy as np
 import tvm
 
 from relaxtune.pipeline.spans import span
-from relaxtune.pipeline.threads import configure_threads
+from relaxtune.pipeline.threads import set_threads
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
     CompareRequest,
@@ -144,13 +144,12 @@ class _Measurer:
 
     def make_references(self, request: MeasureRequest, *, on_host: bool = False) -> bool:
         """Compute the reference outputs for both seeds and keep them in files."""
-        _use_threads(request)
         spec = request.spec
         reference = spec.host_reference if on_host else spec.reference
         if reference is None:
             return False
         device = tvm.device(request.device if spec.reference_on_device and not on_host else "cpu:0")
-        function = tvm.runtime.load_module(reference.content)[_ENTRY]
+        function = _load_code(str(reference.content), request)[_ENTRY]
         for seed in check_seeds(request):
             workload = self._workload(request, seed, tvm.device(request.device))
             with span("reference: compute", spec.workload):
@@ -168,10 +167,9 @@ class _Measurer:
 
     def measure(self, request: MeasureRequest) -> MeasureReply:
         """Check and time a candidate."""
-        _use_threads(request)
         device = tvm.device(request.device)
         with span("load", request.spec.workload):
-            module = tvm.runtime.load_module(request.artifact)
+            module = _load_code(request.artifact, request)
         timed_seed, fresh_seed = check_seeds(request)
         workload = self._workload(request, timed_seed, device)
         elapsed, mismatch = self._run_and_compare(module, workload, request, timed_seed, device)
@@ -196,9 +194,8 @@ class _Measurer:
         loaded: list[_Loaded | None] = []
         mismatches: list[str | None] = []
         for one in request.measurements:
-            _use_threads(one)
             device = tvm.device(one.device)
-            module = tvm.runtime.load_module(one.artifact)
+            module = _load_code(one.artifact, one)
             timed_seed, fresh_seed = check_seeds(one)
             workload = self._workload(one, timed_seed, device)
             _, mismatch = self._run_and_compare(module, workload, one, timed_seed, device)
@@ -358,9 +355,11 @@ def _is_cpu(device: tvm.runtime.Device) -> bool:
     return int(device.dlpack_device_type()) == int(tvm.cpu().dlpack_device_type())
 
 
-def _use_threads(request: MeasureRequest) -> None:
+def _load_code(path: str, request: MeasureRequest) -> tvm.runtime.Module:
+    code = tvm.runtime.load_module(path)
     if request.options.threads is not None:
-        configure_threads(request.options.threads)
+        set_threads(code, request.options.threads)
+    return code
 
 
 def _tensors(

@@ -141,6 +141,12 @@ def test_c_gives_the_bits_of_python(
     assert_same(runtime, layers, [{"x": rows(count)} for count in range(1, 71)], tmp_path)
 
 
+def test_a_forked_process_goes_on(
+    runtime: Path, artifact: Path, bert_inputs: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    assert_same(runtime, artifact, bert_inputs, tmp_path, 2, "default", "fork")
+
+
 def test_the_library_shows_no_names_but_its_own(runtime: Path) -> None:
     """TVM's runtime would take those of a C++ library in here, with objects of another: it crashed while it loaded."""
     library = runtime / "prefix/lib/librelaxtune_runtime.so"

@@ -28,12 +28,13 @@ def sources() -> list[Path]:
     matmul = CublasLt().apply(func, resolve_target(TARGET), CublasLtParameters())
     attention = attention_function(*AttentionCase(head_dim=64, dtype="float16").made())
     attended = CudnnAttention().apply(attention, resolve_target(TARGET), CudnnAttentionParameters())
-    return list_library_sources([matmul, attended, matmul, func])
+    return list_library_sources([matmul, attended, matmul, func], "cuda")
 
 
 def test_sources_are_found_once_and_only_where_a_library_is_called() -> None:
     assert [path.name for path in sources()] == ["cublaslt.c", "cudnn_attention.c"]
-    assert list_library_sources([MatmulCase((64,), 64, 64).func()]) == []
+    assert list_library_sources([MatmulCase((64,), 64, 64).func()], "cuda") == []
+    assert [path.name for path in list_library_sources([], "llvm")] == ["cpu_threads.c"]
     assert compile_library_objects([], Path("nowhere")) == []
 
 
@@ -53,7 +54,7 @@ def test_without_the_libraries_the_calls_say_so(tmp_path: Path, monkeypatch: pyt
 
 def test_sources_compile_without_warnings(tmp_path: Path) -> None:
     include = [f"-I{folder}" for folder in tvm_ffi.libinfo.include_paths()]
-    for source in sources():
+    for source in [*sources(), *list_library_sources([], "llvm")]:
         command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", *include, "-c", source, "-o", tmp_path / "made.o"]
         subprocess.run(command, check=True)
 
@@ -70,6 +71,6 @@ def test_a_missing_or_failing_compiler_is_told(tmp_path: Path, monkeypatch: pyte
     broken.write_text("int main(")
     with pytest.raises(LoweringError, match=r"failed on broken\.c"):
         compile_library_objects([broken], tmp_path)
-    monkeypatch.setattr(library_objects.shutil, "which", lambda _name: None)
-    with pytest.raises(LoweringError, match="no C compiler"):
+    monkeypatch.setattr(library_objects.cc, "get_cc", lambda: None)
+    with pytest.raises(LoweringError, match=r"no C\+\+ compiler on the path to compile broken\.c"):
         compile_library_objects([broken], tmp_path)

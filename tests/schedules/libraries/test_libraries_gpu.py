@@ -72,7 +72,7 @@ def compile_call(func: tirx.PrimFunc, maker: Template, parameters: Parameters, d
     finished = finish_kernels(tvm.IRModule({"main": made.with_attr("global_symbol", "main")}), target.target)
     with device_toolchain(target.target), tvm.transform.PassContext(opt_level=3), target.target:
         built = tvm.compile(finished, target.target)
-    objects = compile_library_objects(list_library_sources([made]), directory)
+    objects = compile_library_objects(list_library_sources([made], "cuda"), directory)
     built.export_library(str(directory / "call.so"), addons=[str(one) for one in objects])
     return tvm.runtime.load_module(str(directory / "call.so"))
 

@@ -8,6 +8,7 @@ import tvm
 
 from relaxtune.schedules.errors import ScheduleError, TargetError
 from relaxtune.schedules.targets import CpuLimits, CudaLimits, host, resolve_target, target_limits
+from tests.schedules.targets.quota_cases import QUOTA_CASES
 
 HAS_GPU = tvm.cuda(0).exist
 WITHOUT_GPU = pytest.mark.skipif(HAS_GPU, reason="a GPU is here")
@@ -117,11 +118,10 @@ def test_physical_cores_counts_a_core_once_when_it_has_two_threads(tmp_path, mon
     assert host.physical_cores(tmp_path, tmp_path / "none") == 2
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 4), ("150000 100000", 2), ("10000 100000", 1), ("", 4)])
-def test_physical_cores_stay_under_the_quota_when_there_is_one(tmp_path, monkeypatch, quota, cores):
-    monkeypatch.setattr(host, "usable_cpus", lambda: [0, 1, 2, 3])
-    (tmp_path / "cpu.max").write_text(quota)
-    assert host.physical_cores(tmp_path / "none", tmp_path / "cpu.max") == cores
+@pytest.mark.parametrize("case", QUOTA_CASES, ids=lambda case: case.name)
+def test_physical_cores_stay_under_the_quota_when_there_is_one(tmp_path, monkeypatch, case):
+    monkeypatch.setattr(host, "usable_cpus", lambda: list(range(8)))
+    assert host.physical_cores(tmp_path / "none", *case.write(tmp_path)) == (case.cpus or 8)
 
 
 def test_cache_sizes_skip_instructions_when_read(tmp_path, monkeypatch):

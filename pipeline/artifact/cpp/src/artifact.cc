@@ -7,6 +7,7 @@
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <exception>
@@ -54,7 +55,7 @@ int UsableCpus(ffi::Array<ffi::String>* names) {
   return static_cast<int>(names->size());
 }
 
-// TVM keeps a pool of threads for each calling thread, so each sets its own, once.
+// Code of earlier versions: TVM keeps a pool of threads for each calling thread, so each sets its own, once.
 void ConfigureThreads(int threads) {
   thread_local int configured = 0;
   ffi::Array<ffi::String> cpus;
@@ -71,10 +72,15 @@ void ConfigureThreads(int threads) {
 class Code {
  public:
   Code(const std::string& directory, const CodeEntry& entry, const std::map<std::string, Tensor>& weights,
-       const std::optional<Unpadding>& unpadding, DLDevice device, bool size_graphs)
+       const std::optional<Unpadding>& unpadding, DLDevice device, const Options& options)
       : entry_(entry),
         device_(device),
-        machine_(LoadCode(directory + "/" + entry.file)->GetFunction("vm_load_executable").value()().cast<ffi::Module>()) {
+        code_(LoadCode(directory + "/" + entry.file)),
+        machine_(code_->GetFunction("vm_load_executable").value()().cast<ffi::Module>()) {
+    if (auto set_threads = code_->GetFunction("relaxtune_cpu_threads", true)) {
+      (*set_threads)(options.threads);
+      pooled_ = true;
+    }
     std::vector<ffi::Any> setup = {static_cast<int>(device.device_type), device.device_id, kPooled};
     if (device.device_type != kDLCPU) setup.insert(setup.end(), {static_cast<int>(kDLCPU), 0, kPooled});
     Call("vm_initialization", setup);
@@ -86,10 +92,12 @@ class Code {
     }
     if (unpadding) tokens_.emplace(*unpadding, device);
     if (entry.cuda_graph && IsStatic()) SaveWithBuffers();
-    if (size_graphs && entry.cuda_graph && !IsStatic()) graphs_ = std::make_unique<SizeGraphs>(machine_, device);
+    if (options.size_graphs && entry.cuda_graph && !IsStatic()) graphs_ = std::make_unique<SizeGraphs>(machine_, device);
   }
 
   const CodeEntry& entry() const { return entry_; }
+  // Whether the code brings its own pool of threads.
+  bool pooled() const { return pooled_; }
 
   std::vector<Tensor> Run(const std::vector<DLTensor>& inputs) {
     std::vector<Tensor> arguments, outputs;
@@ -242,7 +250,8 @@ class Code {
 
   CodeEntry entry_;
   DLDevice device_;
-  ffi::Module machine_;
+  ffi::Module code_, machine_;
+  bool pooled_ = false;
   std::vector<Tensor> weights_, buffers_;
   std::optional<TokenList> tokens_;
   std::unique_ptr<SizeGraphs> graphs_;
@@ -313,11 +322,15 @@ struct Artifact::State {
   std::vector<Code> codes;  // the artifact's own, then its buckets'
   std::mutex turn;
   Memory memory;
+  // The process that loaded it; 0 where processes that are forked later may run it, too.
+  pid_t process = 0;
+
+  bool IsForked() const { return process != 0 && process != getpid(); }
 
   // Memory goes back to the pool when the GPU has done its work there.
   ~State() {
     if (codes.empty() || device.device_type != kDLCUDA) return;
-    if (Gpu::ProcessEnds()) {
+    if (Gpu::ProcessEnds() || IsForked()) {
       new std::vector<Code>(std::move(codes));
       return;
     }
@@ -341,13 +354,13 @@ Artifact Artifact::Load(const std::string& directory, const Options& options) {
   state->device = DeviceOf(manifest, options, directory);
   state->options = options;
   try {
-    ConfigureThreads(options.threads);
     auto weights = LoadWeights(directory + "/params.safetensors", state->device);
     auto add = [&](const CodeEntry& entry) {
-      state->codes.emplace_back(directory, entry, weights, manifest.unpadding, state->device, options.size_graphs);
+      state->codes.emplace_back(directory, entry, weights, manifest.unpadding, state->device, options);
     };
     add(manifest.main);
     std::for_each(manifest.buckets.begin(), manifest.buckets.end(), add);
+    if (!state->codes[0].pooled()) state->process = getpid();
   } catch (const ffi::Error& e) {
     throw Error(std::string("it cannot be loaded: ") + e.message(), directory, "compile the model again");
   }
@@ -360,6 +373,9 @@ const std::vector<TensorSpec>& Artifact::outputs() const { return state_->manife
 DLDevice Artifact::device() const { return state_->device; }
 
 std::vector<Output> Artifact::Run(const std::vector<DLTensor>& inputs, void* stream) {
+  if (state_->IsForked())
+    throw Error("it was loaded before this process was forked, and neither CUDA nor code of earlier versions works in a forked process",
+                state_->manifest.model, "load it after the fork");
   auto sizes = CheckInputs(state_->manifest, inputs);
   const Manifest& manifest = state_->manifest;
   // What is padded has to be read here, and what is cut too.
@@ -370,7 +386,7 @@ std::vector<Output> Artifact::Run(const std::vector<DLTensor>& inputs, void* str
   Code& code = state_->codes[route ? route->bucket + 1 : 0];
   std::vector<Output> outputs;
   try {
-    ConfigureThreads(state_->options.threads);
+    if (!code.pooled() && state_->device.device_type == kDLCPU) ConfigureThreads(state_->options.threads);
     Turn on_device(state_->device, stream, state_->memory);
     std::vector<Tensor> padded, made;
     if (route && route->padded) {

@@ -49,7 +49,7 @@ struct Options {
   bool verify = true;
   // Which device of the artifact's kind.
   int device = 0;
-  // CPU threads; 0 takes one for each core that the process may use.
+  // CPU threads; 0 takes TVM_NUM_THREADS of the environment, else one for each core that the process may use, within its CPU quota.
   int threads = 0;
   // Whether outputs come to the host; a run then waits for them. No difference on a CPU.
   bool host_outputs = false;
@@ -64,7 +64,8 @@ struct OutputDeleter {
 // An output, on the artifact's device unless asked for on the host. Where the artifact runs as a CUDA graph, the next run writes it again.
 using Output = std::unique_ptr<DLManagedTensorVersioned, OutputDeleter>;
 
-// A loaded artifact. Threads may call one; calls take turns. What still lives when the process ends (in a static variable),
+// A loaded artifact. Threads may call one; calls take turns. A process that is forked while none calls may go on with one that
+// is for a CPU. What still lives when the process ends (in a static variable),
 // outputs too, makes no call to CUDA then: the system takes the device's memory back.
 class RELAXTUNE_API Artifact {
  public:

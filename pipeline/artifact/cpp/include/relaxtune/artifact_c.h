@@ -17,7 +17,7 @@ typedef struct relaxtune_artifact relaxtune_artifact;
 typedef struct {
   int32_t verify;       /* not 0: each file's sha256 is checked first */
   int32_t device;       /* which device of the artifact's kind */
-  int32_t threads;      /* 0: one for each core that the process may use */
+  int32_t threads;      /* 0: TVM_NUM_THREADS, else one for each core, within the CPU quota */
   int32_t host_outputs; /* not 0: outputs come to the host, and a run waits for them */
   int32_t size_graphs;  /* not 0: symbolic sizes run as CUDA graphs, with memory for the inputs of each */
 } relaxtune_options;
