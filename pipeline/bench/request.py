@@ -16,7 +16,6 @@ PEERS: Mapping[str, frozenset[str]] = {
     "ort-cuda": frozenset({"cuda"}),
     "torch": frozenset({"llvm", "cuda"}),
     "torch-compile": frozenset({"llvm", "cuda"}),
-    "tensorrt": frozenset({"cuda"}),
 }
 _TORCH = frozenset({"torch", "torch-compile"})
 # Seconds of each arm where several callers run and none are given.

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 _INSTALL = {
     "onnxruntime-gpu": "pip install onnxruntime-gpu in place of onnxruntime",
     "a torch with CUDA": "see https://pytorch.org/get-started",
-    "tensorrt": "pip install tensorrt cuda-bindings",
 }
 
 

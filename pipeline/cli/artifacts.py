@@ -177,9 +177,7 @@ def compare(
 class BenchOptions:
     """What is measured beside an artifact, for how long, and with how many callers."""
 
-    against: str = option(
-        "ort", "Peers: ort, ort-cuda, torch, torch-compile, tensorrt; '' for none.", metavar="PEER,.."
-    )
+    against: str = option("ort", "Peers: ort, ort-cuda, torch, torch-compile; '' for none.", metavar="PEER,..")
     runs: int = option(50, "Timed runs of each arm.", min=1)
     warmup: int = option(10, "Runs of each arm before.", min=0)
     duration: float | None = option(None, "In place of --runs: seconds that each arm runs.", metavar="SECONDS")

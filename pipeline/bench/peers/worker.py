@@ -25,8 +25,6 @@ import numpy as np
 
 from relaxtune.pipeline.bench.peers.callers import Caller, Peer, PeerError, PeerOrder, run_together, timed_ms
 
-# What an ImportError names, and the package that a user installs.
-_PACKAGES = {"cuda": "cuda-bindings"}
 # Characters of a library's message that are told.
 _TOLD_MAX = 400
 
@@ -46,8 +44,7 @@ def main() -> None:
         peer = load_peer(order)
     except ImportError as error:
         traceback.print_exc()
-        root = (error.name or str(error)).partition(".")[0]
-        answer(missing=_PACKAGES.get(root, root))
+        answer(missing=(error.name or str(error)).partition(".")[0])
         return
     except Exception as error:  # the border of the process: whatever a library raises is told
         traceback.print_exc()
@@ -92,10 +89,6 @@ def load_peer(order: PeerOrder) -> Peer:
         from relaxtune.pipeline.bench.peers.onnxruntime_peer import OnnxRuntimePeer
 
         return OnnxRuntimePeer(order)
-    if order.peer == "tensorrt":
-        from relaxtune.pipeline.bench.peers.tensorrt_peer import TensorRtPeer
-
-        return TensorRtPeer(order)
     from relaxtune.pipeline.bench.peers.torch_peer import TorchPeer
 
     return TorchPeer(order)

@@ -162,7 +162,7 @@ def test_bench_draws_latency_over_the_lengths_of_a_file(
         (("--dim", "tokens"), "--dim: 'tokens' cannot be read: expected AXIS=SIZE, such as sequence=128"),
         (("--dim", "tokens=1,tokens=2"), "names axis 'tokens' twice"),
         (("--torch", "module", "--against", "torch"), "expected MODULE:FACTORY or FILE.py:FACTORY"),
-        (("--against", "tensorrt"), "tensorrt does not compute on the artifact's device (target llvm)"),
+        (("--against", "ort-cuda"), "ort-cuda does not compute on the artifact's device (target llvm)"),
     ],
 )
 def test_what_bench_cannot_do_is_a_usage_error(
