@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import onnx
 
 from relaxtune.models.errors import ExternalDataError
+from relaxtune.models.files import LFS_POINTER_BYTES, is_lfs_pointer
 from relaxtune.models.spec import PROTOBUF_LIMIT_BYTES, element_type_name, is_numeric, read_external_bytes, tensor_bytes
 
 # Shape inference reads small constants (shapes, axes): they are always inline.
@@ -74,6 +75,9 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> int:
         msg = f"{what} has dtype {dtype} and dims {list(tensor.dims)}; expected numbers and dims of 0 or more"
         raise ExternalDataError(msg)
     path = _checked_path(entries.get("location", ""), folder, what)
+    if path.stat().st_size < LFS_POINTER_BYTES and is_lfs_pointer(path):
+        msg = f"{what}: {path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
+        raise ExternalDataError(msg)
     offset = _entry_number(entries, "offset", what) or 0
     length = _entry_number(entries, "length", what)
     expected, available = tensor_bytes(tensor), path.stat().st_size - offset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -20,6 +21,8 @@ from relaxtune.models.spec import OnnxModel, read_tensor, tensor_bytes
 _ALIGNMENT = 4096
 _INLINE_BYTES = 1024
 _LFS_POINTER = b"version https://git-lfs"
+# A pointer is shorter, by its specification.
+LFS_POINTER_BYTES = 1024
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -44,6 +47,19 @@ def read_proto(path: Path) -> onnx.ModelProto:
         msg = f"{path} ({len(data)} bytes) holds no graph, so it is not an ONNX model; export it again"
         raise ModelFileError(msg)
     return model
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a file; a pipe or a device is an OSError, since its reader could wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a pipe or a device; save its content to a file")
+    return path.read_bytes()
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether a file only names the content that Git LFS keeps elsewhere."""
+    with path.open("rb") as file:
+        return file.read(len(_LFS_POINTER)) == _LFS_POINTER
 
 
 def save_model(model: OnnxModel, path: Path) -> Path:

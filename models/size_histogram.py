@@ -19,6 +19,7 @@ from pathlib import Path
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.buckets import list_symbols
 from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.files import read_regular
 from relaxtune.models.spec import TensorSpec
 
 _COUNT = "count"
@@ -45,8 +46,8 @@ def read_histogram(path: Path) -> tuple[SizePoint, ...]:
         The file cannot be read, or is not of the form that the module's text shows; the message names the line.
     """
     try:
-        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
-    except (OSError, UnicodeDecodeError) as error:
+        lines = list(csv.reader(read_regular(path).decode("utf-8-sig").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ModelShapeError(f"lengths {str(path)!r} cannot be read: {error}") from error
     rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(lines, 1) if any(map(str.strip, row))]
     header = rows[0][1] if rows else []

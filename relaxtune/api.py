@@ -17,7 +17,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
 from relaxtune.pipeline.batch.driver import BatchRun
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
-from relaxtune.pipeline.batch.plan import read_plan
+from relaxtune.pipeline.batch.plan import nearest, read_plan
 from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.errors import (
@@ -169,6 +169,7 @@ def tune(
     devices: Sequence[str] | None = None,
     benchmark: bool = True,
     samples: int = 3,
+    sign: str | Path | None = None,
     **options: Unpack[ModelOptions],
 ) -> TuneResult:
     """Tune, compile, validate and export a model: an `.onnx` file or a zoo name.
@@ -187,6 +188,8 @@ def tune(
         GPUs to measure on side by side, such as `cuda:0`; None takes all of the target's model.
     benchmark, samples : bool, int
         Whether the artifact is timed at the end; random inputs to validate it with.
+    sign : str, Path or None
+        The Ed25519 private key (PEM) that the artifact is signed with.
 
     Raises
     ------
@@ -201,11 +204,9 @@ def tune(
         mode=Mode(mode),
         devices=None if devices is None else tuple(devices),
     )
-    return tune_model(
-        request,
-        TuneRequest(DatabaseUrl.of(database), tuning, benchmark, samples, tuple(map(DatabaseUrl.of, shared))),
-        Path(out),
-    )
+    places = tuple(map(DatabaseUrl.of, shared))
+    asked = TuneRequest(DatabaseUrl.of(database), tuning, benchmark, samples, places, sign=_path(sign))
+    return tune_model(request, asked, Path(out))
 
 
 def compile(
@@ -216,6 +217,7 @@ def compile(
     shared: Sequence[str | Path] = (),
     record: bool = False,
     samples: int = 3,
+    sign: str | Path | None = None,
     **options: Unpack[ModelOptions],
 ) -> CompileResult:
     """Compile, validate and export a model from the database's records; nothing is measured.
@@ -223,7 +225,9 @@ def compile(
     Parameters are those of `tune`. `record` notes the artifact and its validation in `database`.
     """
     asked = _request(source, options)
-    return compile_model(asked, Path(out), database=database, shared=shared, record=record, samples=samples)
+    return compile_model(
+        asked, Path(out), database=database, shared=shared, record=record, samples=samples, sign=_path(sign)
+    )
 
 
 def batch(plan: str | Path, *, fail_fast: bool = False, cluster: str | None = None) -> BatchRun:
@@ -344,6 +348,7 @@ def refit(
     lora: str | Path | None = None,
     seed: int = 0,
     samples: int = 3,
+    sign: str | Path | None = None,
 ) -> Refit:
     """Give an artifact the weights of another model of the same graph, without compiling or tuning.
 
@@ -351,8 +356,9 @@ def refit(
     not fit the code are an `ArtifactError` that names them. `lora` is a LoRA adapter, merged into `weights` or into
     the artifact's own model.
     """
-    place, adapter = (None if path is None else Path(path) for path in (out, lora))
-    return refit_artifact(Path(directory), weights, place, lora=adapter, seed=seed, samples=samples)
+    return refit_artifact(
+        Path(directory), weights, _path(out), lora=_path(lora), seed=seed, samples=samples, sign=_path(sign)
+    )
 
 
 def report(directory: str | Path, *, database: str | Path | None = None) -> Report:
@@ -373,7 +379,14 @@ def open_registry(store: str | Path, database: str | Path) -> Iterator[Registry]
         yield Registry(store, opened)
 
 
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
 def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
+    known = ModelOptions.__annotations__
+    for name in options.keys() - known.keys():
+        raise UsageError(f"there is no option {name!r}{nearest(name, known)}; expected one of {', '.join(known)}")
     profile = {axis: AxisProfile(*sizes) for axis, sizes in options.get("profile", {}).items()}
     if (file := options.get("lengths")) is not None and profile:
         raise UsageError("lengths gives the profile too; leave profile out, or lengths")

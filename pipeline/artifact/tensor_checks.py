@@ -61,9 +61,7 @@ def limits_of(manifest: Manifest) -> AxisLimits:
     return AxisLimits(manifest.minima, manifest.maxima)
 
 
-def check_inputs(
-    inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec], limits: AxisLimits = _NO_LIMITS
-) -> None:
+def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limits: AxisLimits = _NO_LIMITS) -> None:
     """Check arrays against a signature; a symbolic axis takes one size over all the inputs, within its limits.
 
     Raises
@@ -71,6 +69,8 @@ def check_inputs(
     PipelineError
         Names every input that does not fit, with expected against got.
     """
+    if not hasattr(inputs, "keys"):
+        _refuse([f"expected arrays by name, got a {type(inputs).__name__}"], specs)
     names = {spec.name for spec in specs}
     problems = [f"unexpected input {name!r}" for name in inputs if name not in names]
     symbols: dict[str, tuple[int, str]] = {}
@@ -78,6 +78,12 @@ def check_inputs(
         array = inputs.get(spec.name)
         if array is None:
             problems.append(f"missing input {spec}")
+            continue
+        if not isinstance(array, np.ndarray | np.generic):
+            problems.append(
+                f"input {spec.name!r}: expected a NumPy array, got a {type(array).__name__}; give "
+                f"numpy.asarray(..., dtype={spec.dtype!r})"
+            )
             continue
         if array.dtype != numpy_dtype(spec.dtype):
             problems.append(f"input {spec.name!r}: expected dtype {spec.dtype}, got {array.dtype}")

@@ -146,9 +146,11 @@ def read_plan(path: str | Path) -> Plan:
     PlanError
         The file cannot be read, is no TOML, or has a key or a value that a plan does not have.
     """
+    from relaxtune.models.files import read_regular
+
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise PlanError(f"the plan {path} cannot be read ({e}); expected a TOML file, see docs/batch.md") from e
     return parse_plan(path, text)
@@ -168,6 +170,8 @@ def parse_plan(path: Path, text: str) -> Plan:
         found = re.search(r"at line (\d+)", str(e))
         line = int(found[1]) if found else len(text.splitlines()) or 1
         raise PlanError(f"{path}:{line}: this is no TOML: {e}. Text is in quotes, lists in brackets") from e
+    except RecursionError as e:
+        raise PlanError(f"{path}: lists or tables are nested too deeply; a plan has them two or three deep") from e
     lines = TomlLines(text)
     try:
         return Plan(path, PlanTable.model_validate(data), lines, text)

@@ -10,6 +10,7 @@ import gc
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -30,7 +31,7 @@ from relaxtune.pipeline.cli import (
 from relaxtune.pipeline.cli.db import group as database
 from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, print_error
-from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
 from relaxtune.tuning_db.urls import hide_secrets
@@ -107,6 +108,13 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_FAILED
 
 
+def _check_text(arguments: Sequence[str]) -> None:
+    """Refuse names that are not UTF-8: no manifest, page or database could hold them."""
+    for argument in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in argument):
+            raise UsageError(f"the name {printable(argument)} is not UTF-8; rename the file or the folder")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -118,6 +126,7 @@ def main(arguments: list[str] | None = None) -> None:
     collected = gc.get_threshold()
     gc.set_threshold(_OBJECTS_A_COLLECTION, *collected[1:])
     try:
+        _check_text(arguments)
         with signals_end_native_code():
             app(args=[*leading, *rest], prog_name="relaxtune")
     except SystemExit as ended:

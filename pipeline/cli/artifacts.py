@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,8 +30,17 @@ from relaxtune.pipeline.cli.options import (
     parse_sizes,
     require_signed,
 )
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, print_table, stdout_console
+from relaxtune.pipeline.cli.output import (
+    OutputFormat,
+    TableView,
+    emit,
+    print_json,
+    print_table,
+    stdout_console,
+    write_text,
+)
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
+from relaxtune.pipeline.output_file import output_file
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -285,7 +297,8 @@ def run(
 
     module = Module.load(directory, verify_key=verify_key)
     results = module.run(read_arrays(inputs))
-    _write_arrays(outputs, results)
+    with output_file(outputs, "--outputs") as file:
+        np.savez(file, **results)  # type: ignore[arg-type]  # the stub takes every keyword for `allow_pickle`
     rows = tuple((name, str(array.dtype), "x".join(map(str, array.shape))) for name, array in results.items())
     data = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in results.items()}
     emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
@@ -311,9 +324,7 @@ def _show_points(
     conditions = ", ".join(f"{name} {value}" for name, value in report.points[0][1].conditions.items())
     emit(output_format, report.to_json(), TableView(f"median latency in ms; {conditions}", columns, tuple(lines)))
     if plot is not None:
-        plot.write_text(
-            lengths_plot(report, f"{directory.name}: median latency of a call", rows=rows), encoding="utf-8"
-        )
+        write_text(plot, lengths_plot(report, f"{directory.name}: median latency of a call", rows=rows), "--plot")
 
 
 def _ms(value: float | None) -> str:
@@ -357,21 +368,21 @@ def read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarra
     UsageError
         It is none; the message says what is expected.
     """
+    from relaxtune.models.files import read_regular
+
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, zipfile.BadZipFile, AttributeError) as error:
+        content = io.BytesIO(read_regular(path))
+        with zipfile.ZipFile(content) as archive:
+            size = sum(one.file_size for one in archive.infolist())
+        if size > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise UsageError(
+                f"{path} unpacks to {size / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of memory"
+            )
+        with np.load(content, allow_pickle=False) as members:
+            # What is no array comes as bytes.
+            return {
+                name: np.lib.format.read_array(io.BytesIO(value)) if isinstance(value, bytes) else value
+                for name, value in members.items()
+            }
+    except (OSError, ValueError, RuntimeError, MemoryError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path} cannot be read ({error}); expected {expected}") from error
-
-
-def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write a .npz file whole or not at all."""
-    staged = path.with_name(f".{path.name}.staged")
-    try:
-        with staged.open("wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # the stub takes every keyword for `allow_pickle`
-        staged.replace(path)
-    except OSError as error:
-        raise PipelineError(f"--outputs {path} cannot be written: {error.strerror or error}") from error
-    finally:
-        staged.unlink(missing_ok=True)

@@ -17,7 +17,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.output_file import output_file
 from relaxtune.pipeline.printable import printable
 from relaxtune.tuning_db.questions.data_frames import flatten
 from relaxtune.tuning_db.urls import hide_secrets
@@ -131,21 +131,9 @@ def _safe(value: object) -> object:
 
 
 def write_text(path: Path, text: str, option: str) -> None:
-    """Write a text file whole or not at all; `option` is what named it.
-
-    Raises
-    ------
-    PipelineError
-        It cannot be written.
-    """
-    staged = path.with_name(f".{path.name}.staged")
-    try:
-        staged.write_text(text, encoding="utf-8")
-        staged.replace(path)
-    except OSError as e:
-        raise PipelineError(f"{option} {path} cannot be written: {e.strerror or e}") from e
-    finally:
-        staged.unlink(missing_ok=True)
+    """Write a text file as `output_file` does; `option` is what named it."""
+    with output_file(path, option) as file:
+        file.write(text.encode(errors="replace"))
 
 
 def as_table(view: TableView) -> Table:

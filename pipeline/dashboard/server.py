@@ -145,7 +145,8 @@ class _Guard:
             told = "This dashboard asks for a token: open the address that `relaxtune dashboard` printed.\n"
             return PlainTextResponse(told, status_code=401)
         # The token goes out of the address, which histories and logs keep, into a cookie.
-        answer = RedirectResponse(request.url.path, status_code=303)
+        # A path of //host/ would lead to that host.
+        answer = RedirectResponse("/" + request.url.path.lstrip("/\\"), status_code=303)
         answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
         return answer
 

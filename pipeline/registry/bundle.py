@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry
-from relaxtune.pipeline.errors import ArtifactError, UsageError
+from relaxtune.pipeline.errors import ArtifactError, PipelineError, UsageError
+from relaxtune.pipeline.temporary import locked_folder
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import Mode, TuningRecord
 from relaxtune.tuning_db.store import SqlDatabase
@@ -69,16 +71,15 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
             )
         keys = {(record.workload_hash, record.environment.tvm_version) for record in records.values()}
         workloads = [opened.get_workload(*key) for key in sorted(keys)]
-    staged = out.with_name(f".{out.name}.staged")
-    staged.unlink(missing_ok=True)
+    out = Path(os.path.realpath(out))
     try:
-        with SqlDatabase.open(staged) as bundle:
-            # The job that measured them stays where it is.
-            bundle.record_all(workloads=workloads, records=[replace(one, job_id=None) for one in records.values()])
-        staged.replace(out)
-    finally:
-        for left in out.parent.glob(f"{staged.name}*"):
-            left.unlink()
+        with locked_folder(out.parent, f".{out.name}.staging-") as folder:
+            with SqlDatabase.open(folder / out.name) as bundle:
+                # The job that measured them stays where it is.
+                bundle.record_all(workloads=workloads, records=[replace(one, job_id=None) for one in records.values()])
+            (folder / out.name).replace(out)
+    except OSError as e:
+        raise PipelineError(f"{out} cannot be written: {e.strerror or e}; name a file in a folder with room") from e
     return Bundle(out, len(artifacts), len(records), out.stat().st_size)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.errors import PipelineError, UsageError
+from relaxtune.pipeline.output_file import output_file
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +64,10 @@ class CallRecorder:
         return outputs
 
     def _keep(self, inputs: Mapping[str, np.ndarray], path: Path) -> None:
-        staged = path.with_name(f".{path.name}.staged")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with staged.open("wb") as file:
+            with output_file(path, "the recorded call") as file:
                 np.savez(file, **inputs)  # type: ignore[arg-type]  # the stub takes every keyword for `allow_pickle`
-            staged.replace(path)
-        except OSError as e:
+        except (OSError, PipelineError) as e:
             self.lost += 1
             logger.warning("a call was not recorded in %s: %s; make room there, or name another", self._folder, e)

@@ -16,6 +16,7 @@ an input of ids indexes; a name given by hand decides instead. What was run is n
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.files import read_regular
 from relaxtune.models.inputs import InputKind, describe_inputs, unpadded_inputs
 from relaxtune.pipeline.arrays import CHUNK, map_chunks
 from relaxtune.pipeline.errors import UsageError
@@ -114,9 +116,10 @@ def read_tokens(path: Path) -> tuple[np.ndarray, DataSource]:
         The file cannot be read, or holds something else.
     """
     try:
-        data = path.read_bytes()
-        array = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.array(data.split(), dtype=np.int64)
-    except (OSError, ValueError) as error:
+        data = read_regular(path)
+        read = io.BytesIO(data)
+        array = np.load(read, allow_pickle=False) if path.suffix == ".npy" else np.array(data.split(), dtype=np.int64)
+    except (OSError, ValueError, EOFError, MemoryError) as error:
         raise UsageError(
             f"--tokens {path} cannot be read ({error}); expected a .npy file of integers, or text with token ids "
             "between white space"

@@ -140,3 +140,12 @@ def test_external_data_of_attributes_and_subgraphs_is_checked(tmp_path: Path) ->
     loaded = load_model(write(tmp_path, model))
     inner = loaded.proto.graph.node[0].attribute[0].g.node[0].attribute[0].t
     assert (numpy_helper.to_array(inner) == 2).all()
+
+
+@pytest.mark.parametrize("length", ["64", None])
+def test_a_pointer_of_git_lfs_is_no_weights(tmp_path: Path, length: str | None) -> None:
+    path = external_model(tmp_path, "w.bin", length=length)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 64\n"
+    (path.parent / "w.bin").write_text(pointer)
+    with pytest.raises(ExternalDataError, match=r"w\.bin is a Git LFS pointer, not the weights; .*git lfs pull"):
+        load_model(path)

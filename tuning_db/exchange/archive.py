@@ -14,14 +14,12 @@ import gzip
 import hashlib
 import json
 import math
-import os
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from sqlalchemy.orm import Session
 
@@ -48,31 +46,9 @@ _END = b'["end",'
 Fields = dict[str, Any]
 
 
-def export_archive(database: TuningDatabase, path: Path, filters: RecordFilter = NO_FILTER) -> int:
-    """Write an archive of one moment of a database, whole or not at all; return the number of entries.
-
-    Raises
-    ------
-    ExchangeError
-        The file cannot be written.
-    """
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as e:
-        raise ExchangeError(f"Cannot write the archive {path} ({e}). Name a file in a folder that exists.") from e
-    try:
-        with os.fdopen(handle, "wb") as raw:
-            lines = database.read(lambda session: _write(raw, list_entries(session, filters)))
-            raw.flush()
-            os.fsync(raw.fileno())
-        # mkstemp makes a private file; an archive is for others.
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as e:
-        raise ExchangeError(f"Cannot write the archive {path} ({e}). Nothing was left there.") from e
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-    return lines
+def export_archive(database: TuningDatabase, file: BinaryIO, filters: RecordFilter = NO_FILTER) -> int:
+    """Write an archive of one moment of a database to an empty file that can seek; return the number of entries."""
+    return database.read(lambda session: _write(file, list_entries(session, filters)))
 
 
 def import_archive(database: TuningDatabase, path: Path) -> Transfer:
@@ -105,7 +81,7 @@ def merge(database: TuningDatabase, source: TuningDatabase, filters: RecordFilte
     )
 
 
-def _write(raw: Any, entries: Iterable[Entry]) -> int:
+def _write(raw: BinaryIO, entries: Iterable[Entry]) -> int:
     # No name and no time in the header: equal contents are equal bytes. A retried read begins again.
     raw.seek(0)
     raw.truncate()

@@ -14,6 +14,7 @@ from relaxtune.pipeline.cli.db.common import TableOptions, app, open_for_reading
 from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.output_file import output_file
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -61,8 +62,10 @@ def export_database(
         else:
             from relaxtune.tuning_db.exchange.archive import export_archive
 
-            entries = export_archive(database, out, selected)
-            table.emit_counts(f"wrote {out}", {"entries": entries, "bytes": out.stat().st_size})
+            with output_file(out, "the archive") as file:
+                entries = export_archive(database, file, selected)
+                size = file.tell()
+            table.emit_counts(f"wrote {out}", {"entries": entries, "bytes": size})
 
 
 @app.command()

@@ -240,6 +240,15 @@ def test_a_symbol_takes_one_size_over_all_inputs() -> None:
         check_inputs({"a": np.zeros((3, 4), np.float32), "b": np.zeros((2, 9), np.float32)}, specs)
 
 
+def test_lists_are_refused_with_the_way_to_make_arrays_of_them() -> None:
+    specs = (TensorSpec("a", "float32", (2,)),)
+    told = r"input 'a': expected a NumPy array, got a list; give numpy\.asarray\(\.\.\., dtype='float32'\)"
+    with pytest.raises(PipelineError, match=told):
+        check_inputs({"a": [1.0, 2.0]}, specs)
+    with pytest.raises(PipelineError, match="expected arrays by name, got a list"):
+        check_inputs([np.zeros(2, np.float32)], specs)
+
+
 @given(st.lists(st.integers(0, 4), max_size=3), st.lists(st.integers(0, 4), max_size=3))
 def test_a_static_shape_accepts_itself_only(expected: list[int], got: list[int]) -> None:
     specs = (TensorSpec("x", "float32", tuple(expected)),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -232,3 +233,23 @@ def test_the_plans_of_the_page_are_plans(tmp_path: Path) -> None:
 def test_a_plan_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"none\.toml cannot be read .* expected a TOML file"):
         read_plan(tmp_path / "none.toml")
+
+
+def test_a_plan_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + GOOD.encode())
+    assert read_plan(path).table == read_plan(_written(tmp_path / "other.toml", GOOD)).table
+
+
+def test_a_plan_that_nests_too_deeply_or_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    deep = _written(tmp_path / "deep.toml", "a = " + "[" * 20_000 + "]" * 20_000)
+    with pytest.raises(PlanError, match="nested too deeply"):
+        read_plan(deep)
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(PlanError, match="a pipe or a device; save its content to a file"):
+        read_plan(tmp_path / "pipe.toml")
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path

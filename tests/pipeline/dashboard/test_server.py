@@ -62,6 +62,15 @@ def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str])
         assert site.get("/", Cookie="relaxtune_token=wrong")[0].status == 401
 
 
+@pytest.mark.parametrize("path", ["//example.org", "///example.org/x", "/%2Fexample.org", "/%5C%5Cexample.org", "//"])
+def test_no_path_leads_to_another_host(kept: tuple[SqlDatabase, str], path: str) -> None:
+    database, job_id = kept
+    with served(create_app(database, token="secret", patience_s=PATIENT)) as port:
+        reply, _ = Site(port, database, job_id).get(f"{path}?token=secret")
+    assert reply.status == 303
+    assert re.fullmatch(r"/(?![/\\\\]).*", reply.headers["Location"])
+
+
 def test_command_tells_its_address_and_ends_with_ctrl_c(site: Site) -> None:
     code = "from relaxtune.pipeline.cli import main; main()"
     command = [sys.executable, "-c", code, "dashboard", "--db", site.database.url, "--port", "0"]

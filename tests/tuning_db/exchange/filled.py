@@ -50,8 +50,13 @@ def put_all(session, job, workload):
     put_job_tasks(session, job.id, [JobTask(workload.workload_hash, workload.tvm_version, 3, ("n",), 1.0)])
 
 
+def export(database, path, *filters):
+    with path.open("wb") as file:
+        return export_archive(database, file, *filters)
+
+
 def content(database, path):
-    export_archive(database, path)
+    export(database, path)
     return path.read_bytes()
 
 

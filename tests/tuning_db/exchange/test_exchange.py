@@ -8,15 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relaxtune.tuning_db.errors import ExchangeError, InvalidRecordError
-from relaxtune.tuning_db.exchange.archive import export_archive, import_archive, merge, read_archive
+from relaxtune.tuning_db.errors import InvalidRecordError
+from relaxtune.tuning_db.exchange.archive import import_archive, merge, read_archive
 from relaxtune.tuning_db.exchange.entries import COVERED_TABLES, DERIVED_TABLES, merge_jobs, merge_workloads
 from relaxtune.tuning_db.exchange.pruning import PruneRules, prune
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.schema import Base
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.tuning_db.exchange.filled import START, content, fill
+from tests.tuning_db.exchange.filled import START, content, export, fill
 
 
 def test_archive_covers_every_table():
@@ -50,29 +50,11 @@ class TestArchive:
 
     def test_filter_takes_the_records_and_what_they_refer_to(self, database, samples, tmp_path):
         fill(database, samples)
-        export_archive(database, tmp_path / "part", RecordFilter(workload_hash="hash1", status=Status.OK))
+        export(database, tmp_path / "part", RecordFilter(workload_hash="hash1", status=Status.OK))
         with SqlDatabase.open("sqlite://") as other:
             done = import_archive(other, tmp_path / "part")
             assert (done.workloads, done.records, done.artifacts) == (1, 2, 0)
             assert {record.workload_hash for record in other.list_records()} == {"hash1"}
-
-    def test_nothing_is_left_when_the_folder_is_missing(self, database, tmp_path):
-        with pytest.raises(ExchangeError, match=r"Cannot write the archive .*folder that exists"):
-            export_archive(database, tmp_path / "no" / "a")
-        assert list(tmp_path.glob("no*")) == []
-
-    def test_existing_archive_is_kept_when_the_export_fails(self, database, samples, tmp_path, monkeypatch):
-        path = tmp_path / "a"
-        path.write_bytes(b"earlier")
-
-        def full(*_):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr("relaxtune.tuning_db.exchange.archive.os.fsync", full)
-        with pytest.raises(ExchangeError, match="No space left on device"):
-            export_archive(database, path)
-        assert path.read_bytes() == b"earlier"
-        assert list(tmp_path.glob(".a.*")) == []
 
 
 class TestMerge:
@@ -140,7 +122,7 @@ class TestMerge:
             databases.append(database)
         archives = [tmp_path / "0", tmp_path / "1"]
         for database, path in zip(databases, archives, strict=True):
-            export_archive(database, path)
+            export(database, path)
         for path in archives:
             with SqlDatabase.open("sqlite://") as alone:
                 import_archive(alone, path)
@@ -158,7 +140,7 @@ class TestMerge:
 
     def test_archive_reads_back_as_the_entries_written(self, database, samples, tmp_path):
         fill(database, samples)
-        count = export_archive(database, tmp_path / "a")
+        count = export(database, tmp_path / "a")
         assert len(list(read_archive(tmp_path / "a"))) == count
 
 

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from relaxtune.tuning_db.errors import ExchangeError
-from relaxtune.tuning_db.exchange.archive import export_archive, import_archive
+from relaxtune.tuning_db.exchange.archive import import_archive
 from relaxtune.tuning_db.store import SqlDatabase
-from tests.tuning_db.exchange.filled import fill, lines_of
+from tests.tuning_db.exchange.filled import export, fill, lines_of
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ class TestHostileArchive:
     def archive(self, samples, tmp_path):
         with SqlDatabase.open("sqlite://") as source:
             fill(source, samples)
-            export_archive(source, tmp_path / "a")
+            export(source, tmp_path / "a")
         return tmp_path / "a"
 
     @pytest.fixture(autouse=True)
