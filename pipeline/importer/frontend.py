@@ -111,8 +111,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _construct_node(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If":
-            super()._construct_nodes(onnx.GraphProto(node=[node]))
-            self._mark_results(node)
+            self._construct_if(node)
             return
         given = [self._sizes.of(self._nodes[name]) if name else None for name in node.input]
         result = self._fold_sizes(node, given)
@@ -124,6 +123,33 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             raise ValueError(msg)
         for name, field in zip(node.output, fields, strict=False):
             self._nodes[name] = field
+
+    def _construct_if(self, node: onnx.NodeProto) -> None:
+        """Bind the result of a branch, whose nodes are converted as those outside are; one is run."""
+        branches = {item.name: self._branch(item.g) for item in node.attribute}
+        condition = self._as_tensor(self._nodes[node.input[0]], narrow=False)
+        chosen = self.bb.emit(
+            relax.If(condition, branches["then_branch"], branches["else_branch"]), name_hint=identifier(node.name)
+        )
+        many = len(node.output) > 1
+        for place, name in enumerate(node.output):
+            self._nodes[name] = self.bb.emit(relax.TupleGetItem(chosen, place)) if many else chosen
+        self._mark_results(node)
+
+    def _branch(self, graph: onnx.GraphProto) -> relax.SeqExpr:
+        outer, sizes, marks = dict(self._nodes), self._sizes, self.marks
+        # What a check inside of a branch says holds there alone.
+        self._sizes, self.marks = sizes.copy(), []
+        self.bb._begin_binding_block()
+        try:
+            self._nodes |= {one.name: relax.const(self._parse_array(one)) for one in graph.initializer}
+            for node in graph.node:
+                self._construct_node(node)
+            results = [self._as_tensor(self._nodes[one.name], narrow=self._is_narrow(one.name)) for one in graph.output]
+        finally:
+            block = self.bb._end_block()
+            self._nodes, self._sizes, self.marks = outer, sizes, marks
+        return relax.SeqExpr([block], results[0] if len(results) == 1 else relax.Tuple(results))
 
     def _fold_sizes(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> tvm.ir.Expr | None:
         if _domain(node):

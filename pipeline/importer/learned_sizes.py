@@ -26,6 +26,12 @@ class LearnedSizes:
         self._known: list[tuple[tirx.FloorDiv, tirx.IntImm]] = []
         self._cast: dict[relax.Var, relax.Var] = {}
 
+    def copy(self) -> LearnedSizes:
+        """Return what is known by now, to be learned further apart."""
+        made = LearnedSizes(self._builder)
+        made._known = list(self._known)
+        return made
+
     def learn(self, given: Sequence[tvm.ir.Expr | None], checked: Sequence[tvm.ir.Expr | None]) -> None:
         """Remember what operands say that were checked to have known sizes."""
         for before, after in zip(given, checked, strict=True):

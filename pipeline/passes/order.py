@@ -7,6 +7,7 @@ of them scheduled). Compilation schedules the PrimFuncs and runs phase 7.
 from __future__ import annotations
 
 import tvm
+from tvm import relax
 from tvm.relax import backend
 from tvm.relax import transform as relax_pass
 
@@ -20,6 +21,7 @@ from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmu
 from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
+from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
@@ -61,6 +63,7 @@ from relaxtune.pipeline.passes.weights.mark_constants import mark_constants
 from relaxtune.pipeline.passes.weights.pack_weights import pack_weights
 from relaxtune.pipeline.passes.weights.quantise_weights import quantise_weights
 from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
+from relaxtune.schedules.tir.expressions import find_all
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
 
@@ -119,6 +122,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "legalise_operators", legalise_operators, _CODE_GENERATOR),
+        Step(Phase.LEGALISE, "keep_lookups_inside", keep_lookups_inside, "an index may not read foreign memory"),
         # 6 fuse
         Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
@@ -144,6 +148,13 @@ def lowering_steps() -> tuple[Step, ...]:
     )
 
 
+@tvm.transform.module_pass(opt_level=0, name="StaticPlanBlockMemory")
+def _plan_storage(mod: tvm.ir.IRModule, _context: tvm.transform.PassContext) -> tvm.ir.IRModule:
+    """Share memory between tensors; not where there are branches: TVM gives one branch the storage of the other."""
+    branches = any(find_all(function, relax.If) for _, function in mod.functions_items())
+    return mod if branches else relax_pass.StaticPlanBlockMemory()(mod)
+
+
 def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.ir.transform.Pass]:
     """Return phase 7, run after the PrimFuncs are scheduled: explicit memory, its plan, the VM's own forms.
 
@@ -154,7 +165,7 @@ def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.
         relax_pass.ToNonDataflow(),
         relax_pass.RemovePurityChecking(),
         relax_pass.CallTIRRewrite(),
-        relax_pass.StaticPlanBlockMemory(),
+        _plan_storage,
         *([relax_pass.RewriteCUDAGraph()] if cuda_graph and target.kind.name == "cuda" else []),
         relax_pass.LowerAllocTensor(),
         relax_pass.KillAfterLastUse(),

@@ -77,13 +77,12 @@ def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     ids, segments = node.input(0), node.optional(1)
     words, positions, kinds = node.input(2), node.input(3), node.optional(4)
     mask, places = node.optional(7), node.optional(8)
-    total = relax.op.take(words, ids, axis=0)
     if places is None:
-        length = ids.ty.shape.values[1]
-        places = relax.op.arange(0, length, 1, "int64")
-    total = node.builder.emit(relax.op.add(total, relax.op.take(positions, node.builder.emit(places), axis=0)))
+        places = node.builder.emit(relax.op.arange(0, ids.ty.shape.values[1], 1, "int64"))
+    total = relax.op.take(words, ids, axis=0, mode="clip")
+    total = node.builder.emit(relax.op.add(total, relax.op.take(positions, places, axis=0, mode="clip")))
     if segments is not None and kinds is not None:
-        total = node.builder.emit(relax.op.add(total, relax.op.take(kinds, segments, axis=0)))
+        total = node.builder.emit(relax.op.add(total, relax.op.take(kinds, segments, axis=0, mode="clip")))
     normed = _layer_norm(total, node.input(5), node.input(6), float_attribute(node, "epsilon", _EPSILON))
     if mask is None:
         count = relax.op.zeros([sizes_of(ids)[0]], "int32")

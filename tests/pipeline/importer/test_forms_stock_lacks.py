@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper
 
+import relaxtune
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from tests.pipeline.importer.converters.test_contrib_converters import floats
@@ -71,6 +76,42 @@ def test_if_with_a_constant_condition_leaves_one_branch(condition: bool) -> None
     graph = assert_agrees(model, {"x": floats(3)})
     text = graph.mod.script()
     assert ("R.negative" in text, "R.abs" in text, "if " in text) == (condition, not condition, False)
+
+
+@pytest.mark.parametrize("past", [0, 3])
+@pytest.mark.parametrize("flag", [True, False])
+def test_branches_are_converted_as_the_nodes_outside(past: int, flag: bool, tmp_path: Path) -> None:
+    """Negative indices, sizes, several kernels, and a branch inside of a branch: all of it our own converters do."""
+    node = helper.make_node
+
+    def branch(name: str, nodes: Sequence[onnx.NodeProto]) -> onnx.GraphProto:
+        return helper.make_graph(nodes, name, [], [helper.make_tensor_value_info(name, 1, ["b", "s", 8])])
+
+    zeros = [node("Shape", ["x"], ["size"]), node("ConstantOfShape", ["size"], ["zeros"])]
+    inner = {
+        "then_branch": branch("doubled", [node("Add", ["x", "x"], ["doubled"])]),
+        "else_branch": branch("less", [*zeros, node("Sub", ["zeros", "x"], ["less"])]),
+    }
+    rows, again = (node("Gather", ["words", "ids"], [name]) for name in ("rows", "again"))
+    then = [rows, node("Softmax", ["rows"], ["soft"]), node("LayerNormalization", ["soft", "scale"], ["then"])]
+    other = [again, node("If", ["flag"], ["inner"], **inner), node("Mul", ["again", "inner"], ["other"])]
+    branches = {"then_branch": branch("then", then), "else_branch": branch("other", other)}
+    nodes = [
+        node("Gather", ["words", "ids"], ["x"]),
+        node("Shape", ["past"], ["sizes"], start=1, end=2),
+        node("Greater", ["sizes", "zero"], ["long"]),
+        node("If", ["long"], ["chosen"], **branches),
+        node("Relu", ["chosen"], ["y"]),
+    ]
+    inputs = {"ids": ("int64", ("b", "s")), "past": ("float32", ("b", "p", 1)), "flag": ("bool", ())}
+    constants = {"words": floats(50, 8), "scale": floats(8), "zero": np.array([0])}
+    model = make_model(nodes, inputs, {"y": ("float32", ("b", "s", 8))}, constants)
+    onnx.save(model.proto, tmp_path / "branches.onnx")
+    loaded = relaxtune.load(
+        relaxtune.compile(tmp_path / "branches.onnx", tmp_path / "out", target="llvm", samples=0).directory
+    )
+    feeds = {"ids": np.array([[1, -1], [-50, 49]]), "past": np.zeros((2, past, 1), "float32"), "flag": np.array(flag)}
+    np.testing.assert_allclose(loaded.run(feeds)["y"], run_reference(model, feeds)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_function_with_attributes_and_constants_of_every_kind() -> None:

@@ -76,7 +76,7 @@ def rotate_heads(
     """
     emit = node.builder.emit
     if positions is not None:
-        cos, sin = (emit(relax.op.take(table, positions, axis=0)) for table in (cos, sin))
+        cos, sin = (emit(relax.op.take(table, positions, axis=0, mode="clip")) for table in (cos, sin))
     cos, sin = (emit(relax.op.expand_dims(table, 1)) for table in (cos, sin))
     half, size = static_size(cos, 3), static_size(data, 3)
     rotated, rest = data, None

@@ -2,8 +2,8 @@
 
 TVM's frontend reads the size of the axis at run time (three kernels a Gather, even for a static axis) and takes
 without a bounds check: an index out of range reads foreign memory. Here a constant index is made non-negative at
-import, any other is corrected by a constant, and `Gather` clips, which costs one comparison in a memory-bound kernel.
-ONNX leaves an index out of range undefined; ONNX Runtime refuses it.
+import, any other is corrected by a constant, and `Gather` clips; `passes.keep_lookups_inside` clamps the rest.
+ONNX leaves an index out of range undefined; ONNX Runtime refuses it, and so does a call with arrays of the host.
 """
 
 from __future__ import annotations
