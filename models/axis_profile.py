@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from relaxtune.models.axes.relations import axis_sizes
+from relaxtune.models.axes.relations import axis_sizes, check_bounds
 from relaxtune.models.axes.windows import check_sizes
 from relaxtune.models.buckets import list_symbols
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.spec import OnnxModel, TensorSpec
+from relaxtune.models.spec import OnnxModel
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ def parse_profiles(texts: Sequence[str]) -> dict[str, AxisProfile]:
     return found
 
 
-def check_profile(profile: Mapping[str, AxisProfile], specs: Sequence[TensorSpec]) -> None:
-    """Check that the axes of a profile are symbolic ones of the inputs.
+def check_profile(profile: Mapping[str, AxisProfile], model: OnnxModel) -> None:
+    """Check that the axes of a profile are symbolic ones of the inputs, and its sizes what the graph takes.
 
     Raises
     ------
     ModelShapeError
-        One is not.
+        One is not, or a table of the graph is shorter than the largest size, the other axes at their least.
     """
+    specs = model.inputs
     symbols = list_symbols(specs)
     unknown = [axis for axis in profile if axis not in symbols]
     if unknown:
@@ -71,6 +72,10 @@ def check_profile(profile: Mapping[str, AxisProfile], specs: Sequence[TensorSpec
             f"axis {unknown[0]!r} of a profile is no symbolic axis of the inputs: expected one of "
             f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
         )
+    bounds = [relation for relation in model.relations if relation.sign == "<="]
+    for axis, sizes in profile.items():
+        least = {other: one.least for other, one in profile.items()}
+        check_bounds(bounds, {**least, axis: sizes.most}, f"profile {axis}={sizes.least}:{sizes.typical}:{sizes.most}")
 
 
 def sizes_within(model: OnnxModel, maxima: Mapping[str, int], given: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from functools import lru_cache
 
 from relaxtune.models.errors import ModelShapeError
 
@@ -25,12 +26,17 @@ def evaluate_dim(dim: Dim, bindings: Mapping[str, int]) -> Dim:
         return dim
     if dim in bindings:
         return bindings[dim]
-    try:
-        tree = ast.parse(dim, mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return dim
-    value = _evaluate(tree.body, bindings)
+    tree = _parsed(dim)
+    value = None if tree is None else _evaluate(tree, bindings)
     return dim if value is None else value
+
+
+@lru_cache(maxsize=1024)
+def _parsed(dim: str) -> ast.expr | None:
+    try:
+        return ast.parse(dim, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def split_offset(dim: str) -> tuple[str, int] | None:

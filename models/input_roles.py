@@ -12,6 +12,7 @@ import onnx
 from onnx import inliner, numpy_helper
 
 from relaxtune.models.hashing import without_weights
+from relaxtune.models.spec import IndexLimit
 
 # Operators whose output holds the values of the named inputs, moved but not changed.
 _MOVES: dict[str, frozenset[int]] = {
@@ -27,10 +28,20 @@ _MOVES: dict[str, frozenset[int]] = {
     "Max": frozenset(range(64)),
     "Min": frozenset(range(64)),
 }  # fmt: skip
+# Those of them, and of `Add` and `Sub`, whose output holds all of the values.
+_MOVES_ALL = _MOVES.keys() - {"Clip", "Gather", "Max", "Min", "Slice", "Split", "Where"}
 # Operators that keep the axes of a table on its way from the weight to the Gather.
 _SAME_AXES = frozenset({"Identity", "Cast", "DequantizeLinear"})
-# Fused embedding operators: which input is the table of which index input.
-_EMBED_TABLES = {0: 2, 1: 4}
+# Fused operators: which input is the table of which index input.
+_TABLES: dict[str, dict[int, int]] = {
+    "EmbedLayerNormalization": {0: 2, 1: 4, 8: 3},
+    "GroupQueryAttention": {9: 7},
+    "RotaryEmbedding": {1: 2, 3: 1},
+}
+# Operators that count negative indices from the end of the table.
+_WRAPPING = frozenset({"Gather", "GatherBlockQuantized", "GatherElements", "GatherND"})
+# No branch.
+_MAIN = ("", "")
 _INTEGERS = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
 # Longer than any vocabulary.
 _COUNT_MAX = 2**21
@@ -59,7 +70,9 @@ class GraphUses:
             self._dims.setdefault(value.name, tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim))
         self._consumers: dict[str, list[tuple[onnx.NodeProto, int]]] = defaultdict(list)
         self._producers: dict[str, onnx.NodeProto] = {}
-        for node in graph.node:
+        self._branches: dict[int, tuple[str, str]] = {}
+        for node, branch in _with_branches(graph):
+            self._branches[id(node)] = branch
             for index, name in enumerate(node.input):
                 self._consumers[name].append((node, index))
             for name in node.output:
@@ -84,6 +97,28 @@ class GraphUses:
                 best = found
         return best
 
+    def index_limit(self, name: str) -> IndexLimit | None:
+        """Return the values that every run looks up in a table, whole or shifted; None where no run surely does.
+
+        A look-up in a branch counts where the other branch has one, too; the wider of both is what is allowed.
+        """
+        found: dict[tuple[str, str], IndexLimit] = {}
+        for node, index, offset in self._reached(name, whole=True):
+            size = None if node.op_type in {"Equal", "OneHot"} else self._table_size(node, index)
+            if size is None or (node.op_type == "GatherND" and self._dims.get(node.input[1], ())[-1:] != (1,)):
+                continue
+            table = node.input[_TABLES.get(node.op_type, {}).get(index, 0)]
+            least = -offset - (size if node.op_type in _WRAPPING else 0)
+            one = IndexLimit(name, least, size - 1 - offset, size, f"table {table!r} ({_label(node)})")
+            branch = self._branches[id(node)]
+            found[branch] = min(found.get(branch, one), one, key=lambda limit: limit.rows)
+        sure = [found[_MAIN]] if _MAIN in found else []
+        for choice, which in found:
+            other = found.get((choice, "else_branch" if which == "then_branch" else "then_branch"))
+            if other is not None:
+                sure.append(max(found[choice, which], other, key=lambda limit: limit.rows))
+        return min(sure, key=lambda limit: limit.rows, default=None)
+
     def mask_use(self, name: str) -> str | None:
         """Return why the input looks like a mask, or None."""
         for node, index, _ in self._reached(name):
@@ -99,8 +134,11 @@ class GraphUses:
         """Return whether the input is added to something as it is, as a mask of scores is."""
         return any(node.op_type == "Add" for node, _, _ in self._reached(name))
 
-    def _reached(self, name: str) -> Iterator[tuple[onnx.NodeProto, int, int]]:
-        """Yield (node, input index, offset) for every consumer of the input's values plus a constant offset."""
+    def _reached(self, name: str, *, whole: bool = False) -> Iterator[tuple[onnx.NodeProto, int, int]]:
+        """Yield (node, input index, offset) for every consumer of the input's values plus a constant offset.
+
+        With `whole`, only for consumers of all of the values.
+        """
         stack, seen = [(name, 0)], {(name, 0)}
         while stack:
             tensor, offset = stack.pop()
@@ -112,7 +150,7 @@ class GraphUses:
                     if constant is None:
                         continue
                     moved = offset + (constant if node.op_type == "Add" else -constant)
-                elif index not in _MOVES.get(node.op_type, frozenset()):
+                elif index not in _MOVES.get(node.op_type, frozenset()) or (whole and node.op_type not in _MOVES_ALL):
                     continue
                 for output in node.output:
                     if (output, moved) not in seen:
@@ -125,8 +163,8 @@ class GraphUses:
             return self._axis_size(node.input[0], axis)
         if node.op_type == "GatherND" and index == 1:
             return self._axis_size(node.input[0], 0)
-        if node.op_type == "EmbedLayerNormalization" and index in _EMBED_TABLES:
-            return self._axis_size(node.input[_EMBED_TABLES[index]], 0)
+        if index in _TABLES.get(node.op_type, {}):
+            return self._axis_size(node.input[_TABLES[node.op_type][index]], 0)
         if node.op_type == "OneHot" and index == 0:
             return self._constant(node.input[1])
         # One-hot by comparison with 0, 1, 2, ..., as jax writes it.
@@ -153,6 +191,18 @@ class GraphUses:
             return None
         value = float(numpy_helper.to_array(tensor).reshape(-1)[0])
         return int(value) if value.is_integer() else None
+
+
+def _with_branches(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, tuple[str, str]]]:
+    """Yield the nodes of a graph and of the branches in it, each with its choice and branch."""
+    for node in graph.node:
+        yield node, _MAIN
+        for attribute in (item for item in node.attribute if item.HasField("g")):
+            branch = (node.output[0], attribute.name)
+            # What is behind a second choice is looked up for certain nowhere.
+            yield from (
+                (inner, branch if own == _MAIN else ("", "inner")) for inner, own in _with_branches(attribute.g)
+            )
 
 
 def _counts_up(tensor: onnx.TensorProto) -> bool:

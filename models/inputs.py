@@ -20,7 +20,7 @@ import numpy as np
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
-from relaxtune.models.spec import OnnxModel, TensorSpec, numpy_dtype
+from relaxtune.models.spec import IndexLimit, OnnxModel, TensorSpec, numpy_dtype
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,13 @@ def describe_inputs(model: OnnxModel) -> tuple[InputRule, ...]:
     """Return how each input is drawn and why, in the model's order."""
     uses = GraphUses(model.proto)
     return tuple(_rule(spec, uses) for spec in model.inputs)
+
+
+def index_limits(model: OnnxModel) -> tuple[IndexLimit, ...]:
+    """Return which integers the inputs may hold that are looked up in tables, as ONNX Runtime takes them."""
+    uses = GraphUses(model.proto)
+    found = [uses.index_limit(spec.name) for spec in model.inputs if spec.dtype not in _FLOATS]
+    return tuple(limit for limit in found if limit is not None)
 
 
 def random_inputs(

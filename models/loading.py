@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnx
 
-from relaxtune.models.axes.relations import bindings_of, find_relations
+from relaxtune.models.axes.relations import bindings_of, check_bounds, find_relations
 from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions, sort_nodes
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
@@ -81,7 +81,10 @@ def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     all_inline = inline_external_data(proto, folder, check_external_data(proto, folder))
     weights = {tensor.name for tensor in proto.graph.initializer}
     inputs = signature_of([value for value in proto.graph.input if value.name not in weights], "input")
-    pin_shapes(proto, bind_shapes(inputs, shapes, path.name))
+    bound = bind_shapes(inputs, shapes, path.name)
+    if any(isinstance(size, int) for size in bound.values()):
+        check_bounds(find_relations(proto), bound, f"model {path.name}")
+    pin_shapes(proto, bound)
     check_and_infer(proto)
     relations = find_relations(proto)
     bindings = bindings_of(relations)
@@ -108,7 +111,7 @@ def _load_zoo(name: str, preset: Preset, shapes: Shapes, precision: Precision, s
             raise ModelShapeError(msg)
     proto = preset.build(name, dims, precision, seed)
     check_and_infer(proto)
-    return make_model(name, proto, path=None, data_dir=None, seed=seed)
+    return make_model(name, proto, path=None, data_dir=None, seed=seed, relations=find_relations(proto))
 
 
 def make_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
 
 # Protobuf refuses to write or read a message of 2 GiB; the margin is room for the graph itself.
@@ -111,17 +112,63 @@ class AxisRelation:
         A number, or a sum of products of other axes' names.
     where
         The axes of inputs with that name, such as `attention_mask[1]`.
+    table
+        What sets a bound: a table by its name, or the node that reads.
     """
 
     axis: str
     sign: str
     size: str
     where: tuple[str, ...] = ()
+    table: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        """Return `total (attention_mask[1]) = past + sequence`."""
+        """Return `total (attention_mask[1]) = past + sequence`, and what sets it."""
         where = f" ({', '.join(self.where)})" if self.where else ""
-        return f"{self.axis}{where} {self.sign} {self.size}"
+        return f"{self.axis}{where} {self.sign} {self.size}{f', by {self.table}' if self.table else ''}"
+
+    def problem(self, sizes: Mapping[str, int]) -> str | None:
+        """Return how a bound is broken by the sizes of axes; None where it is kept, or where sizes are missing."""
+        size, bound = evaluate_dim(self.axis, sizes), evaluate_dim(self.size, sizes)
+        least = self.sign == ">="
+        if self.sign == "=" or isinstance(size, str) or isinstance(bound, str):
+            return None
+        if (size >= bound) if least else (size <= bound):
+            return None
+        limit = f"{bound} or more" if least else f"{bound} at most"
+        bounded = f" ({self.size})" if self.size != str(bound) else ""
+        return f"axis {self.axis!r} has size {size}, {self.table or 'the graph'} takes {limit}{bounded}"
+
+
+@dataclass(frozen=True)
+class IndexLimit:
+    """The integers that an input may hold, `least` to `most`: places of a table, negative ones from its end.
+
+    Attributes
+    ----------
+    rows
+        Of the table.
+    table
+        Its name, and the node that looks up.
+    """
+
+    input: str
+    least: int
+    most: int
+    rows: int
+    table: str
+
+    def problem(self, values: np.ndarray) -> str | None:
+        """Return which value is outside of the table; None where none is."""
+        if not values.size:
+            return None
+        low, high = int(values.min()), int(values.max())
+        if low >= self.least and high <= self.most:
+            return None
+        return (
+            f"input {self.input!r} has the value {low if low < self.least else high}, {self.table} has {self.rows} "
+            f"rows and takes {self.least} to {self.most}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,7 +143,7 @@ def import_request(request: ModelRequest) -> Imported:
     with stage("load"):
         shapes = open_axes(request.source, (*request.buckets, *request.profile), request.shapes)
         model = load_model(request.source, shapes=shapes or None, seed=request.seed)
-        check_profile(request.profile, model.inputs)
+        check_profile(request.profile, model)
         wanted = make_buckets(request.buckets, model.inputs) if request.buckets else ()
     with stage("import"):
         return Imported(model, import_model(model), tuple(wanted))

@@ -51,17 +51,20 @@ class AxisFacts:
     solved
         Name -> the size that it is equal to.
     at_least
-        Sizes, each with one that it is at least.
+        Sizes, each with one that it is at least, and the table or node that says so.
     constants
         The small constants, by name.
+    tables
+        Names of all constants.
     below_zero
         Name of a tensor that says where another is negative -> the name of the other.
     """
 
     order: Mapping[str, int]
     solved: dict[str, Polynomial] = field(default_factory=dict)
-    at_least: list[tuple[Polynomial, Polynomial]] = field(default_factory=list)
+    at_least: list[tuple[Polynomial, Polynomial, str]] = field(default_factory=list)
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    tables: set[str] = field(default_factory=set)
     below_zero: dict[str, str] = field(default_factory=dict)
     _fresh: int = 0
 
@@ -85,10 +88,12 @@ class AxisFacts:
             name, answer = max(usable, key=lambda item: (item[0].startswith("?"), self.order.get(item[0], -1)))
             self.solved[name] = answer
 
-    def require(self, size: Polynomial, least: Polynomial) -> None:
-        """Note that a size is at least another one."""
+    def require(self, node: onnx.NodeProto, table: int, size: Polynomial, least: Polynomial) -> None:
+        """Note that a size of a node's input, a table, is at least another one."""
         if (size - least).names:
-            self.at_least.append((size, least))
+            name = node.input[table]
+            label = f"table {name!r}" if name in self.tables else f"{node.op_type} {node.name or node.output[0]!r}"
+            self.at_least.append((size, least, label))
 
     def broadcast(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of tensors that are broadcast; sizes by name that meet are equal."""

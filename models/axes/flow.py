@@ -27,11 +27,13 @@ class AxisFlow(AxisFacts):
     def __init__(self, model: onnx.ModelProto) -> None:
         """Follow the graph."""
         super().__init__({name: place for place, name in enumerate(input_symbols(model))})
+        tables = {tensor.name for tensor in model.graph.initializer}
         model = _typed(model)
         graph = model.graph
         self._opsets = {entry.domain: int(entry.version) for entry in model.opset_import}
         self._opset_imports = list(model.opset_import)
         self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
+        self.tables = tables
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self._types |= {name: tensor.data_type for name, tensor in self.constants.items()}
         self._known: dict[str, Known] = {}
@@ -44,6 +46,8 @@ class AxisFlow(AxisFacts):
             self._follow(node)
 
     def _follow(self, node: onnx.NodeProto) -> None:
+        if node.op_type == "If":
+            self._follow_branches(node)
         rule = RULES.get(node.op_type)
         inputs = [self._known.get(name, UNKNOWN) for name in node.input]
         try:
@@ -57,6 +61,19 @@ class AxisFlow(AxisFacts):
         for name, known in zip(node.output, outputs, strict=False):
             if name:
                 self._known[name] = known
+
+    def _follow_branches(self, node: onnx.NodeProto) -> None:
+        """Follow what the branches ask of sizes; what they find equal holds where they are run."""
+        for branch in (item.g for item in node.attribute):
+            known, solved, constants = dict(self._known), dict(self.solved), dict(self.constants)
+            self.constants |= {tensor.name: tensor for tensor in branch.initializer}
+            self._known |= {tensor.name: known_constant(tensor) for tensor in branch.initializer}
+            first = len(self.at_least)
+            for inner in branch.node:
+                self._follow(inner)
+            asked = [(self.resolve(size), self.resolve(least), label) for size, least, label in self.at_least[first:]]
+            self.at_least[first:] = asked
+            self._known, self.solved, self.constants = known, solved, constants
 
     def _infer(self, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
         """Return the shapes that onnx infers for one node, sizes in and out as text."""

@@ -8,14 +8,15 @@ sees one name for one size. `axis_sizes` chooses sizes that keep the relations.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 
 from relaxtune.models.axes.facts import ONE, ZERO
 from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols
 from relaxtune.models.axes.windows import has_windows, with_room
-from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.dims import Dim, evaluate_dim
+from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.polynomials import Polynomial
 from relaxtune.models.spec import AxisRelation, OnnxModel
@@ -30,15 +31,19 @@ def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
         return ()
     flow = AxisFlow(model)
     masks = _mask_symbols(model)
-    bounds = [gap for size, least in flow.at_least if (gap := _bound_masks(flow, size - least, masks)) is not None]
+    bounds = [
+        (gap, table)
+        for size, least, table in flow.at_least
+        if (gap := _bound_masks(flow, size - least, masks)) is not None
+    ]
     places = _places(model)
     relations = [
         AxisRelation(name, "=", str(size), tuple(places[name]))
         for name in names
         if name in flow.solved and _is_known(size := flow.resolve(flow.solved[name]))
     ]
-    for gap in dict.fromkeys(flow.resolve(gap) for gap in bounds):
-        relations += _inequality(gap, places)
+    for gap, table in bounds:
+        relations += _inequality(flow.resolve(gap), places, table)
     return tuple(dict.fromkeys(relations))
 
 
@@ -51,6 +56,22 @@ def bindings_of(relations: tuple[AxisRelation, ...]) -> dict[str, int | str]:
         # TVM reads a dimension from left to right, without the precedence of products.
         if re.fullmatch(r"\w+( \+ \w+)*", size)
     }
+
+
+def check_bounds(relations: Sequence[AxisRelation], sizes: Mapping[str, Dim], what: str) -> None:
+    """Check that sizes of axes keep what the graph asks of them; axes without a size may be empty.
+
+    Raises
+    ------
+    ModelShapeError
+        They do not; the message names the table that is too short.
+    """
+    numbers = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    empty = {axis: 0 for one in relations if one.sign == "<=" for axis in one.axis.split(" + ")}
+    given = {"<=": {**empty, **numbers}}
+    problems = [problem for one in relations if (problem := one.problem(given.get(one.sign, numbers))) is not None]
+    if problems:
+        raise ModelShapeError(f"{what}: {'; '.join(problems)}. Give sizes within it, or export the model with more")
 
 
 def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -121,7 +142,7 @@ def _pairs(gap: Polynomial) -> Iterator[tuple[str, str]]:
                 yield left.pop(), right.pop()
 
 
-def _inequality(gap: Polynomial, places: Mapping[str, list[str]]) -> list[AxisRelation]:
+def _inequality(gap: Polynomial, places: Mapping[str, list[str]], table: str) -> list[AxisRelation]:
     """Return `gap >= 0` as a bound of one axis, or of a sum of axes by a number; nothing for another form."""
     number = Polynomial.number(dict(gap.terms).get((), 0))
     total = number - gap
@@ -129,11 +150,11 @@ def _inequality(gap: Polynomial, places: Mapping[str, list[str]]) -> list[AxisRe
         return []
     if number.value and total.terms and total.is_positive:
         axis = str(total)
-        return [AxisRelation(axis, "<=", str(number), tuple(places.get(axis, ())))] if "*" not in axis else []
+        return [AxisRelation(axis, "<=", str(number), tuple(places.get(axis, ())), table)] if "*" not in axis else []
     for name in gap.names:
         size = gap.solved_for(name)
         if size is not None and size not in (ZERO, ONE) and size.is_positive and gap + size == Polynomial.symbol(name):
-            return [AxisRelation(name, ">=", str(size), tuple(places.get(name, ())))]
+            return [AxisRelation(name, ">=", str(size), tuple(places.get(name, ())), table)]
     return []
 
 

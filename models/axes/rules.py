@@ -14,13 +14,15 @@ from relaxtune.models.polynomials import Polynomial
 
 # Operators with these results are followed by their first input's shape; onnx knows none of them.
 _SAME_SHAPE = frozenset(
-    {"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
+    {"BiasGelu", "FastGelu", "Gelu", "QuickGelu", "SimplifiedLayerNormalization",
      "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
 )  # fmt: skip
 _BROADCAST = frozenset(
     {"Add", "And", "BitwiseAnd", "BitwiseOr", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
      "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "PRelu", "Sub", "Sum", "Where", "Xor"}
 )  # fmt: skip
+# Their results are 0 or 1.
+_TRUTH = frozenset({"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Or", "Xor"})
 # Operators that move integers without changing them.
 MOVES = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
 
@@ -113,6 +115,8 @@ def _top(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> Sha
         facts.below_zero[node.output[0]] = node.input[0]
     if node.op_type == "Where" and facts.below_zero.get(node.input[0]) == node.input[2]:
         return inputs[2].top
+    if node.op_type in _TRUTH:
+        return (ONE,)
     tops = [known.top if known.top is not None else known.data for known in inputs]
     if node.op_type not in {"Add", "Mul", "Sub"} or any(top is None or len(top) != 1 for top in tops):
         return None
@@ -153,7 +157,7 @@ def _gather(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> 
     data, indices = _sizes(inputs[0]), _sizes(inputs[1])
     axis = _attribute(node, "axis", 0) % len(data)
     if inputs[1].top is not None and len(inputs[1].top) == 1:
-        facts.require(data[axis], inputs[1].top[0] + ONE)
+        facts.require(node, 0, data[axis], inputs[1].top[0] + ONE)
     picked = None
     if inputs[0].data is not None and inputs[1].data is not None:
         picked = tuple(inputs[0].data[_whole(place)] for place in inputs[1].data)
@@ -165,7 +169,7 @@ def _gather_nd(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) 
     depth = _sizes(inputs[1])[-1].value
     if not _attribute(node, "batch_dims", 0) and top is not None and depth is not None and len(top) == depth:
         for size, largest in zip(data, top, strict=False):
-            facts.require(size, largest + ONE)
+            facts.require(node, 0, size, largest + ONE)
     return None
 
 
@@ -188,7 +192,7 @@ def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
                 continue
             last = size
         if (size - last).names:
-            facts.require(size, last)
+            facts.require(node, 0, size, last)
         elif size.value is not None and last.value is not None:
             last = Polynomial.number(min(size.value, last.value))
         if data is not None:
@@ -268,6 +272,42 @@ def _matmul(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> 
     return [Known((*stack, *rows, *columns))]
 
 
+def _embeddings(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    """EmbedLayerNormalization: without position ids, as many rows of the table of positions as there are tokens."""
+    ids = _sizes(inputs[0])
+    if len(node.input) < 9 or not node.input[8]:
+        facts.require(node, 3, _sizes(inputs[3])[0], ids[1])
+    hidden = (*ids, _sizes(inputs[2])[1])
+    return [Known(hidden), Known(ids[:1]), Known(hidden)][: len(node.output)]
+
+
+def _rotary(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    """RotaryEmbedding: ONNX Runtime takes no longer sequences than its tables have rows."""
+    table = 2 if node.domain else 1
+    rows, data = _sizes(inputs[table]), _sizes(inputs[0])
+    if len(rows) == 2:
+        facts.require(node, table, rows[0], data[2] if len(data) == 4 else data[1])
+    return [Known(data)]
+
+
+def _group_query_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    """GroupQueryAttention: its rotary tables have a row for each key, past ones included."""
+    if _attribute(node, "do_rotary", 0) and len(inputs) > 7:
+        facts.require(node, 7, _sizes(inputs[7])[0], _cached(facts, inputs, 3, _sizes(inputs[0])[1]))
+    return None
+
+
+def _cumulative(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    """Return a running sum, at most the largest integer times how many there are: positions of tokens, say."""
+    shape, top = _sizes(inputs[0]), inputs[0].top
+    many = shape[_whole(_elements(inputs[1])[0]) % len(shape)]
+    return [Known(shape, None, None if top is None or len(top) != 1 else (top[0] * many,))]
+
+
+def _not(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    return [Known(inputs[0].shape, None, (ONE,))]
+
+
 def _same_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
     return [Known(inputs[0].shape)] * len(node.output) if node.domain == "com.microsoft" else None
 
@@ -292,13 +332,18 @@ RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[
     "Concat": _concat,
     "Constant": _constant,
     "ConstantOfShape": _constant_of_shape,
+    "CumSum": _cumulative,
+    "EmbedLayerNormalization": _embeddings,
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
     "GatherND": _gather_nd,
+    "GroupQueryAttention": _group_query_attention,
     "MatMul": _matmul,
+    "Not": _not,
     "Range": _range,
     "Reshape": _reshape,
+    "RotaryEmbedding": _rotary,
     "Shape": _shape,
     "Slice": _slice,
 }

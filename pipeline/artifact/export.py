@@ -23,6 +23,7 @@ from relaxtune import __version__
 from relaxtune.models import describe_inputs
 from relaxtune.models.axes.windows import least_sizes
 from relaxtune.models.buckets import Bucket, fill_values, list_masks, list_symbols
+from relaxtune.models.inputs import index_limits
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.device_choice import vector_features
 from relaxtune.pipeline.artifact.directory import write_directory
@@ -208,6 +209,8 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         unpadding=lowered.unpadding,
         recipe=recipe_of(lowered),
         minima=least_sizes(model.proto, list_symbols(lowered.graph.inputs)),
+        limits=tuple(relation for relation in model.relations if relation.sign != "="),
+        indices=index_limits(model),
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from relaxtune.models import TensorSpec
-from relaxtune.models.spec import numpy_dtype
+from relaxtune.models import AxisRelation, TensorSpec
+from relaxtune.models.spec import IndexLimit, numpy_dtype
 from relaxtune.models.unpadding import Unpadding
 from relaxtune.pipeline.artifact.entries import (
     BucketEntry,
@@ -70,6 +70,10 @@ class Manifest:
         How padding is left out; None where it is not.
     recipe
         By which it takes other weights; None where a version before did not say.
+    limits
+        What tables of the graph allow the axes, and sums of them, to be; None where a version before did not say.
+    indices
+        What integers the inputs may hold that are looked up in tables.
     """
 
     model: str
@@ -96,6 +100,8 @@ class Manifest:
     unpadding: Unpadding | None = None
     recipe: RecipeEntry | None = None
     minima: Mapping[str, int] = field(default_factory=dict)
+    limits: tuple[AxisRelation, ...] | None = None
+    indices: tuple[IndexLimit, ...] = ()
 
     @property
     def needed_files(self) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,7 @@ from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import named_libraries
 
+_LOG = logging.getLogger(__name__)
 _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
@@ -156,6 +158,11 @@ class Module:
             require_signature(directory, Path(verify_key))
             verify = True
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
+        if manifest.limits is None and not all(spec.is_static for spec in manifest.inputs):
+            _LOG.warning(
+                "%s was compiled by a version that did not keep the limits of its axes: sizes beyond a table of the "
+                "model are not refused; compile it again", directory,
+            )  # fmt: skip
         chosen = device_for(manifest, device, directory)
         threads = default_threads() if threads is None else threads
         for library in named_libraries(manifest.target.libraries):
@@ -250,7 +257,8 @@ class Module:
         Raises
         ------
         PipelineError
-            An input is missing, unexpected, or of another dtype or shape than the signature says.
+            An input is missing, unexpected, or of another dtype or shape than the signature says; an axis is beyond
+            the artifact's limits; or a table is looked up outside of it.
         """
         check_inputs(inputs, self.inputs, self._limits)
         routed = self._router.run(inputs) if self._router is not None else None
@@ -285,6 +293,8 @@ class Module:
     ) -> tuple[Tensor, ...]:
         """Return the outputs as tensors on the device; of dtypes and shapes only the limits of axes are checked.
 
+        Values are not looked at. An index outside of a table reads the table's first or last row.
+
         Nothing is copied or waited for. Outputs have `__dlpack__`, for `torch.from_dlpack` and its like.
 
         Parameters
@@ -316,9 +326,11 @@ class Module:
                 else borrowed_input(one, self.inputs[n].name, self._manifest.model, self._device)
                 for n, one in enumerate(tensors)
             ]
-            routed = self._router.run_device(given) if self._router is not None else None
-            if routed is not None:
-                return routed
+            if self._router is not None:
+                check_limits([one.shape for one in given], self.inputs, self._limits)
+                routed = self._router.run_device(given)
+                if routed is not None:
+                    return routed
             with self._turn:
                 return self._call(given)
 

@@ -10,9 +10,9 @@ import numpy as np
 import tvm_ffi
 from tvm.runtime import Device, Tensor
 
-from relaxtune.models import TensorSpec
+from relaxtune.models import AxisRelation, TensorSpec
 from relaxtune.models.dims import may_be_empty
-from relaxtune.models.spec import numpy_dtype
+from relaxtune.models.spec import IndexLimit, numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.printable import last_line
@@ -33,10 +33,20 @@ class SupportsDLPack(Protocol):
 
 @dataclass(frozen=True)
 class AxisLimits:
-    """Symbolic axis -> its least size, where that is more than 1, and its largest, where it has one."""
+    """Symbolic axis -> its least size, where that is more than 1, and its largest, where it has one.
+
+    Attributes
+    ----------
+    tables
+        What tables of the graph allow.
+    indices
+        What values are looked up in tables.
+    """
 
     least: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
+    tables: Sequence[AxisRelation] = ()
+    indices: Sequence[IndexLimit] = ()
 
     def problems(self, sizes: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return what is wrong with axis -> (size, the input it is from)."""
@@ -46,11 +56,19 @@ class AxisLimits:
             for axis, (size, name) in sizes.items()
             if size < (least := self.least.get(axis, 0))
         ]
+        numbers = {axis: size for axis, (size, _) in sizes.items()}
+        small += [self._of_table(one, problem, sizes) for one in self.tables if (problem := one.problem(numbers))]
         return small + [
             f"axis {axis!r} has size {size} (from {name!r}), the profile it was compiled with has {most} at most"
             for axis, (size, name) in sizes.items()
             if size > (most := self.most.get(axis, size))
         ]
+
+    @staticmethod
+    def _of_table(relation: AxisRelation, problem: str, sizes: Mapping[str, tuple[int, str]]) -> str:
+        named = (axis for axis in sizes if axis in f"{relation.axis} {relation.size}".split())
+        parts = (f"{axis}={sizes[axis][0]} from {sizes[axis][1]!r}" for axis in named)
+        return f"{problem} ({', '.join(parts)})"
 
 
 _NO_LIMITS = AxisLimits()
@@ -58,11 +76,13 @@ _NO_LIMITS = AxisLimits()
 
 def limits_of(manifest: Manifest) -> AxisLimits:
     """Return between which sizes the axes of an artifact's inputs may be."""
-    return AxisLimits(manifest.minima, manifest.maxima)
+    return AxisLimits(manifest.minima, manifest.maxima, manifest.limits or (), manifest.indices)
 
 
 def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limits: AxisLimits = _NO_LIMITS) -> None:
     """Check arrays against a signature; a symbolic axis takes one size over all the inputs, within its limits.
+
+    Integers that are looked up in a table are inside of it.
 
     Raises
     ------
@@ -94,6 +114,7 @@ def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limi
         empty = [axis for axis, (size, _) in symbols.items() if size == 0 and not _may_be_empty(axis, specs)]
         problems = [f"axis {axis!r} has size 0 (from {symbols[axis][1]!r}), expected 1 or more" for axis in empty]
         problems += limits.problems(symbols)
+        problems += [problem for one in limits.indices if (problem := one.problem(inputs[one.input]))]
     _refuse(problems, specs)
 
 

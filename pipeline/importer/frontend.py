@@ -58,6 +58,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     between two marks was emitted while the second one's node was converted.
     """
 
+    _nodes: dict[str, tvm.ir.Expr]
+
     def __init__(self, model: OnnxModel, graph: NormalisedGraph) -> None:
         # TVM takes a size of 0 in a file for an axis of unknown size.
         empty = {one.name: list(one.shape) for one in model.inputs if 0 in one.shape and one.is_static}

@@ -148,11 +148,11 @@ def lowering_steps() -> tuple[Step, ...]:
     )
 
 
-@tvm.transform.module_pass(opt_level=0, name="StaticPlanBlockMemory")
 def _plan_storage(mod: tvm.ir.IRModule, _context: tvm.transform.PassContext) -> tvm.ir.IRModule:
     """Share memory between tensors; not where there are branches: TVM gives one branch the storage of the other."""
     branches = any(find_all(function, relax.If) for _, function in mod.functions_items())
-    return mod if branches else relax_pass.StaticPlanBlockMemory()(mod)
+    planned: tvm.ir.IRModule = mod if branches else relax_pass.StaticPlanBlockMemory()(mod)
+    return planned
 
 
 def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.ir.transform.Pass]:
@@ -165,7 +165,7 @@ def plan_memory_passes(target: tvm.target.Target, cuda_graph: bool) -> list[tvm.
         relax_pass.ToNonDataflow(),
         relax_pass.RemovePurityChecking(),
         relax_pass.CallTIRRewrite(),
-        _plan_storage,
+        tvm.transform.module_pass(_plan_storage, opt_level=0, name="StaticPlanBlockMemory"),
         *([relax_pass.RewriteCUDAGraph()] if cuda_graph and target.kind.name == "cuda" else []),
         relax_pass.LowerAllocTensor(),
         relax_pass.KillAfterLastUse(),

@@ -105,7 +105,7 @@ def test_table_bounds_a_sum_of_lengths(tmp_path: Path) -> None:
     inputs: dict[str, tuple[int, list[int | str]]] = {"old": (FLOAT, ["p"]), "new": (FLOAT, ["s"])}
     path = save(tmp_path, nodes, inputs, zero=np.array(0), one=np.array(1), table=np.ones((20, 4), "float32"))
     model = load_model(path)
-    assert [str(relation) for relation in model.relations] == ["p + s <= 20"]
+    assert [str(relation) for relation in model.relations] == ["p + s <= 20, by table 'table'"]
     dims = axis_sizes(model)
     assert dims["p"] + dims["s"] <= 20
     assert axis_sizes(model, {"p": 14})["s"] <= 6

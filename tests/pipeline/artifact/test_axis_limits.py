@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 from onnx import helper
 
 import relaxtune
+from relaxtune.models import ModelError
+from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import PipelineError
@@ -75,14 +78,100 @@ def test_sizes_within_the_limits_are_those_of_onnx_runtime(artifact: Path, lengt
 def test_a_manifest_that_does_not_say_the_least_sizes_is_read(artifact: Path) -> None:
     text = (artifact / MANIFEST_FILE).read_text()
     assert parse_manifest(text, "here").minima == {"length": 6}
-    older = _without_minima(parse_manifest(text, "here"))
+    older = _without(parse_manifest(text, "here"), "minima")
     assert "minima" not in json.loads(older)
     assert parse_manifest(older, "here") == replace(parse_manifest(text, "here"), minima={})
 
 
-def _without_minima(manifest: Manifest) -> str:
+def _without(manifest: Manifest, *keys: str) -> str:
     """Return the text of a manifest that an earlier version wrote."""
     body = json.loads(manifest.to_json())
-    del body["minima"], body["manifest_sha256"]
+    for key in (*keys, "manifest_sha256"):
+        del body[key]
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return json.dumps({**body, "manifest_sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return words and positions of past and new tokens: a table of 20 positions, one of 50 words."""
+    folder = tmp_path_factory.mktemp("positions")
+    nodes = [
+        helper.make_node("Gather", ["words", "ids"], ["x"]),
+        helper.make_node("Shape", ["past"], ["before"], start=1, end=2),
+        helper.make_node("Shape", ["ids"], ["new"], start=1, end=2),
+        helper.make_node("Add", ["before", "new"], ["all"]),
+        helper.make_node("Slice", ["places", "before", "all", "zero"], ["p"]),
+        helper.make_node("Add", ["x", "p"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    model = make_model(
+        nodes,
+        {"ids": ("int32", ("batch", "new")), "past": ("float32", ("batch", "past", 1))},
+        {"y": ("float32", ("batch", "new", 8))},
+        {
+            "words": rng.standard_normal((50, 8)).astype("float32"),
+            "places": rng.standard_normal((20, 8)).astype("float32"),
+            "zero": np.array([0]),
+        },
+    )
+    onnx.save(model.proto, folder / "decoder.onnx")
+    return relaxtune.compile(
+        folder / "decoder.onnx", folder / "artifact", target="llvm", samples=0, buckets={"new": (4,)}
+    ).directory
+
+
+def tokens(past: int, new: int, ids: int = 1) -> dict[str, np.ndarray]:
+    return {"ids": np.full((1, new), ids, "int32"), "past": np.zeros((1, past, 1), "float32")}
+
+
+@pytest.mark.parametrize("sizes", [(0, 20), (16, 4), (19, 1), (7, 5)])
+def test_sums_of_axes_within_a_table_are_those_of_onnx_runtime(decoder: Path, sizes: tuple[int, int]) -> None:
+    feeds = tokens(*sizes, ids=-50)
+    expected = onnxruntime.InferenceSession(decoder.parent / "decoder.onnx").run(None, feeds)[0]
+    np.testing.assert_array_equal(Module.load(decoder).run(feeds)["y"], expected)
+
+
+@pytest.mark.parametrize("sizes", [(0, 21), (17, 4), (20, 1), (400, 400)])
+def test_sums_of_axes_beyond_a_table_are_refused(decoder: Path, sizes: tuple[int, int]) -> None:
+    module, feeds = Module.load(decoder), tokens(*sizes)
+    said = rf"axis 'new \+ past' has size {sum(sizes)}, table 'places' takes 20 at most \(new={sizes[1]} from 'ids', "
+    with pytest.raises(PipelineError, match=said):
+        module.run(feeds)
+    with pytest.raises(PipelineError, match=said):
+        module.run_device(module.to_device(feeds))
+
+
+@pytest.mark.parametrize("ids", [50, -51, 2**31 - 1])
+def test_ids_outside_a_table_are_refused_on_the_host_and_kept_inside_on_the_device(decoder: Path, ids: int) -> None:
+    module = Module.load(decoder)
+    with pytest.raises(
+        PipelineError, match=rf"input 'ids' has the value {ids}, table 'words' .* has 50 rows and takes"
+    ):
+        module.run(tokens(0, 3, ids))
+    (inside,) = module.run_device(module.to_device(tokens(0, 3, ids)))
+    row = module.run(tokens(0, 3, 49 if ids > 0 else 0))["y"]
+    np.testing.assert_array_equal(inside.numpy(), row)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"shapes": {"new": (21,)}}, {"buckets": {"new": (4, 21)}}, {"profile": {"new": (1, 4, 21)}}]
+)
+def test_sizes_beyond_a_table_are_refused_when_compiling(
+    decoder: Path, tmp_path: Path, asked: dict[str, object]
+) -> None:
+    with pytest.raises(ModelError, match=r"has size 21, table 'places' takes 20 at most"):
+        relaxtune.compile(decoder.parent / "decoder.onnx", tmp_path / "out", target="llvm", **asked)
+
+
+def test_an_artifact_that_does_not_know_its_limits_is_loaded_and_says_so(
+    decoder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(decoder, older)
+    (older / MANIFEST_FILE).write_text(_without(load_manifest(decoder), "limits", "indices"))
+    assert Module.load(older).run(tokens(0, 3))["y"].shape == (1, 3, 8)
+    assert "did not keep the limits of its axes" in caplog.text
+    caplog.clear()
+    Module.load(decoder)
+    assert not caplog.text
