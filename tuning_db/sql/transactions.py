@@ -27,7 +27,6 @@ from relaxtune.tuning_db.errors import (
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.column_types import DamagedValueError
 from relaxtune.tuning_db.sql.engine import Location, is_away, transaction_options, translate_error
-from relaxtune.tuning_db.sql.kept_file import KeptFile
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,12 +53,11 @@ class Transactions:
         self._memory_turn = threading.RLock()
         self._writes = 0
         self._answered = self._waited = False
-        self._file = KeptFile(location.path) if location.path is not None and mode is not Mode.READ_ONLY else None
+        # Device and number of the SQLite file that was written first.
+        self._written: tuple[int, int] | None = None
 
     def close(self) -> None:
         """Close all connections; a memory database is gone."""
-        if self._file is not None and self._pid == os.getpid():
-            self._file.close()
         self._engine.dispose(close=self._pid == os.getpid())
 
     @property
@@ -81,8 +79,8 @@ class Transactions:
     def _transaction(self, *, write: bool, single: bool) -> Iterator[Session]:
         """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
         self._follow_fork()
-        if write and self._file is not None:
-            self._file.follow(self._engine.dispose)
+        if write:
+            self._require_same_file()
         turn = self._memory_turn if self._location.is_memory else None
         if turn is not None:
             turn.acquire()
@@ -156,8 +154,8 @@ class Transactions:
                 self._pause(e, began, START_WAIT_S, RECONNECT_PAUSE_S)
             else:
                 self._answered = True
-                if write and self._file is not None:
-                    self._file.hold()
+                if write and self._written is None:
+                    self._written = self._find_file()
                 return result
 
     def _is_away(self) -> bool:
@@ -175,6 +173,21 @@ class Transactions:
         _LOG.debug("again: %s", error)
         sleep(random.uniform(0.02, 1.0) * pause_s)
 
+    def _find_file(self) -> tuple[int, int] | None:
+        try:
+            found = None if self._location.path is None else self._location.path.stat()
+        except FileNotFoundError:
+            return None
+        return None if found is None else (found.st_dev, found.st_ino)
+
+    def _require_same_file(self) -> None:
+        """Refuse to write to a SQLite file that lost its name: SQLite would, and all of it is gone at the end."""
+        if self._written is not None and self._find_file() != self._written:
+            raise DatabaseWriteError(
+                f"The database {self._location.shown} was deleted or replaced while in use: what was recorded in it "
+                "is gone with it. Run the command again, and let nothing move the file while it runs."
+            )
+
     def _follow_fork(self) -> None:
         if self._pid == os.getpid():
             return
@@ -184,6 +197,4 @@ class Transactions:
                 "would be lost. Use a file (for instance --db tuning.db) to share records between processes."
             )
         self._engine.dispose(close=False)
-        if self._file is not None:
-            self._file.forget()
         self._pid = os.getpid()
