@@ -161,7 +161,8 @@ def main() -> None:
     if unknown := sorted(set(args.models) - set(MODELS)):
         parser.error(f"no model {', '.join(unknown)}: expected some of {', '.join(MODELS)}")
     names = [*(args.models or ([] if files else MODELS)), *files]
-    rows, known = [], Known(*args.sizes, args.known_images)
+    batch, length = args.sizes
+    rows, known = [], Known(batch, length, args.known_images)
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         waiting = [pool.submit(count_forms, name, files.get(name), one, known) for one in args.target for name in names]
         for future in waiting:
