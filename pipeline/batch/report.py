@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from markupsafe import Markup
+
 from relaxtune.pipeline.errors import ArtifactError
-from relaxtune.pipeline.printable import printable
-from relaxtune.pipeline.report.html import number, page, section, table, tiles
+from relaxtune.pipeline.pages.render import code, note, number, page, render, table
+from relaxtune.pipeline.report.page import section
 from relaxtune.pipeline.report.report import report_artifact
 from relaxtune.tuning_db.batches import list_attempts, list_cells
 from relaxtune.tuning_db.cell_states import Attempt, Batch, BatchCell
@@ -23,40 +24,32 @@ _CELL_COLUMNS = (
 )  # fmt: skip
 _ATTEMPT_COLUMNS = ("cell", "attempt", "host", "process", "started (UTC)", "s", "state", "error")
 _LEFT = frozenset({"cell", "status", "validated", "", "artifact", "host", "state"})
-_STYLE = (
-    "<style>.bar { display: block; height: .55em; margin: .15em 0; border-radius: .2em; min-width: 1px }"
-    " .before { background: #a0aec0 } .after { background: #2b6cb0 } td:has(> .bar) { min-width: 9rem }"
-    " .done { color: #276749 } .rejected, .failed, .dead { color: #c53030 } details { max-width: none }"
-    " @media screen and (prefers-color-scheme: dark) { .done { color: #68d391 }"
-    " .rejected, .failed, .dead { color: #fc8181 } .after { background: #63b3ed } }</style>"
-)
 
 
 def render_batch(database: TuningDatabase, batch: Batch) -> str:
     """Return the page of a batch, as the database knows it now."""
-    told = [
-        batch_body(database, batch),
-        "<h2>Where the time goes</h2>",
-        *_sections(list_cells(database, batch.id)),
-        f"<details><summary>The plan</summary><pre>{_escape(batch.plan)}</pre></details>",
-    ]
-    return page(f"batch {batch.name}", printable("".join(told)))
+    made = [cell for cell in list_cells(database, batch.id) if cell.facts.artifact is not None]
+    sections = [(cell.spec.name, _section(cell)) for cell in made[:_SECTIONS_MAX]]
+    return page(f"batch {batch.name}", batch_body(database, batch, sections, max(0, len(made) - _SECTIONS_MAX)))
 
 
-def batch_body(database: TuningDatabase, batch: Batch) -> str:
-    """Return the tables of a batch as HTML, without opening an artifact."""
+def batch_body(
+    database: TuningDatabase,
+    batch: Batch,
+    sections: Sequence[tuple[str, Markup]] | None = None,
+    left_out: int = 0,
+) -> Markup:
+    """Return the tables of a batch, and folded sections on its artifacts, without opening one."""
     cells, attempts = list_cells(database, batch.id), list_attempts(database, batch.id)
-    parts = [
-        _STYLE,
-        f"<h1>{_escape(batch.name)}</h1>",
-        f"<p>Batch {_escape(batch.id)} of {_escape(batch.path)}, on {_escape(batch.driver.host)}.</p>",
-        tiles(_facts(batch, cells)),
-        "<h2>Cells</h2>",
-        table(_CELL_COLUMNS, [_cell(cell, _slowest(cells)) for cell in cells], _LEFT),
-        "<h2>Attempts</h2>",
-        table(_ATTEMPT_COLUMNS, [*map(_attempt, attempts)], _LEFT),
-    ]
-    return printable("".join(parts))
+    return render(
+        "batch.html",
+        batch=batch,
+        facts=_facts(batch, cells),
+        cells=table(_CELL_COLUMNS, [_cell(cell, _slowest(cells)) for cell in cells], _LEFT),
+        attempts=table(_ATTEMPT_COLUMNS, [*map(_attempt, attempts)], _LEFT),
+        sections=sections,
+        left_out=left_out,
+    )
 
 
 def _facts(batch: Batch, cells: Sequence[BatchCell]) -> list[tuple[str, str]]:
@@ -81,68 +74,53 @@ def _slowest(cells: Sequence[BatchCell]) -> float:
     return max((max(cell.facts.untuned_ms or 0.0, cell.facts.shipped_ms or 0.0) for cell in cells), default=0.0)
 
 
-def _cell(cell: BatchCell, slowest_ms: float) -> tuple[str, ...]:
+def _cell(cell: BatchCell, slowest_ms: float) -> tuple[object, ...]:
     facts, state = cell.facts, "dead" if cell.dead else cell.state.value
     times = facts.untuned_ms / facts.shipped_ms if facts.untuned_ms and facts.shipped_ms else None
-    bars = "".join(
-        f'<span class="bar {name}" style="width:{100 * value / slowest_ms:.1f}%" title="{value:.4g} ms"></span>'
+    bar = Markup('<span class="bar {}" style="width:{:.1f}%" title="{:.4g} ms"></span>')
+    bars = [
+        bar.format(name, 100 * value / slowest_ms, value)
         for name, value in (("before", facts.untuned_ms), ("after", facts.shipped_ms))
         if value and slowest_ms
-    )
-    shown = f"<code>{_escape(cell.spec.name)}</code>"
+    ]
+    shown = code(cell.spec.name)
     return (
-        f'<a href="#{_escape(cell.spec.name)}">{shown}</a>' if facts.artifact else shown,
-        f'<b class="{state}">{state}</b>',
+        Markup('<a href="#{}">{}</a>').format(cell.spec.name, shown) if facts.artifact else shown,
+        Markup('<b class="{0}">{0}</b>').format(state),
         "" if facts.validated is None else "yes" if facts.validated else "NO",
         _ms(facts.untuned_ms),
         _ms(facts.shipped_ms),
-        bars,
+        Markup().join(bars),
         number(times),
-        f"{_ms(facts.peer_ms)} {_escape(facts.peer or '')}".strip(),
+        f"{_ms(facts.peer_ms)} {facts.peer or ''}".strip(),
         number(facts.size_bytes, 1e6),
         number(facts.seconds),
-        f"<code>{_escape(facts.artifact)}</code>" if facts.artifact else "",
-        _note(facts.error),
+        code(facts.artifact),
+        note(facts.error),
     )
 
 
-def _attempt(attempt: Attempt) -> tuple[str, ...]:
+def _attempt(attempt: Attempt) -> tuple[object, ...]:
     took = None if attempt.finished_at is None else (attempt.finished_at - attempt.started_at).total_seconds()
     return (
-        f"<code>{_escape(attempt.cell)}</code>",
-        str(attempt.number),
-        _escape(attempt.driver.host),
-        str(attempt.driver.pid),
+        code(attempt.cell),
+        attempt.number,
+        attempt.driver.host,
+        attempt.driver.pid,
         f"{attempt.started_at:%Y-%m-%d %H:%M:%S}",
         number(took),
         attempt.state.value,
-        _note(attempt.error),
+        note(attempt.error),
     )
 
 
-def _sections(cells: Sequence[BatchCell]) -> list[str]:
-    """Return the report of each artifact, folded; the manifest alone is read."""
-    parts: list[str] = []
-    made = [cell for cell in cells if cell.facts.artifact is not None]
-    for cell in made[:_SECTIONS_MAX]:
-        name = _escape(cell.spec.name)
-        try:
-            told = section(report_artifact(Path(str(cell.facts.artifact))))
-        except ArtifactError as e:
-            told = f'<p class="note">{_escape(str(e))}</p>'
-        parts.append(f'<details id="{name}"><summary><code>{name}</code></summary>{told}</details>')
-    if len(made) > _SECTIONS_MAX:
-        parts.append(f"<p>And {len(made) - _SECTIONS_MAX} more: <code>relaxtune report DIR</code> shows each.</p>")
-    return parts
-
-
-def _note(told: str | None) -> str:
-    return f'<span class="note">{_escape(told)}</span>' if told else ""
+def _section(cell: BatchCell) -> Markup:
+    """Return the report of an artifact; its manifest alone is read."""
+    try:
+        return section(report_artifact(Path(str(cell.facts.artifact))))
+    except ArtifactError as e:
+        return Markup('<p class="note">{}</p>').format(e)
 
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _escape(text: str) -> str:
-    return html.escape(text)

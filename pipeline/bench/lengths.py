@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.pages.charts import Line, lines
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,34 @@ def rows_per_s(point: SizePoint, report: BenchmarkReport, name: str) -> float | 
     """Return how many rows of the batch an arm computes in a second, all callers together; the point's size is that."""
     arm = next((arm for arm in report.arms if arm.name == name), None)
     return None if arm is None else arm.calls_per_s * point.sizes[0][1]
+
+
+def lengths_chart(report: LengthsReport, title: str, *, rows: bool = False) -> str:
+    """Return a report as an SVG file's text.
+
+    The axis with the most different sizes goes to the right; each set of the others' sizes is a line of its own. `rows`
+    adds a second panel: rows of the batch a second.
+    """
+    points = [point for point, _ in report.points]
+    axis = max((name for name, _ in points[0].sizes), key=lambda name: len({dict(one.sizes)[name] for one in points}))
+    panels = {"ms": _lines(report, axis, lambda _, one, arm: median_ms(one, arm))}
+    if rows:
+        panels["rows/s"] = _lines(report, axis, rows_per_s)
+    return str(lines(panels, axis, title))
+
+
+def _lines(
+    report: LengthsReport, axis: str, value_of: Callable[[SizePoint, BenchmarkReport, str], float | None]
+) -> list[Line]:
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for arm in report.arms:
+        for point, one in report.points:
+            value = value_of(point, one, arm)
+            rest = " ".join(f"{name}={size}" for name, size in point.sizes if name != axis)
+            if value is not None:
+                found.setdefault((arm, rest), []).append((dict(point.sizes)[axis], value))
+    # One note for a set of sizes: at the first arm's line.
+    return [Line(arm, points, rest if arm == report.arms[0] else "") for (arm, rest), points in found.items()]
 
 
 def measure_lengths(

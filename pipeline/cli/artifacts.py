@@ -308,8 +308,7 @@ def _show_points(
     report: LengthsReport, directory: Path, plot: Path | None, output_format: OutputFormat, *, rows: bool
 ) -> None:
     """Show latencies over sizes; `rows`: of the batch, where what matters is rows a second, not the mean over calls."""
-    from relaxtune.pipeline.bench.lengths import median_ms, rows_per_s
-    from relaxtune.pipeline.report.lengths_plot import lengths_plot
+    from relaxtune.pipeline.bench.lengths import lengths_chart, median_ms, rows_per_s
 
     counted = () if rows else ("calls",)
     columns = ("sizes", *counted, *report.arms, *(f"{arm}, rows/s" for arm in report.arms if rows))
@@ -324,7 +323,7 @@ def _show_points(
     conditions = ", ".join(f"{name} {value}" for name, value in report.points[0][1].conditions.items())
     emit(output_format, report.to_json(), TableView(f"median latency in ms; {conditions}", columns, tuple(lines)))
     if plot is not None:
-        write_text(plot, lengths_plot(report, f"{directory.name}: median latency of a call", rows=rows), "--plot")
+        write_text(plot, lengths_chart(report, f"{directory.name}: median latency of a call", rows=rows), "--plot")
 
 
 def _ms(value: float | None) -> str:

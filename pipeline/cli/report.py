@@ -42,8 +42,12 @@ def report(
         typer.Option("--out", metavar="FILE", help="The page. Default: DIR.html, or report.html."),
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Time every kernel of DIR on the device that is here, instead of records.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--profile/--no-profile",
+            help="Time every kernel of DIR on the device that is here. Default: where no record has a kernel's time.",
+        ),
+    ] = None,
     ceilings: Annotated[
         Path | None, typer.Option("--ceilings", metavar="FILE", help="JSON of the device's measured ceilings.")
     ] = None,
@@ -70,7 +74,7 @@ def report(
     reports = _reports(directory, db, ceilings, profile=profile)
     found = None if diff is None else _diff(_reports(diff, db, ceilings, profile=profile)[0], reports[0])
     if output_format is ReportFormat.HTML:
-        from relaxtune.pipeline.report.html import render_page
+        from relaxtune.pipeline.report.page import render_page
 
         write_page(render_page(reports, found), out or _default_out(directory))
     elif output_format is ReportFormat.JSON:
@@ -85,7 +89,7 @@ def report(
 
 
 def _reports(
-    directory: Path | None, db: DatabaseUrl | None, ceilings_file: Path | None, *, profile: bool
+    directory: Path | None, db: DatabaseUrl | None, ceilings_file: Path | None, *, profile: bool | None
 ) -> list[Report]:
     from relaxtune.pipeline.report.ceilings import read_ceilings
     from relaxtune.pipeline.report.report import report_artifact, report_database
@@ -95,7 +99,8 @@ def _reports(
         assert db is not None
         with open_for_reading(db) as database:
             return list(report_database(database, ceilings=ceilings))
-    measured, here = _measured(directory, ceilings) if profile else (None, ceilings)
+    timed = _lacks_times(directory) if profile is None else profile
+    measured, here = _measured(directory, ceilings) if timed else (None, ceilings)
     if db is None:
         return [report_artifact(directory, profile=measured, ceilings=here)]
     with open_for_reading(db) as database:
@@ -106,6 +111,17 @@ def _diff(before: Report, after: Report) -> ReportDiff:
     from relaxtune.pipeline.report.diff import diff_reports
 
     return diff_reports(before, after)
+
+
+def _lacks_times(directory: Path) -> bool:
+    """Whether no kernel of an artifact has a time by its record, and its device is here: untuned kernels ship."""
+    from relaxtune.pipeline.artifact.device_choice import runs_here
+    from relaxtune.pipeline.artifact.directory import load_manifest
+    from relaxtune.schedules.targets import resolve_target
+
+    manifest = load_manifest(directory)
+    known = any(kernel.latency_us is not None for kernel in manifest.kernels)
+    return not known and runs_here(resolve_target(manifest.target.text))
 
 
 def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceilings | None]:
@@ -134,7 +150,7 @@ def write_page(text: str, path: Path) -> None:
 
 
 def _print_diff(diff: ReportDiff) -> None:
-    from relaxtune.pipeline.report.html import number
+    from relaxtune.pipeline.pages.render import number
 
     columns: dict[str, Callable[[KernelChange], object]] = {
         "kernel": lambda one: first_of([row.name for row in one.before]),
@@ -151,7 +167,7 @@ def _print_diff(diff: ReportDiff) -> None:
 
 
 def _print_tables(report: Report) -> None:
-    from relaxtune.pipeline.report.html import number, percent
+    from relaxtune.pipeline.pages.render import number, percent
 
     columns = {
         "kernel": lambda row: row.name,

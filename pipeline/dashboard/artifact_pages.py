@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from relaxtune.pipeline.dashboard.gate_pages import gate_link, gate_list
-from relaxtune.pipeline.dashboard.markup import Html, Markup, Page, link, minute, row, rows_table
+from relaxtune.pipeline.dashboard.markup import Page, Section, sections
+from relaxtune.pipeline.pages.render import link, minute, number, table
 from relaxtune.pipeline.report.diff import diff_reports
-from relaxtune.pipeline.report.html import diff_section, number, section
+from relaxtune.pipeline.report.page import diff_section, section
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
@@ -24,43 +27,41 @@ _COLUMNS = ("artifact", "made (UTC)", "target", "validated", "ms")
 _LEFT = frozenset({"", "artifact", "made (UTC)", "target", "validated", "tags", "gate"})
 
 
-def artifact_list(database: TuningDatabase, found: Sequence[ArtifactSummary]) -> Html:
+def artifact_list(database: TuningDatabase, found: Sequence[ArtifactSummary]) -> Markup:
     """Return a table of artifacts, each with the tags that stand at it and the verdict of its last gate."""
     moves = list_moves(database)
     tags, gates = _tags(moves), newest_gates(database, [one.key for one in found])
-    rows = [row(*_summary(one), ", ".join(tags.get(one.key, ())), gate_link(gates.get(one.key))) for one in found]
-    return rows_table((*_COLUMNS, "tags", "gate"), rows, _LEFT)
+    rows = [(*_summary(one), ", ".join(tags.get(one.key, ())), gate_link(gates.get(one.key))) for one in found]
+    return table((*_COLUMNS, "tags", "gate"), rows, _LEFT)
 
 
 def artifact(database: TuningDatabase, key: str) -> Page:
     """Return what tags and gates say of an artifact, and its report, as long as its folder is where it was written."""
     found = _find(database, key)
     others = [one for one in artifacts(database, model=found.model, limit=_LISTED) if one.key != found.key]
-    links = " ".join(
-        link(f"/compare?before={one.key}&after={found.key}", minute(one.created_at)).html for one in others
-    )
-    compared = f"<p>Compare with the artifact of {links}.</p>" if links else ""
+    links = [link(f"/compare?before={one.key}&after={found.key}", minute(one.created_at)) for one in others]
+    compared = Markup("<p>Compare with the artifact of {}.</p>").format(Markup(" ").join(links)) if links else Markup()
     return Page(f"artifact {found.model}", compared + section(_report(database, found)) + _moves(database, key))
 
 
 def compare(database: TuningDatabase, before: str, after: str) -> Page:
     """Return two artifacts beside each other, kernel by kernel."""
     old, new = (_find(database, key) for key in (before, after))
-    rows = [row(side, *_summary(one)) for side, one in (("before", old), ("after", new))]
+    rows = [(side, *_summary(one)) for side, one in (("before", old), ("after", new))]
     diff = diff_reports(_report(database, old), _report(database, new))
-    return Page(f"compare {new.model}", diff_section(diff) + rows_table(("", *_COLUMNS), rows, _LEFT))
+    return Page(f"compare {new.model}", diff_section(diff) + table(("", *_COLUMNS), rows, _LEFT))
 
 
-def _moves(database: TuningDatabase, key: str) -> Html:
+def _moves(database: TuningDatabase, key: str) -> Markup:
     """Return the gates of an artifact, newest first, and the moves of tags to it."""
     gates = list_gates(database, artifact_key=key, limit=_LISTED)
     moves = [move for move in list_moves(database) if move.artifact_key == key]
-    parts = ["<h2>Gates</h2>", gate_list(gates)] if gates else []
-    if moves:
-        rows = [row(one.tag, one.kind.value, minute(one.created_at), one.by, one.why, _gate(one)) for one in moves]
-        columns = ("tag", "move", "when (UTC)", "by", "why", "gate")
-        parts += ["<h2>Tags</h2>", rows_table(columns, rows, {*columns})]
-    return "".join(parts)
+    rows = [(one.tag, one.kind.value, minute(one.created_at), one.by, one.why, _gate(one)) for one in moves]
+    parts = [
+        *([Section("Gates", gate_list(gates))] if gates else []),
+        *([Section("Tags", table(("tag", "move", "when (UTC)", "by", "why", "gate"), rows))] if rows else []),
+    ]
+    return sections("Gates and tags", parts) if parts else Markup()
 
 
 def _gate(move: TagMove) -> str:
@@ -73,7 +74,7 @@ def _gate(move: TagMove) -> str:
 def _summary(one: ArtifactSummary) -> tuple[object, ...]:
     state = None if one.validation is None else one.validation.passed
     own = [arm.latency_us for arm in one.benchmarks if arm.arm.startswith("relaxtune")]
-    name: Markup = link(f"/artifacts/{quote(one.key)}", one.model)
+    name = link(f"/artifacts/{quote(one.key)}", one.model)
     return (
         name,
         minute(one.created_at),

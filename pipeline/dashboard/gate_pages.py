@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from relaxtune.pipeline.dashboard.markup import Html, Markup, Page, link, minute, row, rows_table, text
+from markupsafe import Markup
+
+from relaxtune.pipeline.dashboard.markup import Page, Section, sections
+from relaxtune.pipeline.pages.render import link, minute, table
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.gates import GateRun, list_gates
@@ -25,8 +28,8 @@ _LATENCY = "latency"
 def gates(database: TuningDatabase) -> Page:
     """Return the newest gates, passed and refused, with the change of latency that each saw."""
     found = list_gates(database, limit=_LISTED)
-    told = "<p>None yet: `relaxtune gate --db` and `relaxtune artifact promote` keep theirs.</p>"
-    return Page("gates", "<h1>Gates</h1>" + (gate_list(found) if found else told))
+    none = Markup("<p>None yet: `relaxtune gate --db` and `relaxtune artifact promote` keep theirs.</p>")
+    return Page("gates", sections("Gates", [Section("", gate_list(found) if found else none)]))
 
 
 def gate(database: TuningDatabase, gate_id: str) -> Page:
@@ -35,24 +38,23 @@ def gate(database: TuningDatabase, gate_id: str) -> Page:
     if not found:
         raise NotFoundError(f"no gate {gate_id} in this database")
     one, report = found[0], _report(found[0])
-    checks = [row(*(str(check.get(name, "")) for name in _CHECK)) for check in _checks(report)]
+    checks = [[check.get(name, "") for name in _CHECK] for check in _checks(report)]
     conditions = ", ".join(f"{name} {value}" for name, value in dict(report.get("conditions") or {}).items())
     compared = f"/compare?before={one.baseline_key}&after={one.artifact_key}"
+    subtitle = Markup("{} in place of {}, by {}, {} UTC.").format(
+        _artifact(one.artifact_key), _artifact(one.baseline_key), one.by, minute(one.created_at)
+    )
     parts = [
-        f"<h1>{text(one.model)}: {text(verdict(one))}</h1>",
-        f"<p>{_artifact(one.artifact_key).html} in place of {_artifact(one.baseline_key).html}, by {text(one.by)},"
-        f" {minute(one.created_at)} UTC.</p>",
-        rows_table(_CHECK, checks, {*_CHECK}),
-        f"<p>{text(conditions)}</p>" if conditions else "",
-        f"<p>{link(compared, 'Both, kernel by kernel').html}</p>" if one.baseline_key else "",
+        Section("", table(_CHECK, checks), conditions),
+        Section("", link(compared, "Both, kernel by kernel") if one.baseline_key else Markup()),
     ]
-    return Page(f"gate {one.model}", "".join(parts))
+    return Page(f"gate {one.model}", sections(f"{one.model}: {verdict(one)}", parts, subtitle=subtitle))
 
 
-def gate_list(found: Sequence[GateRun]) -> Html:
+def gate_list(found: Sequence[GateRun]) -> Markup:
     """Return a table of gates."""
     rows = [
-        row(
+        (
             link(f"/gates/{quote(one.id)}", minute(one.created_at)),
             verdict(one),
             link(f"/artifacts/{quote(one.artifact_key)}", one.model),
@@ -66,7 +68,7 @@ def gate_list(found: Sequence[GateRun]) -> Html:
         )
         for one in found
     ]
-    return rows_table(_COLUMNS, rows, {*_COLUMNS})
+    return table(_COLUMNS, rows)
 
 
 def gate_link(one: GateRun | None) -> Markup | str:

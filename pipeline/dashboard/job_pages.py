@@ -6,18 +6,22 @@ import json
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from relaxtune.pipeline.dashboard.markup import Html, Markup, Page, link, minute, plot, row, rows_table, text
+from markupsafe import Markup
+
+from relaxtune.pipeline.dashboard.markup import Page, Section, chart, remark, sections
+from relaxtune.pipeline.pages.charts import curve
+from relaxtune.pipeline.pages.render import code, link, minute, number, percent, table
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
-from relaxtune.pipeline.report.curve import step_curve
-from relaxtune.pipeline.report.html import number, percent, tiles
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
-from relaxtune.pipeline.report.plot import roofline
+from relaxtune.pipeline.report.page import roofline_chart
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.questions.insights import failures
 from relaxtune.tuning_db.questions.progress import JobProgress, TaskProgress, candidates_of_jobs, job_progress
 from relaxtune.tuning_db.records import RecordFilter
 
+#: The outcome of a job without one.
+OVER_OR_KILLED = "not over, or killed"
 _LISTED = 25
 _COLUMNS = (
     "task", "family", "calls", "us a call", "us", "share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling", "bottleneck",
@@ -25,21 +29,21 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def job_list(found: Sequence[Job]) -> Html:
+def job_list(found: Sequence[Job]) -> Markup:
     """Return a table of jobs."""
     rows = [
-        row(
+        (
             link(f"/jobs/{one.id}", one.model),
             link(f"/models/{quote(one.model, safe='')}", "its model"),
             f"{one.target.kind} {one.target.arch}",
             minute(one.started_at),
             number((one.finished_at - one.started_at).total_seconds() if one.finished_at else None),
-            one.outcome or "not over, or killed",
+            one.outcome or OVER_OR_KILLED,
         )
         for one in found
     ]
     columns = ("job", "", "target", "began (UTC)", "seconds", "outcome")
-    return rows_table(columns, rows, {"job", "", "target", "began (UTC)", "outcome"})
+    return table(columns, rows, {"job", "", "target", "began (UTC)", "outcome"})
 
 
 def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings]) -> Page:
@@ -63,25 +67,26 @@ def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings])
         *([("seconds from start to end", number(took))] if took is not None else []),
         ("seconds of building and measuring", number(progress.candidate_s)),
     ]
-    curve = plot(step_curve([(seconds, us / 1e3) for seconds, us in progress.curve], "seconds", "ms"))
+    course = chart(curve([(seconds, us / 1e3) for seconds, us in progress.curve], "seconds", "ms"))
     causes = [
-        row(cause.status.value, cause.cause, cause.count, cause.workloads, cause.example_id)
+        (cause.status.value, cause.cause, cause.count, cause.workloads, cause.example_id)
         for cause in failures(database, RecordFilter(job_id=job_id), limit=_LISTED)
     ]
+    few = Markup("<p>Fewer than two improvements were measured.</p>")
     parts = [
-        f"<h1>{text(found.model)}</h1>",
-        f"<p>Job {text(found.id)}, {text(found.target.kind)} {text(found.target.arch)}, began"
-        f" {minute(found.started_at)} UTC: {text(found.outcome or 'not over, or killed')}.</p>",
-        tiles(facts),
-        "<h2>Best so far</h2>",
-        f"{curve}<p>All calls of all kernels, each timed alone.</p>"
-        if curve
-        else "<p>Fewer than two improvements were measured.</p>",
+        Section("Best so far", course or few, "All calls of all kernels, each timed alone." if course else ""),
         *_tasks(progress, ceilings),
-        "<h2>Why candidates failed</h2>",
-        rows_table(("status", "cause", "candidates", "tasks", "record"), causes, {"status", "cause"}),
+        Section(
+            "Why candidates failed",
+            table(("status", "cause", "candidates", "tasks", "record"), causes, {"status", "cause"}),
+        ),
     ]
-    return Page(f"job {found.model}", "".join(parts), live=found.finished_at is None)
+    subtitle = (
+        f"Job {found.id}, {found.target.kind} {found.target.arch}, began {minute(found.started_at)} UTC: "
+        f"{found.outcome or OVER_OR_KILLED}."
+    )
+    body = sections(found.model, parts, subtitle=subtitle, facts=facts)
+    return Page(f"job {found.model}", body, live=found.finished_at is None)
 
 
 def cost(database: TuningDatabase) -> Page:
@@ -93,7 +98,7 @@ def cost(database: TuningDatabase) -> Page:
         took = of_job[one.id]
         wall_s = None if one.finished_at is None else (one.finished_at - one.started_at).total_seconds()
         rows.append(
-            row(
+            (
                 link(f"/jobs/{one.id}", one.model),
                 f"{one.target.kind} {one.target.arch}",
                 minute(one.started_at),
@@ -108,26 +113,31 @@ def cost(database: TuningDatabase) -> Page:
         "model", "target", "began (UTC)", "tasks", "candidates", "valid", "s from start to end",
         "s building and measuring",
     )  # fmt: skip
-    return Page("cost", "<h1>What jobs took</h1>" + rows_table(columns, rows, {"model", "target"}))
+    return Page("cost", sections("The cost of jobs", [Section("", table(columns, rows, {"model", "target"}))]))
 
 
-def _tasks(progress: JobProgress, ceilings: Mapping[str, Ceilings]) -> list[Html]:
+def _tasks(progress: JobProgress, ceilings: Mapping[str, Ceilings]) -> list[Section]:
     """Return the tasks by share of the model's time, and where they stand under the ceilings of the job's device."""
     device = progress.devices[0] if len(progress.devices) == 1 else None
     known = ceilings.get(device or "") or known_ceilings(device)
-    kernels = judged([_kernel(task) for task in progress.tasks], known)
+    kernels = job_kernels(progress, known)
     # Both are in the order of time.
     rows = [_task(task, kernel) for task, kernel in zip(progress.tasks, kernels, strict=True)]
-    parts = ["<h2>Tasks</h2>", rows_table(_COLUMNS, rows, {"task", "family", "bottleneck"})]
-    roofs = roofline(kernels, known)
+    tasks = table(_COLUMNS, rows, {"task", "family", "bottleneck"})
+    roofs = chart(roofline_chart(kernels, known))
     if roofs and known is not None:
-        told = f"<p>The best kernel of each task. Ceilings: {text(known.source)}.</p>"
-        return [*parts, "<h2>Rates under the device's ceilings</h2>", plot(roofs), told]
+        told = f"The best kernel of each task. Ceilings: {known.source}."
+        return [Section("Tasks", tasks), Section("Rates and ceilings", roofs, told)]
     if device is None:
         why = "times of this job are of several devices" if progress.devices else "this job measured nothing"
     else:
         why = f"none are known of {device}; `relaxtune dashboard --ceilings FILE` takes measured ones"
-    return [*parts, f'<p class="note">No ceilings: {text(why)}.</p>']
+    return [Section("Tasks", tasks), Section("", remark(f"No ceilings: {why}."))]
+
+
+def job_kernels(progress: JobProgress, ceilings: Ceilings | None = None) -> tuple[KernelRow, ...]:
+    """Return the tasks of a job as kernels, those that take the most time first."""
+    return judged([_kernel(task) for task in progress.tasks], ceilings)
 
 
 def _kernel(task: TaskProgress) -> KernelRow:
@@ -147,9 +157,9 @@ def _kernel(task: TaskProgress) -> KernelRow:
     )
 
 
-def _task(task: TaskProgress, kernel: KernelRow) -> tuple[Html, ...]:
-    return row(
-        Markup(f"<code>{link(f'/tasks/{quote(task.workload_hash)}', task.name).html}</code>"),
+def _task(task: TaskProgress, kernel: KernelRow) -> tuple[object, ...]:
+    return (
+        code(link(f"/tasks/{quote(task.workload_hash)}", task.name)),
         task.family,
         task.weight,
         number(task.best_us),

@@ -1,16 +1,13 @@
-"""HTML that the pages share: cells whose text is escaped, links, times."""
+"""A page of the dashboard: a heading, facts, and sections of tables and charts."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
-from relaxtune.pipeline.report.html import table
+from markupsafe import Markup
 
-Html = str
-NONE = "<p>None.</p>"
+from relaxtune.pipeline.pages.render import render
 
 
 @dataclass(frozen=True)
@@ -21,43 +18,37 @@ class Page:
     """
 
     title: str
-    body: Html
+    body: Markup
     live: bool = False
     waits: bool = False
 
 
 @dataclass(frozen=True)
-class Markup:
-    """HTML that is not escaped again."""
+class Section:
+    """A part of a page: its heading ("" for none), a table or chart, and a remark behind it."""
 
-    html: Html
-
-
-def row(*values: object) -> tuple[Html, ...]:
-    """Return the cells of a row; all but `Markup` is escaped."""
-    return tuple(value.html if isinstance(value, Markup) else text(str(value)) for value in values)
+    heading: str
+    content: Markup
+    remark: Markup | str = ""
 
 
-def rows_table(columns: Sequence[str], rows: Sequence[Sequence[Html]], left: Collection[str]) -> Html:
-    """Return a table, or a word where there are no rows."""
-    return table(columns, rows, left) if rows else NONE
+def sections(
+    heading: str,
+    parts: Sequence[Section],
+    *,
+    subtitle: Markup | str = "",
+    facts: Sequence[tuple[str, str]] = (),
+) -> Markup:
+    """Return the body of a page; sections without content are left out."""
+    shown = [(one.heading, one.content, one.remark) for one in parts if one.content]
+    return render("sections.html", heading=heading, subtitle=subtitle, facts=facts, sections=shown)
 
 
-def link(address: str, name: str) -> Markup:
-    """Return a link."""
-    return Markup(f'<a href="{html.escape(address)}">{text(name)}</a>')
+def chart(svg: Markup) -> Markup:
+    """Return a chart that scrolls by itself where the page is narrower; empty for an empty one."""
+    return Markup('<div class="wide">{}</div>').format(svg) if svg else svg
 
 
-def plot(svg: Html) -> Html:
-    """Return a plot that scrolls by itself where the page is narrower; empty for an empty one."""
-    return svg and f'<div class="wide">{svg}</div>'
-
-
-def minute(moment: datetime | None) -> str:
-    """Return a time without seconds, empty for None."""
-    return "" if moment is None else f"{moment:%Y-%m-%d %H:%M}"
-
-
-def text(words: str) -> Html:
-    """Return a text as HTML."""
-    return html.escape(words)
+def remark(text: str) -> Markup:
+    """Return a paragraph in the colour of remarks."""
+    return Markup('<p class="note">{}</p>').format(text)

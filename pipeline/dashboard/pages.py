@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+
+from markupsafe import Markup
 
 from relaxtune.pipeline.batch.report import batch_body
 from relaxtune.pipeline.dashboard.artifact_pages import artifact, artifact_list
-from relaxtune.pipeline.dashboard.gate_pages import gate, gates
-from relaxtune.pipeline.dashboard.job_pages import cost, job_list
-from relaxtune.pipeline.dashboard.markup import Html, Page, link, minute, row, rows_table, text
+from relaxtune.pipeline.dashboard.gate_pages import gate, gates, verdict
+from relaxtune.pipeline.dashboard.job_pages import OVER_OR_KILLED, cost, job_kernels, job_list
+from relaxtune.pipeline.dashboard.markup import Page, Section, chart, sections
 from relaxtune.pipeline.dashboard.task_pages import matrix, model, task
-from relaxtune.pipeline.report.html import tiles
+from relaxtune.pipeline.pages.render import link, minute, table
+from relaxtune.pipeline.report.page import course_chart, shares_chart
+from relaxtune.pipeline.report.progress import Progress
 from relaxtune.tuning_db.batches import get_batch, list_batches, list_cells
 from relaxtune.tuning_db.cell_states import Batch
 from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.questions.artifacts import artifacts
+from relaxtune.tuning_db.gates import list_gates
+from relaxtune.tuning_db.jobs import Job
+from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
+from relaxtune.tuning_db.questions.progress import job_progress
 from relaxtune.tuning_db.records import Status
 
 LISTED = 25
@@ -26,17 +34,55 @@ def overview(database: TuningDatabase, counts: Mapping[Status, int] | None) -> P
     told = "being counted" if counts is None else "none yet: `relaxtune tune` or `relaxtune batch run` makes them"
     known = counts or {}
     facts = [(f"records {status.value}", f"{known[status]:,}") for status in Status if known.get(status)]
+    batches, jobs = list_batches(database, limit=LISTED), database.list_jobs(limit=LISTED)
+    made = artifacts(database, limit=LISTED)
     parts = [
-        f"<h1>{text(database.url)}</h1>",
-        tiles(facts or [("records", told)]),
-        "<h2>Batches</h2>",
-        _batch_list(database, list_batches(database, limit=LISTED)),
-        "<h2>Jobs</h2>",
-        job_list(database.list_jobs(limit=LISTED)),
-        "<h2>Artifacts</h2>",
-        artifact_list(database, artifacts(database, limit=LISTED)),
+        Section("Needs attention", _attention(database, batches, jobs, made)),
+        *(_newest(database, jobs[0]) if jobs else ()),
+        Section("Batches", _batch_list(database, batches)),
+        Section("Jobs", job_list(jobs)),
+        Section("Artifacts", artifact_list(database, made)),
     ]
-    return Page("overview", "".join(parts), live=True)
+    return Page("overview", sections(database.url, parts, facts=facts or [("records", told)]), live=True)
+
+
+def _attention(
+    database: TuningDatabase, batches: Sequence[Batch], jobs: Sequence[Job], made: Sequence[ArtifactSummary]
+) -> Markup:
+    """Return a table of the failures among the newest entries, the newest first; empty without any."""
+    found: list[tuple[datetime, Markup, str]] = []
+    for batch in batches:
+        lost = sum(cell.dead or cell.state.value in ("failed", "rejected") for cell in list_cells(database, batch.id))
+        why = f"{lost} cells failed or were rejected" if lost else ""
+        if batch.outcome is None and not batch.held:
+            why = "its driver is gone: `relaxtune batch resume` goes on"
+        if why:
+            found.append((batch.started_at, link(f"/batches/{batch.id}", f"batch {batch.name}"), why))
+    for job in jobs:
+        if job.outcome not in ("done", None):
+            found.append((job.started_at, link(f"/jobs/{job.id}", f"job {job.model}"), job.outcome))
+    for one in made:
+        if one.validation is not None and not one.validation.passed:
+            link_ = link(f"/artifacts/{one.key}", f"artifact {one.model}")
+            found.append((one.created_at, link_, "disagrees with ONNX Runtime"))
+    for gate_ in list_gates(database, limit=LISTED):
+        if not gate_.passed:
+            found.append((gate_.created_at, link(f"/gates/{gate_.id}", f"gate {gate_.model}"), verdict(gate_)))
+    rows = [(what, why, minute(when)) for when, what, why in sorted(found, key=lambda row: row[0], reverse=True)]
+    return table(("what", "why", "when (UTC)"), rows[:LISTED]) if rows else Markup()
+
+
+def _newest(database: TuningDatabase, job: Job) -> list[Section]:
+    """Return how the newest job came on, and the shares of its kernels."""
+    progress = job_progress(database, job.id)
+    name = link(f"/jobs/{job.id}", job.model)
+    told = Markup("{}, {} {}, began {} UTC: {}.").format(
+        name, job.target.kind, job.target.arch, minute(job.started_at), job.outcome or OVER_OR_KILLED
+    )
+    return [
+        Section("The newest job: best so far", chart(course_chart(Progress(progress.curve))), told),
+        Section("The newest job: shares of its time", chart(shares_chart(job_kernels(progress)))),
+    ]
 
 
 def batch(database: TuningDatabase, batch_id: str) -> Page:
@@ -45,12 +91,12 @@ def batch(database: TuningDatabase, batch_id: str) -> Page:
     return Page(f"batch {found.name}", batch_body(database, found), live=found.held)
 
 
-def _batch_list(database: TuningDatabase, found: Sequence[Batch]) -> Html:
+def _batch_list(database: TuningDatabase, found: Sequence[Batch]) -> Markup:
     rows = []
     for one in found:
         states = Counter("dead" if cell.dead else cell.state.value for cell in list_cells(database, one.id))
         rows.append(
-            row(
+            (
                 link(f"/batches/{one.id}", one.name),
                 ", ".join(f"{count} {state}" for state, count in states.items()),
                 one.driver.host,
@@ -59,7 +105,7 @@ def _batch_list(database: TuningDatabase, found: Sequence[Batch]) -> Html:
             )
         )
     columns = ("batch", "cells", "host", "began (UTC)", "outcome")
-    return rows_table(columns, rows, {*columns})
+    return table(columns, rows)
 
 
 PAGES: Mapping[str, Callable[..., Page]] = {

@@ -8,7 +8,6 @@ others can reach the server, a token is asked for.
 from __future__ import annotations
 
 import hmac
-import html
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -24,13 +23,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from relaxtune.pipeline.dashboard.artifact_pages import compare
 from relaxtune.pipeline.dashboard.counts import StatusCounts
 from relaxtune.pipeline.dashboard.job_pages import job
-from relaxtune.pipeline.dashboard.markup import Page
+from relaxtune.pipeline.dashboard.markup import Page, sections
 from relaxtune.pipeline.dashboard.pages import PAGES, overview
 from relaxtune.pipeline.dashboard.slow_pages import SlowPages
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.pages.render import page, render
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.ceilings import Ceilings
-from relaxtune.pipeline.report.html import page
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
 
@@ -51,14 +50,6 @@ _HEADERS: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_STYLE = """<style>
-nav { display: flex; gap: 1.5rem; flex-wrap: wrap; border-bottom: 1px solid #cbd5e0; padding-bottom: .5rem }
-nav b { margin-right: auto } a { color: #2b6cb0 }
-.cover { display: inline-block; min-width: 3rem; padding: 0 .4em; border-radius: .2em; color: #1a202c }
-.full { background: #9ae6b4 } .part { background: linear-gradient(90deg, #fbd38d calc(var(--share) * 100%), #edf2f7 0) }
-.empty { background: #edf2f7 }
-@media screen and (prefers-color-scheme: dark) { nav { border-color: #4a5568 } a { color: #90cdf4 } }
-</style>"""
 # Reads the page anew every three seconds while it is in sight; what is selected or folded out stays as it is.
 _SCRIPT = """
 const main = document.querySelector("main[data-live]");
@@ -104,7 +95,7 @@ def create_app(
     counts, slow = StatusCounts(database), SlowPages(patience_s)
     of_device = {one.device: one for one in ceilings}
     pages: dict[str, Callable[..., Page]] = {**PAGES, "/jobs/{job_id}": partial(job, ceilings=of_device)}
-    routes = [Route("/", lambda _: _answer(lambda: overview(database, counts.newest())))]
+    routes = [Route("/", lambda _: _answer(lambda: slow.get("/", lambda: overview(database, counts.newest()))))]
     routes += [Route(path, _endpoint(database, make, slow)) for path, make in pages.items()]
     routes += [Route("/compare", _comparison(database, slow)), Route("/live.js", _script)]
     allowed = [f"[{host}]" if ":" in host else host for host in hosts]
@@ -185,19 +176,12 @@ def _not_found(request: Request, _: Exception) -> Response:
 
 
 def _told(title: str, message: str) -> Page:
-    return Page(title, f"<h1>{html.escape(title)}</h1><p>{html.escape(message)}</p>")
+    return Page(title, sections(title, [], subtitle=message))
 
 
 def _html(shown: Page, status: int = 200) -> Response:
-    live = " data-live" if shown.live else ""
-    body = (
-        '<nav><b>relaxtune</b><a href="/">overview</a><a href="/coverage">coverage</a><a href="/cost">cost</a>'
-        '<a href="/gates">gates</a>'
-        '<span id="state"></span></nav>'
-        f"<main{live}>{printable(shown.body)}</main>"
-    )
-    again = f'<meta http-equiv="refresh" content="{_AGAIN_S}">' if shown.waits else ""
-    head = f'{again}{_STYLE}<script src="/live.js" defer></script>'
+    body = render("dashboard.html", live=shown.live, body=shown.body)
+    head = render("dashboard_head.html", waits=shown.waits, again_s=_AGAIN_S)
     return HTMLResponse(page(f"{printable(shown.title)} - relaxtune", body, head), status_code=status)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from relaxtune.pipeline.dashboard.markup import Page
+from relaxtune.pipeline.dashboard.markup import Page, sections
 
 # Pages that are made at the same time.
 _WORKERS = 4
@@ -63,7 +63,9 @@ class SlowPages:
                     self._making.pop(next(iter(self._making)))
                 making = self._making[address] = _Making(self._executor.submit(make))
         if making.future not in wait([making.future], self._patience_s).done:
-            told = "<h1>Being read</h1><p>This page reads many records. It shows itself as soon as it is ready.</p>"
+            told = sections(
+                "Being read", [], subtitle="This page reads many records. It appears as soon as it is ready."
+            )
             return Page("being read", told, waits=True)
         with self._lock:
             if self._making.get(address) is making:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from urllib.parse import quote
 
+from markupsafe import Markup
+
 from relaxtune.pipeline.dashboard.artifact_pages import artifact_list
 from relaxtune.pipeline.dashboard.job_pages import job_list
-from relaxtune.pipeline.dashboard.markup import Markup, Page, link, minute, plot, row, rows_table, text
-from relaxtune.pipeline.report.curve import step_curve
-from relaxtune.pipeline.report.html import number
+from relaxtune.pipeline.dashboard.markup import Page, Section, chart, sections
+from relaxtune.pipeline.pages.charts import curve
+from relaxtune.pipeline.pages.render import code, link, minute, number, table
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.questions.artifacts import artifacts
@@ -28,7 +30,7 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
     devices = dict.fromkeys(day.device_name for day in days)
     curves = [(device, _curve([day for day in days if day.device_name == device])) for device in devices]
     rows = [
-        row(
+        (
             f"{day.day}",
             day.device_name,
             day.driver or "",
@@ -38,7 +40,7 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
             day.valid,
             number(day.best_us),
             day.route.value if day.route else "",
-            Markup(f"<code>{text(day.kernel_hash[:_HASH_SHOWN])}</code>" if day.kernel_hash else ""),
+            code((day.kernel_hash or "")[:_HASH_SHOWN]),
             number(day.so_far_us),
         )
         for day in days
@@ -47,15 +49,17 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
         "day (UTC)", "device", "driver", "tvm", "relaxtune", "candidates", "valid", "best us", "route",
         "code of the kernel", "best so far us",
     )  # fmt: skip
+    told = (
+        "The code of the kernel is the hash of the best one of the day: another commit of relaxtune that makes the "
+        "same kernel has the same hash."
+    )
     parts = [
-        f"<h1>{text(days[-1].name)}</h1><p><code>{text(workload_hash)}</code></p>",
-        *(f"<h2>{text(device)}</h2>{plot(curve)}" for device, curve in curves if curve),
-        "<h2>Days</h2>",
-        rows_table(columns, rows, {"device", "driver", "tvm", "relaxtune", "route", "code of the kernel"}),
-        "<p>The code of the kernel is the hash of the best one of the day: another commit of relaxtune that makes the "
-        "same kernel has the same hash.</p>",
+        *(Section(device, chart(curve)) for device, curve in curves),
+        Section(
+            "Days", table(columns, rows, {"device", "driver", "tvm", "relaxtune", "route", "code of the kernel"}), told
+        ),
     ]
-    return Page(f"task {days[-1].name}", "".join(parts))
+    return Page(f"task {days[-1].name}", sections(days[-1].name, parts, subtitle=code(workload_hash)))
 
 
 def model(database: TuningDatabase, name: str) -> Page:
@@ -73,48 +77,43 @@ def model(database: TuningDatabase, name: str) -> Page:
         covered = {one.workload_hash for one in here if one.covered}
         newest = max((one.last_at for one in here if one.last_at is not None), default=None)
         valid, failed = sum(one.valid for one in here), sum(one.failed for one in here)
-        rows.append(row(device, arch, f"{len(covered)} of {len(tasks)}", valid, failed, minute(newest)))
+        rows.append((device, arch, f"{len(covered)} of {len(tasks)}", valid, failed, minute(newest)))
     columns = ("device", "code", "tasks with a valid record", "valid", "failed", "last (UTC)")
     parts = [
-        f"<h1>{text(name)}</h1><h2>Coverage</h2>",
-        rows_table(columns, rows, {"device", "code"}),
-        "<h2>Jobs</h2>",
-        job_list(jobs),
-        "<h2>Artifacts</h2>",
-        artifact_list(database, made),
+        Section("Coverage", table(columns, rows, {"device", "code"})),
+        Section("Jobs", job_list(jobs)),
+        Section("Artifacts", artifact_list(database, made)),
     ]
-    return Page(f"model {name}", "".join(parts))
+    return Page(f"model {name}", sections(name, parts))
 
 
 def matrix(database: TuningDatabase) -> Page:
     """Return how many tasks of each model have a valid record on each device."""
+    told = "Tasks are those that jobs found in a model, of any target."
     found = covered_tasks(database)
     places = sorted({place for one in found for place in one.covered})
     rows = [
         (
-            link(f"/models/{quote(one.model)}", one.model).html,
-            str(one.tasks),
+            link(f"/models/{quote(one.model)}", one.model),
+            one.tasks,
             *(_part(one.covered.get(place, 0), one.tasks) for place in places),
         )
         for one in found
     ]
     columns = ("model", "tasks", *(f"{device}, {arch}" for device, arch in places))
-    parts = [
-        "<h1>Tasks with a valid record, by model and device</h1>",
-        rows_table(columns, rows, {"model"}),
-        "<p>Tasks are those that jobs found in a model, of any target.</p>",
-    ]
-    return Page("coverage", "".join(parts))
+    parts = [Section("", table(columns, rows, {"model"}), told)]
+    return Page("coverage", sections("Tasks with a valid record, by model and device", parts))
 
 
-def _part(covered: int, tasks: int) -> str:
+def _part(covered: int, tasks: int) -> Markup:
     """Return a cell that is the fuller the more is covered."""
     share = covered / tasks if tasks else 0.0
     kind = "full" if covered == tasks else "part" if covered else "empty"
-    return f'<span class="cover {kind}" style="--share:{share:.2f}">{covered}</span>'
+    return Markup('<span class="cover {}" style="--share:{:.2f}">{}</span>').format(kind, share, covered)
 
 
-def _curve(days: list[HistoryPoint]) -> str:
+def _curve(days: list[HistoryPoint]) -> Markup:
     first = days[0].day
     points = [(float((day.day - first).days), day.so_far_us) for day in days if day.so_far_us is not None]
-    return step_curve(points, f"days since {first}", "us, the best so far") if len({at for at, _ in points}) > 1 else ""
+    several = len({at for at, _ in points}) > 1
+    return curve(points, f"days since {first}", "us, the best so far") if several else Markup()

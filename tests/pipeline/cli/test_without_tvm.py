@@ -71,7 +71,7 @@ def test_words_that_run_nothing_do_without_tvm(artifact: Path, relaxtune: Callab
         "artifact rollback": ("prod", *store, *db),
         "artifact tag": ("prod", "--remove", *store, *db),
         "artifact gc": ("--older-than", 0, *store, *db),
-        "report": (artifact, "--out", tmp_path / "a.html"),
+        "report": (artifact, "--no-profile", "--out", tmp_path / "a.html"),
         "dashboard": ("--port", 0, "--db", tmp_path / "none.db"),
         "batch status": ("night", *db),
         "batch cancel": ("bert", "night", *db),

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from relaxtune.pipeline.report.kernel import Bottleneck, KernelRow, find_bottleneck, judged
-from relaxtune.pipeline.report.plot import roofline, shares
+from relaxtune.pipeline.report.page import roofline_chart, shares_chart
 from tests.pipeline.report.conftest import CEILINGS
 
 
@@ -51,12 +51,12 @@ def row(name: str, time_us: float | None) -> KernelRow:
 def test_kernels_without_a_time_take_no_share() -> None:
     found = judged([row("a", 1.0), row("b", None)], CEILINGS)
     assert [(one.name, one.share) for one in found] == [("a", 1.0), ("b", None)]
-    assert shares([found[1]]) == ""
+    assert shares_chart([found[1]]) == ""
 
 
 def test_a_roofline_needs_a_bandwidth_ceiling_and_a_point() -> None:
     found = judged([row("a", 1.0)], CEILINGS)
-    assert roofline(found, CEILINGS).startswith("<svg")
-    assert roofline(found, dataclasses.replace(CEILINGS, bytes_per_s=None)) == ""
-    assert roofline(judged([row("b", None)], CEILINGS), CEILINGS) == ""
-    assert roofline(found, None) == ""
+    assert roofline_chart(found, CEILINGS).startswith("<svg")
+    assert roofline_chart(found, dataclasses.replace(CEILINGS, bytes_per_s=None)) == ""
+    assert roofline_chart(judged([row("b", None)], CEILINGS), CEILINGS) == ""
+    assert roofline_chart(found, None) == ""

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from relaxtune.pipeline.report.diff import KernelChange, diff_reports
-from relaxtune.pipeline.report.html import render_page
 from relaxtune.pipeline.report.kernel import KernelRow
+from relaxtune.pipeline.report.page import render_page
 from relaxtune.pipeline.report.report import Report
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from relaxtune.models import OnnxModel, TensorSpec
-from relaxtune.pipeline.report.error_plot import error_histograms
+from relaxtune.pipeline.report.page import errors_chart
 from relaxtune.pipeline.validate.array_comparison import HISTOGRAM_EDGES, compare_arrays
 from relaxtune.pipeline.validate.report import render
 from relaxtune.pipeline.validate.tolerances import Tolerance
@@ -54,11 +54,11 @@ def test_samples_are_added_up_stored_and_drawn(artifact: Path, bert_tiny: OnnxMo
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["outputs"][0]["histogram"] == {"edges": list(HISTOGRAM_EDGES), "counts": list(first.histogram)}
     assert 0 < data["outputs"][0]["worst"]["required_factor"] < 1
-    drawn = error_histograms(data)
-    assert drawn.count("<rect") == len(report.outputs) * (len(HISTOGRAM_EDGES) + 1)
+    drawn = errors_chart(data)
+    assert drawn.count("<title>") == len(report.outputs) * (len(HISTOGRAM_EDGES) + 1)
     assert "of the tolerance" in drawn
-    assert str(first.histogram[0]) in drawn
-    assert error_histograms({"passed": True}) == ""
+    assert f"{first.histogram[0]:,} elements" in drawn
+    assert errors_chart({"passed": True}) == ""
 
 
 def test_the_table_marks_the_tolerance_in_the_histogram() -> None:

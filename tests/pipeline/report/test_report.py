@@ -13,8 +13,8 @@ import pytest
 from sqlalchemy import make_url
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.report.html import render_page
 from relaxtune.pipeline.report.kernel import TimeSource
+from relaxtune.pipeline.report.page import render_page
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
 from relaxtune.pipeline.report.report import Report, report_artifact, report_database
 from relaxtune.tuning_db.contract import TuningDatabase

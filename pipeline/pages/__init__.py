@@ -1,0 +1,1 @@
+"""Pages that people look at: their templates, and the charts in them."""
