@@ -1,13 +1,20 @@
-"""onnx's own checker and strict shape inference, run on the graph without its large weights."""
+"""onnx's own checker and strict shape inference, run on the graph without its large weights.
+
+Functions that call functions twice each double the nodes at every level: a file of a few kilobytes can stand for more
+nodes than memory holds. onnx's shape inference follows every call, and no signal is seen meanwhile.
+So the nodes are counted first.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import onnx
 from onnx import checker, helper, shape_inference
 
 from relaxtune.models.axes.windows import check_windows
 from relaxtune.models.checks import RUNTIME_OPERATORS, check_ranks
-from relaxtune.models.errors import InvalidModelError, ModelShapeError
+from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
 from relaxtune.models.hashing import without_weights
 from relaxtune.models.spec import element_type_name, is_numeric, tensor_bytes
 
@@ -16,6 +23,63 @@ _CONSTANT_BYTES = 1024
 _MAX_DIM = 2**31
 # onnx 1.23 takes 0.4 us for each element of a vector it propagates: this is 0.4 s.
 _MAX_PROPAGATED = 2**20
+# Ten times the largest exports; onnx takes a second for so many.
+NODES_MAX = 100_000
+# Exporters nest functions as modules are nested. onnx follows a call on the processor's stack.
+DEPTH_MAX = 100
+
+_Key = tuple[str, str, str]
+
+
+def check_expansion(model: onnx.ModelProto) -> None:
+    """Check that a graph stays of a size that can be compiled when its functions are written out.
+
+    Raises
+    ------
+    UnsupportedModelError
+        It has too many nodes then, or functions are nested too deeply.
+    InvalidModelError
+        A function calls itself.
+    """
+    bodies = {(one.domain, one.name, one.overload): one.node for one in model.functions}
+    known: dict[_Key, tuple[int, int]] = {}
+
+    def count(nodes: Iterable[onnx.NodeProto], calls: tuple[_Key, ...]) -> tuple[int, int]:
+        """Return how many nodes these stand for, and how deeply calls are nested in them."""
+        total = depth = 0
+        for node in nodes:
+            key = (node.domain, node.op_type, node.overload)
+            parts = [count(graph.node, calls) for one in node.attribute for graph in (one.g, *one.graphs)]
+            parts.append(called(key, calls) if key in bodies else (1, 0))
+            total += sum(number for number, _ in parts)
+            depth = max(depth, *(level for _, level in parts))
+            if total > NODES_MAX:
+                written = " when its functions are written out" if bodies else ""
+                raise UnsupportedModelError(
+                    f"the graph {model.graph.name!r} has more than {NODES_MAX:,} nodes{written}, expected at most so "
+                    "many; export fewer layers, or a part of the model"
+                )
+        return total, depth
+
+    def called(key: _Key, calls: tuple[_Key, ...]) -> tuple[int, int]:
+        path = (*calls, key)
+        if key in calls:
+            raise InvalidModelError(f"function {key[1]!r} calls itself ({_path(path)}): ONNX has no loops of calls")
+        if key not in known and len(path) <= DEPTH_MAX:
+            total, depth = count(bodies[key], path)
+            known[key] = total, depth + 1
+        if len(path) > DEPTH_MAX or len(calls) + known[key][1] > DEPTH_MAX:
+            raise UnsupportedModelError(
+                f"functions are nested more than {DEPTH_MAX} deep ({_path(path[:3])} -> ...); inline them "
+                "(onnx.inliner.inline_local_functions), or export the model without functions"
+            )
+        return known[key]
+
+    count(model.graph.node, ())
+
+
+def _path(calls: Iterable[_Key]) -> str:
+    return " -> ".join(name for _, name, _ in calls)
 
 
 def check_and_infer(model: onnx.ModelProto) -> None:

@@ -14,7 +14,7 @@ from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
 from relaxtune.models.external_data import check_external_data, inline_external_data
 from relaxtune.models.files import read_proto
 from relaxtune.models.hashing import content_sha256
-from relaxtune.models.inference import check_and_infer
+from relaxtune.models.inference import check_and_infer, check_expansion
 from relaxtune.models.shapes import Shapes, bind_shapes, name_unknown_axes, pin_shapes, signature_of
 from relaxtune.models.spec import AxisRelation, OnnxModel
 from relaxtune.models.zoo.graph import Precision
@@ -72,6 +72,7 @@ def _is_path(source: str | Path) -> bool:
 def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     proto = read_proto(path)
     check_text(proto)
+    check_expansion(proto)
     check_versions(proto)
     name_unknown_axes(proto.graph)
     check_signature(proto)

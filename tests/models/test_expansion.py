@@ -1,0 +1,76 @@
+"""Nested functions are counted before anything writes them out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from relaxtune.models import load_model
+from relaxtune.models.errors import InvalidModelError, UnsupportedModelError
+from relaxtune.models.inference import DEPTH_MAX, NODES_MAX, check_expansion
+
+OPSETS = [helper.make_opsetid("", 18), helper.make_opsetid("own", 1)]
+
+
+def nested(depth: int, width: int, *calls: int) -> onnx.ModelProto:
+    """Return functions each of which calls the one before it so often; the graph calls the last, and others before."""
+    functions = []
+    for level in range(depth):
+        operator, domain = (f"f{level - 1}", "own") if level else ("Neg", "")
+        names = ["x", *(f"y{place}" for place in range(width))]
+        nodes = [helper.make_node(operator, [a], [b], domain=domain) for a, b in itertools.pairwise(names)]
+        functions.append(helper.make_function("own", f"f{level}", ["x"], names[-1:], nodes, OPSETS))
+    called = [*calls, depth - 1]
+    names = ["x", *(f"t{place}" for place in range(len(called) - 1)), "y"]
+    graph = helper.make_graph(
+        [helper.make_node(f"f{one}", [names[n]], [names[n + 1]], domain="own") for n, one in enumerate(called)],
+        "nested",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 4])],
+    )
+    return helper.make_model(graph, opset_imports=OPSETS, functions=functions, ir_version=9)
+
+
+def test_file_of_a_few_functions_that_stands_for_millions_of_nodes_is_refused_at_once(tmp_path: Path) -> None:
+    onnx.save(nested(60, 2), tmp_path / "bomb.onnx")
+    started = time.perf_counter()
+    with pytest.raises(
+        UnsupportedModelError, match=f"more than {NODES_MAX:,} nodes when its functions are written out"
+    ):
+        load_model(tmp_path / "bomb.onnx")
+    assert time.perf_counter() - started < 5
+
+
+def test_bomb_inside_of_a_branch_is_counted() -> None:
+    model = nested(30, 2)
+    inner = onnx.GraphProto()
+    inner.CopyFrom(model.graph)
+    del model.graph.node[:]
+    model.graph.node.append(helper.make_node("If", ["x"], ["y"], then_branch=inner, else_branch=inner))
+    with pytest.raises(UnsupportedModelError, match="nodes"):
+        check_expansion(model)
+
+
+@pytest.mark.parametrize("calls", [(), tuple(range(DEPTH_MAX - 1, 40 * DEPTH_MAX, DEPTH_MAX - 1))])
+def test_functions_nested_deeper_than_the_stack_of_a_library_are_refused(calls: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"more than {DEPTH_MAX} deep"):
+        check_expansion(nested(40 * DEPTH_MAX, 1, *calls))
+
+
+def test_function_that_calls_itself_is_named(tmp_path: Path) -> None:
+    model = nested(2, 1)
+    model.functions[0].node[0].CopyFrom(helper.make_node("f1", ["x"], ["y0"], domain="own"))
+    onnx.save(model, tmp_path / "circle.onnx")
+    with pytest.raises(InvalidModelError, match="f1 -> f0 -> f1"):
+        load_model(tmp_path / "circle.onnx")
+
+
+@pytest.mark.parametrize(("depth", "width"), [(DEPTH_MAX, 1), (10, 2)])
+def test_functions_of_usual_depth_are_loaded(tmp_path: Path, depth: int, width: int) -> None:
+    onnx.save(nested(depth, width), tmp_path / "model.onnx")
+    assert load_model(tmp_path / "model.onnx").outputs[0].shape == ("n", 4)
