@@ -6,6 +6,7 @@ Each leaves the plain static case to TVM's converter by returning None.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import tvm
@@ -83,8 +84,8 @@ def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
 def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a tensor stretched to a shape where a size on either side is symbolic; a 1 on either side gives way.
 
-    Two different sizes, neither of them 1, are taken to be equal when the model runs. A symbolic one beside a number
-    is checked then: it may be 1 as well, which no kernel for the number knows.
+    Two sizes of which one is symbolic and both may be above 1 have to be equal when the model runs; it is checked
+    then. One may be 1 as well, which no kernel for the other knows.
     """
     data, target = node.input(0), size_list(node.input(1))
     if target is None:
@@ -97,12 +98,11 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     rank = max(len(sizes), len(target))
     old = [1] * (rank - len(sizes)) + sizes
     new = [1] * (rank - len(target)) + target
-    result = [
-        before if isinstance(after, int) and after == 1 else after for before, after in zip(old, new, strict=True)
-    ]
+    pairs = list(zip(old, new, strict=True))
+    result = [before if _is_one_at_most(after) else after for before, after in pairs]
     taken = [
-        after if isinstance(after, int) and after > 1 and not isinstance(before, int) else before
-        for before, after in zip(old, new, strict=True)
+        before if _is_one_at_most(before) or _is_one_at_most(after) or _is_zero(simplify(before - after)) else after
+        for before, after in pairs
     ][rank - len(sizes) :]
     if any(one is not other for one, other in zip(taken, sizes, strict=True)):
         data = node.builder.match_cast(data, relax.TensorType(taken, data.ty.dtype))
@@ -135,6 +135,10 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     TVM assumes such bounds to be inside the axis, which is wrong for the ends torch writes: negative, or "to the end".
     """
     data = node.input(0)
+    if "starts" in node.attributes:  # until opset 9
+        given = (node.attributes.get(name) for name in ("starts", "ends", "axes"))
+        bounds = (None if one is None else constant(np.array(one, "int64")) for one in given)
+        node = replace(node, inputs=(data, *bounds))
     _check_bounds(node)
     starts, ends = size_list(node.input(1)), size_list(node.input(2))
     axes = size_list(node.optional(3)) if node.optional(3) is not None else list(range(len(starts or [])))
@@ -176,6 +180,19 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
     end = [_bound(value, size) for value, size in zip(ends, sizes, strict=True)]
     return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
+
+
+def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return the parts of an axis whose size is symbolic and those of the parts are not; they are checked to fit."""
+    data, given = node.input(0), node.attributes.get("split", node.optional(1))
+    parts = given if isinstance(given, list) else size_list(given)
+    axis, sizes = int_attribute(node, "axis", 0) % data.ty.ndim, list(sizes_of(data))
+    if not parts or isinstance(sizes[axis], tirx.IntImm) or not all(isinstance(part, int) for part in parts):
+        return None
+    ends = [int(end) for end in np.cumsum(parts)]
+    sizes[axis] = tirx.IntImm("int64", ends[-1])
+    data = node.builder.match_cast(data, relax.TensorType(sizes, data.ty.dtype))
+    return relax.op.split(data, ends[:-1], axis)
 
 
 def _is_whole(data: tvm.ir.Expr, axis: int, start: tvm.ir.Expr | int, end: tvm.ir.Expr | int) -> bool:
@@ -221,10 +238,22 @@ def _is_never_negative(size: tvm.ir.Expr | int) -> bool:
     """Whether a size is surely not negative, given that no axis is."""
     if isinstance(size, int):
         return size >= 0
+    return bool(_with_axes(size).const_int_bound(size).min_value >= 0)
+
+
+def _is_one_at_most(size: tvm.ir.Expr | int) -> bool:
+    """Whether a size is surely not above 1: it gives way in a broadcast. No size of a file is 0 here."""
+    if isinstance(size, int):
+        return size == 1
+    return bool(_with_axes(size).const_int_bound(size).max_value <= 1)
+
+
+def _with_axes(size: tvm.ir.Expr) -> tvm.sym.Analyzer:
+    """Return an analyzer that knows of each axis in a size that it is not negative."""
     analyzer = tvm.sym.Analyzer()
     for var in tirx.analysis.undefined_vars(size):
         analyzer.bind(var, tvm.ir.Range(0, _AXIS_MAX))
-    return bool(analyzer.const_int_bound(size).min_value >= 0)
+    return analyzer
 
 
 def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> tvm.ir.Expr:
@@ -309,4 +338,5 @@ SHAPE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Shape"): convert_shape,
     ("", "Size"): convert_size,
     ("", "Slice"): convert_slice,
+    ("", "Split"): convert_split,
 }

@@ -237,3 +237,43 @@ def test_expand_of_a_symbolic_axis_is_checked_in_a_call() -> None:
     np.testing.assert_array_equal(run_relax(graph, {"x": x})[0], x)
     with pytest.raises(RuntimeError, match="mismatch to specified constant"):
         run_relax(graph, {"x": x[:1]})
+
+
+ROWS = {"x": ("float32", ("t", 4)), "row": ("float32", ("u", 4))}
+
+
+@pytest.mark.parametrize(("rows", "given"), [(7, 7), (1, 1), (5, 1)])
+def test_expand_to_one_row_at_most_keeps_the_rows(rows: int, given: int) -> None:
+    # TorchScript's `index_add_`: in a mixture of experts a row for each token came out as one.
+    nodes = [
+        helper.make_node("Slice", ["x", "zero", "one", "zero"], ["first"]),
+        helper.make_node("Shape", ["first"], ["sizes"]),
+        helper.make_node("Expand", ["row", "sizes"], ["y"]),
+    ]
+    model = make_model(
+        nodes, ROWS, {"y": ("float32", ("u", 4))}, {"zero": np.array([0]), "one": np.array([1])}
+    )  # fmt: skip
+    assert_agrees(model, {"x": floats(rows, 4), "row": floats(given, 4)})
+
+
+@pytest.mark.parametrize("opset", [11, 18])
+def test_parts_of_a_symbolic_axis_are_checked_to_fit(opset: int) -> None:
+    inputs, attributes = (["x", "parts"], {}) if opset > 12 else (["x"], {"split": [1, 2]})
+    nodes = [
+        helper.make_node("Split", inputs, ["a", "b"], axis=0, **attributes),
+        helper.make_node("Concat", ["b", "a"], ["y"], axis=0),
+    ]
+    held = {"parts": np.array([1, 2])} if opset > 12 else {}
+    model = make_model(nodes, {"x": ROWS["x"]}, {"y": ("float32", ("t", 4))}, held, opset=opset)
+    graph = assert_agrees(model, {"x": floats(3, 4)})
+    with pytest.raises(RuntimeError, match="match_cast"):
+        run_relax(graph, {"x": floats(4, 4)})
+
+
+@pytest.mark.parametrize("axes", [None, [1]])
+def test_slice_with_attributes_as_until_opset_9(axes: list[int] | None) -> None:
+    given = {} if axes is None else {"axes": axes}
+    node = helper.make_node("Slice", ["x"], ["y"], starts=[-2], ends=[2**31 - 1], **given)
+    shape = (3, 3) if axes else (2, 4)
+    model = make_model([node], {"x": ("float32", (3, 4))}, {"y": ("float32", shape)}, opset=9)
+    assert_agrees(model, {"x": floats(3, 4)})
