@@ -2,6 +2,7 @@
 
 How an integer input is understood:
 
+0. Where attention computes with it as the number of keys, it is what the sizes of the call say (`models.axes.flow`).
 1. It is followed through Cast, Reshape, Slice and the like to every Gather it indexes; the smallest table is its range.
 2. Failing that, its name (`*mask*`, `*position*`) or its use as a mask (1 - x, Not, Where, a cast to bool) decides.
 3. Failing that, it is drawn from 0..1, `describe_inputs` says so, and a warning is logged.
@@ -17,9 +18,11 @@ from enum import StrEnum
 
 import numpy as np
 
+from relaxtune.models.axes.flow import lengths_given
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
+from relaxtune.models.polynomials import Polynomial
 from relaxtune.models.spec import IndexLimit, OnnxModel, TensorSpec, numpy_dtype
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class InputKind(StrEnum):
     MASK = "mask"
     ADDITIVE_MASK = "additive_mask"
     POSITION = "position"
+    LENGTH = "length"
     CACHE = "cache"
     REAL = "real"
     FLAG = "flag"
@@ -47,19 +51,28 @@ class InputKind(StrEnum):
 
 @dataclass(frozen=True)
 class InputRule:
-    """How random values of one input are drawn; integers lie in `low <= x < high`."""
+    """How random values of one input are drawn; integers lie in `low <= x < high`, a length is a sum of axes."""
 
     name: str
     kind: InputKind
     low: int
     high: int
     reason: str
+    length: Polynomial | None = None
 
 
 def describe_inputs(model: OnnxModel) -> tuple[InputRule, ...]:
     """Return how each input is drawn and why, in the model's order."""
     uses = GraphUses(model.proto)
-    return tuple(_rule(spec, uses) for spec in model.inputs)
+    lengths = lengths_given(model.proto)
+    return tuple(
+        InputRule(
+            spec.name, InputKind.LENGTH, 0, _NO_LIMIT, f"keys of attention: {lengths[spec.name]}", lengths[spec.name]
+        )
+        if spec.name in lengths
+        else _rule(spec, uses)
+        for spec in model.inputs
+    )
 
 
 def index_limits(model: OnnxModel) -> tuple[IndexLimit, ...]:
@@ -109,6 +122,8 @@ def random_inputs(
             drawn[rule.name] = kept if rule.kind is InputKind.MASK else np.where(kept, 0.0, _PADDED_SCORE)
         elif rule.kind is InputKind.POSITION:
             drawn[rule.name] = _positions(shape, rule.high, past, valid_past)
+        elif rule.length is not None:
+            drawn[rule.name] = np.full(shape, _length(rule.length, dims or {}))
         elif rule.kind in {InputKind.CACHE, InputKind.REAL}:
             drawn[rule.name] = rng.standard_normal(shape) * (0.5 if rule.kind is InputKind.CACHE else 1.0)
         else:
@@ -160,6 +175,10 @@ def _concrete_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...
             raise ModelShapeError(msg)
         shape.append(value)
     return tuple(shape)
+
+
+def _length(length: Polynomial, dims: Mapping[str, int]) -> int:
+    return length.substitute({name: Polynomial.number(size) for name, size in dims.items()}).value or 0
 
 
 def _lengths(rules: tuple[InputRule, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

@@ -15,6 +15,7 @@ Shape = tuple[Polynomial, ...]
 
 # Vectors of sizes are as long as ranks; a longer tensor is data.
 MAX_LENGTH = 64
+INTEGERS = frozenset({onnx.TensorProto.INT64, onnx.TensorProto.INT32})
 ZERO, ONE = Polynomial.number(0), Polynomial.number(1)
 
 
@@ -112,7 +113,7 @@ class AxisFacts:
 def known_constant(tensor: onnx.TensorProto) -> Known:
     """Return what is known of a constant."""
     shape = tuple(map(Polynomial.number, tensor.dims))
-    if tensor.data_type not in (onnx.TensorProto.INT64, onnx.TensorProto.INT32) or not np.prod(tensor.dims):
+    if tensor.data_type not in INTEGERS or not np.prod(tensor.dims):
         return Known(shape)
     numbers = numpy_helper.to_array(tensor)
     small = numbers.ndim <= 1

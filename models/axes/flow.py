@@ -9,14 +9,14 @@ operators that have no rule here. Two facts are collected on the way:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
 from onnx import defs, helper, inliner, shape_inference
 
-from relaxtune.models.axes.facts import MAX_LENGTH, UNKNOWN, ZERO, AxisFacts, Known, known_constant
-from relaxtune.models.axes.rules import MOVES, RULES, moved
+from relaxtune.models.axes.facts import INTEGERS, MAX_LENGTH, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
+from relaxtune.models.axes.rules import CACHED_ATTENTION, MOVES, RULES, moved
 from relaxtune.models.hashing import without_weights
 from relaxtune.models.polynomials import Polynomial
 
@@ -41,17 +41,24 @@ class AxisFlow(AxisFacts):
             self._known[tensor.name] = known_constant(tensor)
         for value in graph.input:
             if value.name not in self.constants:
-                self._known[value.name] = Known(tuple(map(self._size, dims_of(value))))
+                self._known[value.name] = self._input(value)
         for node in graph.node:
             self._follow(node)
 
+    def _input(self, value: onnx.ValueInfoProto) -> Known:
+        """Return what is known of an input; an integer, or a row of them, gets a symbol for what it is at most."""
+        shape = tuple(map(self._size, dims_of(value)))
+        if value.type.tensor_type.elem_type not in INTEGERS or len(shape) > 1:
+            return Known(shape)
+        largest = (Polynomial.symbol(value_symbol(value.name)),)
+        return Known(shape, largest if shape in ((), (ONE,)) else None, largest)
+
     def _follow(self, node: onnx.NodeProto) -> None:
-        if node.op_type == "If":
-            self._follow_branches(node)
+        outputs = self._follow_branches(node) if node.op_type == "If" else None
         rule = RULES.get(node.op_type)
         inputs = [self._known.get(name, UNKNOWN) for name in node.input]
         try:
-            outputs = None if rule is None else rule(self, node, inputs)
+            outputs = outputs if rule is None else rule(self, node, inputs)
         except (IndexError, TypeError, ValueError, AttributeError):  # a rule met a form it does not know
             outputs = None
         if outputs is None:
@@ -62,8 +69,12 @@ class AxisFlow(AxisFacts):
             if name:
                 self._known[name] = known
 
-    def _follow_branches(self, node: onnx.NodeProto) -> None:
-        """Follow what the branches ask of sizes; what they find equal holds where they are run."""
+    def _follow_branches(self, node: onnx.NodeProto) -> list[Known] | None:
+        """Follow what the branches ask of sizes; what they find equal holds where they are run.
+
+        Return the shapes of the results, where those of the branches are equal.
+        """
+        results = []
         for branch in (item.g for item in node.attribute):
             known, solved, constants = dict(self._known), dict(self.solved), dict(self.constants)
             self.constants |= {tensor.name: tensor for tensor in branch.initializer}
@@ -73,7 +84,10 @@ class AxisFlow(AxisFacts):
                 self._follow(inner)
             asked = [(self.resolve(size), self.resolve(least), label) for size, least, label in self.at_least[first:]]
             self.at_least[first:] = asked
+            results.append([self._known.get(value.name, UNKNOWN).shape for value in branch.output])
             self._known, self.solved, self.constants = known, solved, constants
+        same = len(results) == 2 and results[0] == results[1] and None not in results[0]
+        return [Known(shape) for shape in results[0]] if same else None
 
     def _infer(self, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
         """Return the shapes that onnx infers for one node, sizes in and out as text."""
@@ -114,6 +128,27 @@ def input_symbols(model: onnx.ModelProto) -> list[str]:
     weights = {tensor.name for tensor in model.graph.initializer}
     dims = [dim for value in model.graph.input if value.name not in weights for dim in dims_of(value)]
     return list(dict.fromkeys(name for dim in dims if isinstance(dim, str) for name in parse_size(dim).names))
+
+
+def nodes_of(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Yield the nodes of a graph and of its functions."""
+    yield from model.graph.node
+    for function in model.functions:
+        yield from function.node
+
+
+def lengths_given(model: onnx.ModelProto) -> dict[str, Polynomial]:
+    """Return input of integers -> what it has to be: attention computes with it as the number of keys."""
+    if not any(node.op_type == CACHED_ATTENTION for node in nodes_of(model)):
+        return {}
+    flow = AxisFlow(model)
+    found = {value.name: flow.resolve(Polynomial.symbol(value_symbol(value.name))) for value in model.graph.input}
+    return {name: size for name, size in found.items() if not any(part.startswith("?") for part in size.names)}
+
+
+def value_symbol(name: str) -> str:
+    """Return the symbol of the largest integer in an input of integers."""
+    return f"?{name}"
 
 
 def dims_of(value: onnx.ValueInfoProto) -> list[int | str]:

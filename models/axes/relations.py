@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import onnx
 
 from relaxtune.models.axes.facts import ONE, ZERO
-from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols
+from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols, nodes_of
+from relaxtune.models.axes.rules import CACHED_ATTENTION
 from relaxtune.models.axes.windows import has_windows, with_room
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError
@@ -80,8 +81,8 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
     Parameters
     ----------
     model
-        Its axes without a given size get 2 where they are a batch and 16 elsewhere, doubled until poolings and
-        convolutions have room, then what the relations ask for.
+        Its axes without a given size get 2 where they are a batch (1 in ONNX Runtime's decoders), 16 elsewhere,
+        doubled until poolings and convolutions have room, then what the relations ask for.
     given
         Sizes that stay as they are.
     """
@@ -91,7 +92,9 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
         axis for spec in model.inputs for axis in spec.shape[:1] if len(spec.shape) > 1 and isinstance(axis, str)
     }
     later = {axis for spec in model.inputs for axis in spec.shape[1:]}
-    sizes = {n: _BATCH if "batch" in n.lower() or n in batches - later else _LENGTH for n in sorted(names)} | fixed
+    # ONNX Runtime takes several new tokens after a cache of one row only.
+    rows = 1 if any(node.op_type == CACHED_ATTENTION and node.input[3] for node in nodes_of(model.proto)) else _BATCH
+    sizes = {n: rows if "batch" in n.lower() or n in batches - later else _LENGTH for n in sorted(names)} | fixed
     lengths = [name for name in names if sizes[name] == _LENGTH]
     if lengths and has_windows(model.proto):
         sizes = with_room(model.proto, sizes, lengths)

@@ -24,7 +24,11 @@ _BROADCAST = frozenset(
 # Their results are 0 or 1.
 _TRUTH = frozenset({"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Or", "Xor"})
 # Operators that move integers without changing them.
-MOVES = frozenset({"Cast", "Expand", "Flatten", "Identity", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"})
+MOVES = frozenset(
+    {"Cast", "Expand", "Flatten", "Identity", "ReduceMax", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+)
+# ONNX Runtime's decoders: the cache, the new keys, and how many they are together.
+CACHED_ATTENTION = "GroupQueryAttention"
 
 
 def moved(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
@@ -188,7 +192,7 @@ def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
         if size.value is None and end.value is not None and 0 <= end.value < TO_THE_END:
             others = (one.value for place, one in enumerate(shape) if place != axis)
             if not reaches_the_end(end.value, [value for value in others if value is not None]):
-                shape[axis] = facts.new_symbol()
+                shape[axis] = _first(facts, node, first, end)
                 continue
             last = size
         if (size - last).names:
@@ -199,6 +203,17 @@ def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
             data = data[first.value : last.value]
         shape[axis] = last - first
     return [Known(tuple(shape), data)]
+
+
+def _first(facts: AxisFacts, node: onnx.NodeProto, first: Polynomial, end: Polynomial) -> Polynomial:
+    """Return the size of the places up to a number of an axis that may have fewer: at most so many, or one."""
+    most = end - first
+    if most == ONE:
+        return ONE
+    size = facts.new_symbol()
+    if first == ZERO:
+        facts.require(node, 0, most, size)
+    return size
 
 
 def _bound(bound: Polynomial, size: Polynomial) -> Polynomial:
@@ -290,13 +305,6 @@ def _rotary(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> 
     return [Known(data)]
 
 
-def _group_query_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """GroupQueryAttention: its rotary tables have a row for each key, past ones included."""
-    if _attribute(node, "do_rotary", 0) and len(inputs) > 7:
-        facts.require(node, 7, _sizes(inputs[7])[0], _cached(facts, inputs, 3, _sizes(inputs[0])[1]))
-    return None
-
-
 def _cumulative(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     """Return a running sum, at most the largest integer times how many there are: positions of tokens, say."""
     shape, top = _sizes(inputs[0]), inputs[0].top
@@ -325,6 +333,27 @@ def _onnx_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Kno
     return None
 
 
+def _group_query_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    """GroupQueryAttention of ONNX Runtime: keys of the cache and new ones are as many as the call says.
+
+    Its inputs are query (B, S, ...), key, value, past key, past value (B, K, P, H), counts of keys less one, their
+    largest number, and tables of as many rows.
+    """
+    query = _sizes(inputs[0])
+    total = _cached(facts, inputs, 3, query[1])
+    for known, expected in ((inputs[6], total), (inputs[5], total - ONE)):
+        said = known.data if known.data is not None and len(known.data) == 1 else known.top
+        if said is not None and len(said) == 1:
+            facts.equate(said[0], expected)
+    if _attribute(node, "do_rotary", 0) and len(inputs) > 7:
+        facts.require(node, 7, _sizes(inputs[7])[0], total)
+    heads, key_heads = (Polynomial.number(_attribute(node, name, 0)) for name in ("num_heads", "kv_num_heads"))
+    packed = not node.input[1]
+    width = query[2].divided(heads + 2 * key_heads if packed else heads)
+    present = None if width is None else (query[0], key_heads, facts.resolve(total), width)
+    return [Known(None if width is None else (*query[:2], heads * width)), *[Known(present)] * 2]
+
+
 RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[Known] | None]] = {
     **dict.fromkeys(_BROADCAST, _arithmetic),
     **dict.fromkeys(_SAME_SHAPE, _same_shape),
@@ -338,7 +367,7 @@ RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[
     "Flatten": _flatten,
     "Gather": _gather,
     "GatherND": _gather_nd,
-    "GroupQueryAttention": _group_query_attention,
+    CACHED_ATTENTION: _group_query_attention,
     "MatMul": _matmul,
     "Not": _not,
     "Range": _range,

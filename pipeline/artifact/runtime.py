@@ -48,7 +48,13 @@ _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
 # TVM's messages for tensors that its code was not compiled for.
-_REFUSALS = ("ErrorContext(fn=", "Mismatched ", "Invoking function", "storage allocation failure")
+_REFUSALS = (
+    "ErrorContext(fn=",
+    "ErrorContext(match_cast",
+    "Mismatched ",
+    "Invoking function",
+    "storage allocation failure",
+)
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.

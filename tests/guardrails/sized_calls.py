@@ -19,7 +19,7 @@ import onnxruntime as ort
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.errors import ModelError
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.errors import ArtifactError, PipelineError
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.validation import sample_inputs
@@ -102,7 +102,7 @@ def _judge_calls(
     for call, answer in zip(calls, wanted, strict=True):
         try:
             outputs = module.run(call.feeds)
-        except ArtifactError as e:
+        except PipelineError as e:
             if not isinstance(answer, str):
                 refused.append(f"{call.words}: {line(e)}")
             continue

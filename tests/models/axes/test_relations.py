@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.models import OnnxModel, axis_sizes, get_preset, load_model, random_inputs
 
-FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+FLOAT, INT64, INT32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32
 
 
 def run(model: OnnxModel, dims: dict[str, int]) -> list[np.ndarray]:
@@ -124,3 +124,70 @@ def test_axes_without_relation_keep_their_names(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     model = load_model(save(tmp_path, nodes, {"x": (FLOAT, ["a", "b", 4])}, w=np.ones((4, 3), "float32"), rank=3))
     assert (model.inputs[0].shape, model.relations) == (("a", "b", 4), ())
+
+
+def group_query(folder: Path, lengths: str) -> OnnxModel:
+    """Load a decoder step whose lengths are two inputs, one from which the other follows, or those of a mask."""
+    ints: dict[str, tuple[int, list[int | str]]] = {"counts": (INT32, ["b"]), "total": (INT32, [])}
+    before, names = [], ["counts", "total"]
+    if lengths == "one less, in 64 bits":
+        ints = {"lengths": (INT64, ["b"]), "keys": (INT64, [1])}
+        before = [helper.make_node("Sub", ["lengths", "one"], ["less"])]
+        before += [helper.make_node("Cast", [a], [b], to=INT32) for a, b in (("less", "counts"), ("keys", "total"))]
+    elif lengths == "the largest":
+        ints = {"counts": (INT32, ["b"])}
+        before = [
+            helper.make_node("ReduceMax", ["counts"], ["most"], keepdims=0),
+            helper.make_node("Add", ["most", "small"], ["total"]),
+        ]
+    elif lengths == "mask":
+        ints = {"mask": (INT64, ["b", "m"])}
+        before = [
+            helper.make_node("ReduceSum", ["mask", "one"], ["lengths"], keepdims=0),
+            helper.make_node("Sub", ["lengths", "one"], ["less"]),
+            helper.make_node("Shape", ["mask"], ["sizes"]),
+            helper.make_node("Gather", ["sizes", "one"], ["keys"]),
+            *(helper.make_node("Cast", [a], [b], to=INT32) for a, b in (("less", "counts"), ("keys", "total"))),
+        ]
+    node = helper.make_node(
+        "GroupQueryAttention",
+        ["q", "", "", "k", "v", *names],
+        ["y"],
+        domain="com.microsoft",
+        num_heads=2,
+        kv_num_heads=1,
+    )
+    cache: tuple[int, list[int | str]] = (FLOAT, ["b", 1, "p", 8])
+    inputs: dict[str, tuple[int, list[int | str]]] = {"q": (FLOAT, ["b", "s", 32]), "k": cache, "v": cache, **ints}
+    path = save(folder, [*before, node], inputs, rank=3, one=np.array([1]), small=np.array(1, "int32"))
+    proto = onnx.load(path)
+    proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    onnx.save(proto, path)
+    return load_model(path)
+
+
+@pytest.mark.parametrize("lengths", ["inputs", "one less, in 64 bits", "the largest", "mask"])
+def test_lengths_of_a_decoder_step_are_those_of_its_cache_and_its_tokens(tmp_path: Path, lengths: str) -> None:
+    model = group_query(tmp_path, lengths)
+    dims = axis_sizes(model)
+    assert dims["b"] == 1
+    feeds = random_inputs(model, seed=0, dims=dims)
+    total = dims["p"] + dims["s"]
+    expected = {"counts": total - 1, "total": total, "lengths": total, "keys": total}
+    drawn = {name: int(feeds[name].max()) for name in expected if name in feeds}
+    assert drawn == {name: expected[name] for name in drawn}
+    if lengths == "mask":
+        assert [str(relation) for relation in model.relations] == ["m (mask[1]) = p + s"]
+    run(model, dims)
+
+
+@pytest.mark.parametrize(("end", "bound"), [(1, []), (3, ["n <= 3"])])
+def test_first_rows_of_an_axis_are_as_many_only_as_it_has(tmp_path: Path, end: int, bound: list[str]) -> None:
+    nodes = [
+        helper.make_node("Slice", ["x", "zero", "end", "zero"], ["first"]),
+        helper.make_node("Add", ["y0", "first"], ["y"]),
+    ]
+    inputs: dict[str, tuple[int, list[int | str]]] = {"x": (FLOAT, ["m", 4]), "y0": (FLOAT, ["n", 4])}
+    model = load_model(save(tmp_path, nodes, inputs, zero=np.array([0]), end=np.array([end])))
+    assert [f"{one.axis} {one.sign} {one.size}" for one in model.relations] == bound
+    run(model, axis_sizes(model))

@@ -20,6 +20,7 @@ from relaxtune.pipeline.importer.converter_input import (
     ConverterInput,
     float_attribute,
     int_attribute,
+    scalar_like,
     sizes_of,
     static_size,
 )
@@ -267,7 +268,7 @@ def _grouped(node: ConverterInput, heads: int, key_heads: int) -> tuple[tvm.ir.E
 
 
 def _placed(node: ConverterInput, past: tvm.ir.Expr, new: tvm.ir.Expr, counts: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return a cache (B, K, P + S, H) in which row b has `counts[b]` past keys, then the new ones."""
+    """Return a cache (B, K, P + S, H) in which row b has `counts[b]` past keys, then the new ones, then zeros."""
     emit = node.builder.emit
     batch, heads, length, size = sizes_of(past)
     added = sizes_of(new)[2]
@@ -275,13 +276,15 @@ def _placed(node: ConverterInput, past: tvm.ir.Expr, new: tvm.ir.Expr, counts: t
     both = append(node, past, new)
     at = emit(relax.op.expand_dims(emit(relax.op.arange(0, total, 1, "int64")), 0))
     behind = emit(relax.op.subtract(at, counts))
-    # Key j is past key j, or new key j - counts, which `both` has at P + j - counts; what lies beyond is not seen.
+    # Key j is past key j, or new key j - counts, which `both` has at P + j - counts.
     moved = emit(relax.op.add(behind, emit(_size_tensor(length))))
     moved = emit(relax.op.minimum(moved, emit(_size_tensor(total - 1))))
     index = emit(relax.op.where(emit(relax.op.less(behind, relax.const(0, "int64"))), at, moved))
     index = emit(relax.op.expand_dims(index, [1, 3]))
     index = emit(relax.op.broadcast_to(index, (batch, heads, total, size)))
-    return emit(relax.op.gather_elements(both, index, axis=2))
+    kept = emit(relax.op.expand_dims(emit(relax.op.less(behind, emit(_size_tensor(added)))), [1, 3]))
+    gathered = emit(relax.op.gather_elements(both, index, axis=2))
+    return emit(relax.op.where(kept, gathered, scalar_like(0.0, both)))
 
 
 def _seen(
