@@ -45,6 +45,7 @@ typedef struct {
   _Alignas(CACHE_LINE) Body body;
   void *data;
   Group group;
+  _Atomic int cpu;  // of the caller
   _Atomic int slices;
   _Atomic int seats;  // threads of the pool that may still come
   _Atomic int sleeps, failed;
@@ -129,20 +130,33 @@ static int take_seat(Job *job) {
   return 0;
 }
 
-static int help(int number) {
+// The system may wake a thread on the caller's CPU where the others are busy, and would run one of both at a time. It is
+// kept from that CPU until it meets a caller on another.
+static void leave_cpu(int cpu, const cpu_set_t *usable) {
+  if (sched_getcpu() != cpu) return;
+  cpu_set_t others = *usable;
+  CPU_CLR(cpu, &others);
+  if (CPU_COUNT(&others) > 0) sched_setaffinity(0, sizeof others, &others);
+}
+
+static int help(int number, const cpu_set_t *usable) {
   int helped = 0;
   for (uint32_t open = atomic_load(&pool.jobs); open != 0; open &= open - 1) {
     Job *job = &jobs[__builtin_ctz(open)];
-    if (take_seat(job)) helped |= run_blocks(job, number, 1) > 0;
+    if (!take_seat(job)) continue;
+    leave_cpu(atomic_load(&job->cpu), usable);
+    helped |= run_blocks(job, number, 1) > 0;
   }
   return helped;
 }
 
 static void *run_thread(void *number) {
+  cpu_set_t usable;
+  if (sched_getaffinity(0, sizeof usable, &usable) != 0) CPU_ZERO(&usable);
   int64_t until_ns = now_ns() + SPIN_NS;
   for (;;) {
     uint32_t seen = atomic_load(&pool.launches);
-    if (help((int)(intptr_t)number)) until_ns = now_ns() + SPIN_NS;
+    if (help((int)(intptr_t)number, &usable)) until_ns = now_ns() + SPIN_NS;
     atomic_fetch_add(&pool.spinning, 1);
     int more = spin_while(&pool.launches, seen, until_ns);
     atomic_fetch_sub(&pool.spinning, 1);
@@ -222,6 +236,7 @@ static int launch(Body body, void *data, int blocks, int threads) {
   int slices = threads < SLICES ? threads : SLICES;
   if (blocks <= 0) blocks = threads * BLOCKS_EACH;
   job->body = body, job->data = data, job->group = (Group){NULL, blocks};
+  atomic_store(&job->cpu, sched_getcpu());
   atomic_store(&job->sleeps, 0);
   atomic_store(&job->failed, 0);
   atomic_store(&job->error, NULL);
