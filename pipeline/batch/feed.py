@@ -21,7 +21,6 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell
-from relaxtune.pipeline.batch.early import EarlyCells
 from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest, finish_cell, told
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
 from relaxtune.pipeline.batch.worker import AheadWork, FinishWork, PrepareWork
@@ -76,11 +75,8 @@ class CellFeed:
         self._settled: set[str] = set()
         self._seen: set[str] = set()
         self._hashes: dict[str, frozenset[str]] = {}
-        self._limited = EarlyCells()
         # Of the target, known with its first cell.
         self._arch = ""
-        # Cells that are finished before their tasks are settled, which are tuned on meanwhile.
-        self._early: dict[str, tuple[Cell, set[str]]] = {}
 
     @property
     def arriving(self) -> bool:
@@ -91,7 +87,6 @@ class CellFeed:
         """Return the tasks of cells that were imported, and let others go on."""
         if self._board.stop.asked:
             return ()
-        self._settle_early()
         dropped = self._drop_over()
         arrivals = [Arrival(dropped=dropped)] if dropped else []
         if self._workers is not None:
@@ -114,9 +109,8 @@ class CellFeed:
                 self._settle(cell)
 
     def improved(self, workload_hash: str, best_us: float) -> None:
-        """Note how fast a task is: it is shown, and a cell is finished as soon as it is fast enough."""
+        """Show how fast a task is."""
         self._board.improved(self._arch, workload_hash, best_us)
-        self._limited.improved(workload_hash, best_us)
 
     def wait(self, seconds: float) -> None:
         """Wait for the next import."""
@@ -192,9 +186,6 @@ class CellFeed:
             part = len(hashes - self._seen) / max(1, len(hashes))
             self._seen |= hashes
             self._hashes[cell.name] = hashes
-            if cell.limits.max_latency_ms is not None:
-                weights = {task.workload_hash: task.weight for task in found.tasks}
-                self._limited.add(cell.name, cell.limits.max_latency_ms, weights)
             # The run tells again of those that it has.
             self._settled -= hashes
             if hashes:
@@ -209,21 +200,13 @@ class CellFeed:
         # What a cell that failed would have had of a budget goes to the others.
         return Arrival(trials=self._trials_of(cell, 0.0))
 
-    def _settle_early(self) -> None:
-        """Let cells that are fast enough go on to be finished, while their tasks are tuned on."""
-        for name in self._limited.take_promising(self._tuning):
-            self._early[name] = self._tuning.pop(name)
-            self._settle(self._early[name][0])
-
     def _drop_over(self) -> frozenset[str]:
-        """Leave cells that were cancelled or accepted early; return the tasks that only they had."""
-        wanting = {**self._tuning, **self._early}
-        gone = [name for name, (cell, _) in wanting.items() if self._board.state(cell).over]
+        """Leave cells that were cancelled; return the tasks that only they had."""
+        gone = [name for name, (cell, _) in self._tuning.items() if self._board.state(cell).over]
+        left = self._tuning.keys() - set(gone)
         for name in gone:
-            self._tuning.pop(name, None)
-            self._early.pop(name, None)
+            del self._tuning[name]
         dropped = frozenset().union(*(self._hashes.pop(name) for name in gone)) if gone else frozenset[str]()
-        left = wanting.keys() - set(gone)
         wanted = frozenset().union(*(self._hashes[name] for name in left)) if gone else frozenset[str]()
         return dropped - wanted
 
@@ -242,26 +225,7 @@ class CellFeed:
         if found.state is CellState.CANCELLED:
             self._board.heard(cell, found.state, found.facts)
             return
-        if found.state is CellState.REJECTED and found.facts.validated and self._tune_on(cell, found.facts):
-            return
         self._board.move(cell, found.state, found.facts)
-
-    def _tune_on(self, cell: Cell, facts: CellFacts) -> bool:
-        """Let a cell that was finished too early be tuned on, or finished again; False where that changes nothing."""
-        if cell.name not in self._early or self._board.stop.asked:
-            return False
-        _, open_ones = self._early.pop(cell.name)
-        open_ones -= self._settled
-        if not open_ones and not self._limited.faster(cell.name):
-            return False
-        self._limited.missed(cell.name, facts.shipped_ms)
-        self._board.move(cell, CellState.QUEUED, CellFacts(error=facts.error))
-        if self._begin(cell) and self._board.move(cell, CellState.TUNING):
-            if open_ones:
-                self._tuning[cell.name] = (cell, open_ones)
-            else:
-                self._settle(cell)
-        return True
 
 
 def _seen(found: FinishedCell) -> FinishedCell:

@@ -237,17 +237,6 @@ def test_what_tuning_does_not_change_is_made_while_a_cell_is_tuned(
     assert {"compile", "compare", "export", "validate"} <= found[0].stage_s.keys()
 
 
-def test_a_cell_that_keeps_its_limit_is_not_tuned_any_further(folder: Path) -> None:
-    limited = FIRST + 'shapes = ["x=5x32"]\nlimits = { max_latency_ms = 1000.0 }\n'
-    path = plan_of(folder, "early", {"candidates = 6": "candidates = 500"}, limited)
-    result = run_batch(read_plan(path))
-    assert [one.state for one in result.cells] == [CellState.DONE]
-    # What is given up then is what only this cell wanted.
-    (summary,) = result.tuning
-    assert summary.candidates < 100
-    assert {task.ended for task in summary.tasks} == {"no model wants it any more"}
-
-
 def test_a_batch_is_iterated_over_and_may_be_left(folder: Path, database: TuningDatabase) -> None:
     path = plan_of(folder, "loop", {"candidates = 6": "candidates = 40"}, FIRST + 'shapes = ["x=3x32"]\n')
     run = relaxtune.batch(path)
