@@ -83,7 +83,7 @@ def canonical_text(text: str, what: str) -> str:
     """
     try:
         return canonical_json(json.loads(text))
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InvalidRecordError(
             f"{what} is not valid JSON ({e}): got {text[:120]!r}. Make it with json.dumps(..., allow_nan=False)."
         ) from e

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.errors import DatabaseOpenError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
     MODEL_FAMILY,
@@ -129,10 +130,22 @@ class MeasuredModel:
 
 
 def read_decision(record: TuningRecord) -> ModelDecision:
-    """Return the decision of a model's record."""
-    plain = json.loads(record.decision)
-    kernels = {key: (Route(route), text) for key, (route, text) in plain["kernels"].items()}
-    return ModelDecision(plain["norm_rows_max"], kernels, plain.get("untuned", False), record.created_at)
+    """Return the decision of a model's record.
+
+    Raises
+    ------
+    DatabaseOpenError
+        It is none: the record is damaged.
+    """
+    try:
+        plain = json.loads(record.decision)
+        kernels = {key: (Route(route), str(text)) for key, (route, text) in plain["kernels"].items()}
+        return ModelDecision(int(plain["norm_rows_max"]), kernels, plain.get("untuned") is True, record.created_at)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+        raise DatabaseOpenError(
+            f"record {record.id} does not say how its model is compiled ({e}): the database is damaged. Restore it "
+            f"from a copy, or remove the record: relaxtune db delete {record.id}"
+        ) from e
 
 
 def inside_the_model(

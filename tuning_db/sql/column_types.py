@@ -43,7 +43,7 @@ def read_as(convert: Callable[[Any], T], value: object) -> T:
     """
     try:
         return convert(value)
-    except (ValueError, zlib.error) as e:
+    except (ValueError, TypeError, LookupError, RecursionError, zlib.error) as e:
         raise DamagedValueError(f"{type(e).__name__}: {e}") from e
 
 

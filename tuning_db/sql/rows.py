@@ -8,9 +8,10 @@ import math
 from functools import cache
 from typing import Any, TypeVar, cast
 
+from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import Environment, TargetKey, TuningRecord, Workload, canonical_json
-from relaxtune.tuning_db.sql.column_types import NumberKind, read_as
+from relaxtune.tuning_db.sql.column_types import DamagedValueError, NumberKind, read_as
 from relaxtune.tuning_db.sql.schema import (
     EnvironmentRow,
     JobRow,
@@ -83,8 +84,20 @@ def environment_columns(environment: Environment) -> dict[str, object]:
 
 
 def to_value(of: type[_Value], row: object, **given: object) -> _Value:
-    """Return the value of a row: each field that is not given is the column of its name."""
-    return of(**given, **{name: getattr(row, name) for name in _names(cast(Any, of)) if name not in given})
+    """Return the value of a row: each field that is not given is the column of its name.
+
+    Raises
+    ------
+    DamagedValueError
+        The row holds what no value has.
+    """
+    try:
+        columns = {name: getattr(row, name) for name in _names(cast(Any, of)) if name not in given}
+        if bytes in map(type, (*given.values(), *columns.values())):
+            raise DamagedValueError(f"bytes where a text or a number belongs, in a row of {of.__name__}")
+        return of(**given, **columns)
+    except (InvalidRecordError, AttributeError, TypeError, RecursionError) as e:
+        raise DamagedValueError(f"a row of {of.__name__}: {e}") from e
 
 
 @cache

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from relaxtune.tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord
+from relaxtune.tuning_db.sql.column_types import DamagedValueError
 from relaxtune.tuning_db.sql.rows import to_environment, to_record, to_target
 from relaxtune.tuning_db.sql.schema import (
     EnvironmentRow,
@@ -75,7 +76,9 @@ def read_records(
 
 
 def _to_record(row: Row[Any], places: Places) -> TuningRecord:
-    target, environment = places.targets[row.target_id], places.environments[row.environment_id]
+    target, environment = places.targets.get(row.target_id), places.environments.get(row.environment_id)
+    if target is None or environment is None:
+        raise DamagedValueError("a record refers to a target or an environment that is not there")
     return to_record(cast(RecordRow, row), row.workload_hash, row.signature_key, target, environment)
 
 

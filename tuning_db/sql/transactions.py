@@ -12,7 +12,7 @@ from time import monotonic, sleep
 from typing import TypeVar
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, MultipleResultsFound
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
@@ -98,7 +98,10 @@ class Transactions:
             raise translate_error(e, self._location) from e
         except UnicodeEncodeError as e:
             raise InvalidRecordError(f"A text is not Unicode and cannot be stored ({e}).") from e
-        except DamagedValueError as e:
+        except (ValueError, MultipleResultsFound) as e:
+            # No row of ours gives a reader such an error.
+            if write and not isinstance(e, DamagedValueError | UnicodeDecodeError | MultipleResultsFound):
+                raise
             raise DatabaseOpenError(
                 f"{self._location.shown} is damaged: a row cannot be read ({e}). Restore it from a copy, or name "
                 "another file."
@@ -138,7 +141,7 @@ class Transactions:
             except DatabaseBusyError as e:
                 self._pause(e, began, LOCK_WAIT_S, LOCK_PAUSE_S)
             except DatabaseOpenError as e:
-                if self._location.dialect == "sqlite" or isinstance(e.__cause__, DamagedValueError):
+                if self._location.dialect == "sqlite" or isinstance(e.__cause__, ValueError | MultipleResultsFound):
                     raise
                 # A server that says itself that it stops or starts has answered.
                 self._answered |= isinstance(e, DatabaseLostError)

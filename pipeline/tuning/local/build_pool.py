@@ -10,7 +10,6 @@ import logging
 import multiprocessing
 import pickle
 import threading
-import time
 from collections import deque
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
@@ -23,6 +22,7 @@ from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
+from relaxtune.pipeline.tuning.measure.clock import AwakeClock
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.tuning_db.records import Status
@@ -122,7 +122,8 @@ class BuildPool(Builder):
         self._closed = False
         self._ended = Built(Unmeasured.STOPPED, error="the run was stopped")
         self._wake, self._waker = multiprocessing.Pipe(duplex=False)
-        self._slots = [_Slot(self._start(), time.monotonic()) for _ in range(workers)]
+        self._awake = AwakeClock()
+        self._slots = [_Slot(self._start(), self._awake.seconds()) for _ in range(workers)]
         self._thread = threading.Thread(target=self._work, name="relaxtune-build", daemon=True)
         self._thread.start()
 
@@ -219,7 +220,7 @@ class BuildPool(Builder):
                     self._waiting.appendleft(job)
                 self._replace(slot)
                 continue
-            slot.job, slot.since = job, time.monotonic()
+            slot.job, slot.since = job, self._awake.seconds()
             self.clock.enter()
 
     def _collect(self) -> None:
@@ -261,7 +262,7 @@ class BuildPool(Builder):
 
     def _end_late(self) -> None:
         """Kill processes that work too long on a candidate, or do not start."""
-        now = time.monotonic()
+        now = self._awake.seconds()
         for slot in self._slots:
             if slot.job is not None and now - slot.since > self._limits.timeout_s:
                 told = f"the build was killed after {self._limits.timeout_s:g} s (build_timeout_s)"
@@ -295,14 +296,14 @@ class BuildPool(Builder):
         self.restarts += 1
         if result is not None:
             self._finish(slot, result, began)
-        slot.since = time.monotonic()
+        slot.since = self._awake.seconds()
 
     def _finish(self, slot: _Slot, result: Built, began: float | None = None) -> None:
         job, slot.job = slot.job, None
         if job is None:
             return
         self.clock.leave()
-        job.on_built(replace(result, seconds=time.monotonic() - (slot.since if began is None else began)))
+        job.on_built(replace(result, seconds=self._awake.seconds() - (slot.since if began is None else began)))
 
     def _give_up(self) -> None:
         """Report everything unfinished as stopped, or broken; no process is needed any more."""

@@ -27,6 +27,7 @@ from relaxtune.pipeline.tuning.local.requests import (
     reference_file,
 )
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured, place
+from relaxtune.pipeline.tuning.measure.clock import AwakeClock
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
@@ -323,9 +324,10 @@ class MeasuringProcess:
 
     def _answer(self, timeout_s: float) -> Reply | None:
         """Return the next message, or None when time is up or the run was stopped."""
-        until = time.monotonic() + timeout_s
+        clock = AwakeClock()
+        until = clock.seconds() + timeout_s
         while not self._process.connection.poll(_POLL_S):
-            if time.monotonic() > until or self._stopped:
+            if clock.seconds() > until or self._stopped:
                 return None
         return self._process.receive()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import onnx
 import pytest
@@ -13,13 +14,14 @@ from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.bench.measure import OWN_ARM, ArmResult, BenchmarkReport
 from relaxtune.pipeline.choose import shipping as shipping_module
-from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
+from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model, read_decision
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, untuned_kernels
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.schedules.marks import SCHEDULED_ATTR
+from relaxtune.tuning_db.errors import DatabaseOpenError
 from relaxtune.tuning_db.store import SqlDatabase
 
 NODES = """
@@ -132,3 +134,12 @@ def test_what_was_decided_last_counts_though_a_clock_was_set_back_since(prepared
             found = model.find(database)
             assert found is not None
             assert (found.norm_rows_max, found.untuned) == (8, False)
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "{}", '{"kernels": 7, "norm_rows_max": 1}', '{"kernels": {}, "norm_rows_max": []}']
+)
+def test_a_decision_that_says_nothing_is_called_damage(text: str) -> None:
+    record = SimpleNamespace(id=7, decision=text, created_at=datetime.now(UTC))
+    with pytest.raises(DatabaseOpenError, match=r"record 7 does not say .*relaxtune db delete 7"):
+        read_decision(record)

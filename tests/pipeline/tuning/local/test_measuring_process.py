@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ import tvm
 import relaxtune.pipeline.tuning.local.measuring_process as process_module
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+from relaxtune.pipeline.tuning.measure import clock as clock_module
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
@@ -171,6 +173,23 @@ def test_a_hopeless_candidate_is_timed_once(pool: BuildPool, place: Place) -> No
     assert len(fast.seconds) == QUICK.repeats
     assert len(slow.seconds) == 1
     assert slow.seconds[0] > 0.03
+
+
+def test_a_machine_that_slept_leaves_no_timeout(pool: BuildPool, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock jumps by an hour once the candidate has begun, as when everything was stopped meanwhile."""
+    slow = candidate(pool, place, extern_mod("usleep", 20_000))
+    asked: list[float] = []
+
+    def now() -> float:
+        asked.append(time.monotonic())
+        return asked[-1] + (3600.0 if asked[-1] - asked[0] > 0.3 else 0.0)
+
+    with closing(LocalBackend(["cpu:0"], place.environment, QUICK, timeout_s=60.0)) as backend:
+        assert measure(backend, candidate(pool, place, add_one_mod()))[0].status is Status.OK
+        monkeypatch.setattr(clock_module, "time", SimpleNamespace(monotonic=now))
+        (outcome,) = measure(backend, slow)
+    assert asked[-1] - asked[0] > 0.3
+    assert outcome.status is Status.OK
 
 
 def test_measuring_is_given_up_when_the_run_is_stopped(pool: BuildPool, place: Place) -> None:
