@@ -19,7 +19,7 @@ from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotar
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
 from relaxtune.pipeline.passes.fill_empty import fill_empty
-from relaxtune.pipeline.passes.fuse_operations import fuse_operations
+from relaxtune.pipeline.passes.fuse_operations import annotate_patterns, fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
@@ -124,7 +124,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.LEGALISE, "legalise_operators", legalise_operators, _CODE_GENERATOR),
         Step(Phase.LEGALISE, "keep_lookups_inside", keep_lookups_inside, "an index may not read foreign memory"),
         # 6 fuse
-        Step(Phase.FUSE, "annotate_patterns", stock(relax_pass.AnnotateTIROpPattern()), "fusion reads the annotations"),
+        Step(Phase.FUSE, "annotate_patterns", annotate_patterns, "fusion reads the annotations"),
         Step(Phase.FUSE, "fold_legalised_constants", fold_constants),
         Step(Phase.FUSE, "repeat_positions", repeat_positions),
         Step(Phase.FUSE, "keep_sizes_apart", keep_sizes_apart),

@@ -86,12 +86,12 @@ def schedule_elementwise(sch: Schedule, block: ScheduledBlock, limits: CpuLimits
         return
     parallel = worth_parallel(work_of(sch, block.rv))
     lanes = limits.vector_bytes // element_bytes(str(block.stmt.writes[0].source.dtype))
-    wraps = wraps_by_lane(sch, block, lanes)
+    extents = loop_extents(sch, block.rv)
+    cut = _inner_start(extents, lanes)
+    wraps = wraps_by_lane(sch, block, lanes, cut)
     crossed = None if wraps else find_crossed_axis(sch, block, lanes)
     if crossed is not None and _schedule_crossed(sch, block, crossed, lanes, limits):
         return
-    extents = loop_extents(sch, block.rv)
-    cut = _inner_start(extents, lanes)
     inner = sch.fuse(*loops[cut:])
     inner_extent = static_extent(sch.get(inner).extent)
     outer = sch.fuse(*loops[:cut]) if cut else None

@@ -25,7 +25,7 @@ from relaxtune.schedules.cpu.base import (
 )
 from relaxtune.schedules.cpu.contraction import FEW_ROWS, Tile, TiledContraction, axis_extent, needs_padding
 from relaxtune.schedules.targets import CpuLimits
-from relaxtune.schedules.tir.blocks import static_extent
+from relaxtune.schedules.tir.blocks import Size, same_sizes, static_extent
 from relaxtune.schedules.tir.expressions import is_zero, used_vars
 from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
@@ -219,7 +219,10 @@ def place_pack(sch: Schedule, pack: SBlockRV, loop: LoopRV, lanes: int) -> None:
 
 
 def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
-    """Return the only reader of C when it walks C element by element in C's own order, else None."""
+    """Return the only reader of C when it walks C element by element and nothing beyond, else None.
+
+    A reader beyond C (a Pad behind it) would leave unwritten what lies outside all tiles.
+    """
     readers = sch.get_consumers(con.block.rv)
     if len(readers) != 1:
         return None
@@ -227,6 +230,9 @@ def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
     if not reader.is_spatial or not is_canonical(sch, reader) or not isinstance(reader.stmt.body, tirx.BufferStore):
         return None
     iters = [iter_var.var for iter_var in reader.stmt.iter_vars]
+    whole = [size for size, kind in zip(con.block.sizes, con.block.kinds, strict=True) if kind == "S"]
+    if len(reader.sizes) != len(whole) or not all(map(_is_within, reader.sizes, whole)):
+        return None
     accumulator = con.block.stmt.body.buffer
     for read in reader.stmt.reads:
         if read.source.same_as(accumulator):
@@ -237,6 +243,10 @@ def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
             )
             return readers[0] if same else None
     return None
+
+
+def _is_within(size: Size, whole: Size) -> bool:
+    return size <= whole if isinstance(size, int) and isinstance(whole, int) else same_sizes([size], [whole])
 
 
 def _tile_loops(sch: Schedule, con: TiledContraction, tile: Tile) -> _Loops:

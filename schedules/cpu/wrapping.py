@@ -1,13 +1,14 @@
-"""Avoids vector loops that LLVM compiles wrongly: branches by lane beside an index that wraps at a power of two.
+"""Avoids vector loops that LLVM compiles wrongly: branches beside an index that wraps at a power of two.
 
 A rotary embedding of heads of 8 elements on 16 lanes, say:
 
     for lane in range(16):  out[lane] = a[lane % 8] if lane % 8 < 4 else b[lane % 8 - 4]
 
-TVM makes a scalar loop of a vector loop whose branch depends on the lane, and LLVM 22.1, which TVM 0.27 holds,
-vectorises that with wrong numbers: a check that `base + lane` does not wrap in 32 bits counts as one that `lane % 8`
-does not in three, and a vector then reads on beyond its row (llvm/llvm-project issue 191382, mended by
-191498; any CPU). Unrolled lanes leave it no loop, and their remainders are constants.
+TVM makes a scalar loop of a vector loop whose branch depends on the lane, or that calls a function which TVM has no
+vectors of (`isnan`); there, any branch counts. LLVM 22.1, which TVM 0.27 holds, vectorises that with wrong numbers: a
+check that `base + lane` does not wrap in 32 bits counts as one that `lane % 8` does not in three, and a vector then
+reads on beyond its row (llvm/llvm-project issue 191382, mended by 191498; any CPU). Unrolled lanes leave it no loop,
+and their remainders are constants.
 """
 
 from __future__ import annotations
@@ -18,27 +19,37 @@ from tvm import tirx
 from tvm.ir import Call, Range
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.tir.expressions import find_all, is_branch, used_vars
+from relaxtune.schedules.tir.expressions import call_name, dtype_of, find_all, is_branch, used_vars
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, loop_extents
 
 # LLVM takes the step of a remainder by 2 for a negative one, and so does not draw the wrong conclusion.
 _HARMLESS_DIVISOR = 2
 
 
-def wraps_by_lane(sch: Schedule, block: ScheduledBlock, lanes: int) -> bool:
-    """Whether, over a vector of so many lanes, a branch changes its course and a remainder starts anew.
+def wraps_by_lane(sch: Schedule, block: ScheduledBlock, lanes: int, first: int) -> bool:
+    """Whether a vector of so many lanes becomes a scalar loop in which there are branches and a remainder starts anew.
 
-    The vector runs along the last axis of a canonical block, and on over the axes before where that is shorter.
+    The vector runs along the last axis of a canonical block, and on over the axes before, down to the first of them,
+    where that is shorter.
     """
     branches = [call.args[0] for call in find_all(block.stmt.body, Call) if is_branch(call)]
     remainders = find_all(block.stmt.body, tirx.FloorMod)
     if not branches:
         return False
     along = _Vector(sch, block, lanes)
-    if not any(along.lane in used_vars(along.place(branch)) for branch in branches):
+    scalar = [*branches, *(call for call in find_all(block.stmt.body, Call) if not _has_vectors(call))]
+    moving = {along.lane, *block.axes[first:]}
+    if not any(moving & set(used_vars(along.place(one))) for one in scalar):
         return False
     short = along.extent is not None and along.extent < lanes and _can_mislead(along.extent)
     return short or any(_takes_remainder(along.place(remainder), along.lane) for remainder in remainders)
+
+
+def _has_vectors(call: Call) -> bool:
+    """Whether a call may stay one of vectors: TVM says so, `vector_math` makes it arithmetic, or it is a branch."""
+    vectorizable = isinstance(call.op, tvm.ir.Op) and call.op.get_attr("TVectorizable")
+    narrow_erf = call_name(call) == "tirx.erf" and dtype_of(call) != "float64"
+    return bool(vectorizable) or is_branch(call) or call_name(call) == "tirx.reinterpret" or narrow_erf
 
 
 class _Vector:

@@ -71,6 +71,23 @@ def of_terms(
     return convert
 
 
+def log_sum_exp(node: ConverterInput) -> tvm.ir.Expr:
+    """Convert ReduceLogSumExp. A largest element that is infinite is not taken off: infinity less itself is NaN."""
+    data, axes, emit = node.input(0), _axes(node), node.builder.emit
+    if not axes:
+        return data
+    dtype, kept = dtype_of(data), bool(int_attribute(node, "keepdims", 1))
+    wide = "float64" if "int" in dtype else dtype
+    value = emit(relax.op.astype(data, wide)) if wide != dtype else data
+    largest = emit(relax.op.max(value, axes, True))
+    finite = emit(relax.op.less(emit(relax.op.abs(largest)), relax.const(float("inf"), wide)))
+    taken = emit(relax.op.where(finite, largest, relax.const(0.0, wide)))
+    terms = emit(relax.op.exp(emit(relax.op.subtract(value, taken))))
+    result = emit(relax.op.add(emit(relax.op.log(emit(relax.op.sum(terms, axes, True)))), taken))
+    result = result if kept else emit(relax.op.squeeze(result, axes))
+    return relax.op.astype(result, dtype) if wide != dtype else result
+
+
 def _axes(node: ConverterInput) -> list[int]:
     """Return the axes to reduce, from the input (opset 18) or the attribute; none leave the tensor as it is.
 
@@ -100,8 +117,7 @@ REDUCTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "ReduceL1"): of_terms(relax.op.abs),
     ("", "ReduceL2"): of_terms(_squared, relax.op.sqrt, in_floats=True),
     ("", "ReduceLogSum"): of_terms(whole=relax.op.log, in_floats=True),
-    # Of one element it is the element.
-    ("", "ReduceLogSumExp"): of_terms(),
+    ("", "ReduceLogSumExp"): log_sum_exp,
     ("", "ReduceMax"): extreme(relax.op.max),
     ("", "ReduceMin"): extreme(relax.op.min),
     ("", "ReduceSumSquare"): of_terms(_squared),

@@ -92,6 +92,19 @@ def test_the_least_and_the_greatest_keep_a_nan_and_infinities(dtype: str) -> Non
     np.testing.assert_array_equal(greatest.astype("float64").ravel(), rows.max(1))
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_the_logarithm_of_a_sum_of_exponentials_takes_no_infinity_from_itself(dtype: str, kept: int) -> None:
+    rows = np.array([[np.inf, 0, 1], [-np.inf] * 3, [1, 2, 3], [-np.inf, 0, -np.inf], [0, np.nan, np.inf]])
+    node = helper.make_node("ReduceLogSumExp", ["x", "axis"], ["y"], keepdims=kept)
+    outputs = {"y": (dtype, (5, 1) if kept else (5,))}
+    model = make_model([node], {"x": (dtype, (5, 3))}, outputs, {"axis": np.array([1])}, opset=18)
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), {"x": rows.astype(dtype)})
+    assert got.shape == ((5, 1) if kept else (5,))
+    want = np.array([np.inf, -np.inf, 3.4076059644443806, 0, np.nan])
+    np.testing.assert_allclose(got.astype("float64").ravel(), want, rtol=1e-3 if dtype == "float16" else 1e-6)
+
+
 def test_the_logarithm_of_a_sum_of_no_integers_is_folded() -> None:
     """It is -inf, which no integer of Python is: folding it must not fail."""
     node = helper.make_node("ReduceLogSum", ["x"], ["y"], keepdims=0)

@@ -172,3 +172,53 @@ def test_vector_is_unrolled_only_when_it_wraps_within_its_lanes(head_dim, mcpu, 
     target = tvm.target.Target({"kind": "llvm", "mcpu": mcpu, "num-cores": 2})
     script = apply_fallback(rotary_case(128, 12, head_dim).module, target).script(show_meta=False)
     assert [word for word in ("unroll", "vectorized") if f"T.{word}(" in script] == [kind]
+
+
+def maximum_beside_branches_case(rows: int, columns: int, length: int) -> Case:
+    """Return max(x, c), which asks for NaN, in the first rows, and c in the others; c is read again by each vector."""
+    x = te.placeholder((rows, columns, length), "float32", name="x")
+    c = te.placeholder((2 * rows, 1, length), "float32", name="c")
+    shape = (2 * rows, columns, length)
+    joined = te.compute(
+        shape, lambda i, j, k: tirx.if_then_else(i < rows, x[i, j, k], c[i - rows, 0, k]), name="joined"
+    )
+
+    def larger(i: tirx.Var, j: tirx.Var, k: tirx.Var) -> tirx.Expr:
+        value, other = joined[i, j, k], c[i, 0, k]
+        return tirx.Select(tirx.Or(other < value, tirx.isnan(value)), value, other)
+
+    rng = np.random.default_rng(0)
+    data, other = (rng.standard_normal([int(d) for d in t.shape]).astype("float32") for t in (x, c))
+    both = np.concatenate([data, np.broadcast_to(other[:rows], data.shape)])
+    return Case(prim_func([x, c, te.compute(shape, larger, name="larger")]), [data, other], [np.maximum(both, other)])
+
+
+def shifted_beside_branches_case(rows: int, columns: int, length: int) -> Case:
+    """Return min(c, the row before), or x in the last rows: a branch by an axis that the vector runs over, too."""
+    x = te.placeholder((rows, columns, length), "float32", name="x")
+    c = te.placeholder((rows, 1, length), "float32", name="c")
+    shape = (2 * rows, columns, length)
+
+    def shifted(i: tirx.Var, j: tirx.Var, k: tirx.Var) -> tirx.Expr:
+        return tirx.if_then_else(j > 0, x[i, j - 1, k], x[i, j, k])
+
+    joined = te.compute(
+        shape, lambda i, j, k: tirx.if_then_else(rows <= i, x[i - rows, j, k], shifted(i, j, k)), name="joined"
+    )
+
+    def smaller(i: tirx.Var, j: tirx.Var, k: tirx.Var) -> tirx.Expr:
+        value, other = joined[i, j, k], c[i % rows, 0, k]
+        return tirx.Select(value < other, value, other)
+
+    rng = np.random.default_rng(0)
+    data, other = (rng.standard_normal([int(d) for d in t.shape]).astype("float32") for t in (x, c))
+    moved = np.concatenate([data[:, :1], data[:, :-1]], 1)
+    want = np.minimum(np.concatenate([moved, data]), np.concatenate([other, other]))
+    return Case(prim_func([x, c, te.compute(shape, smaller, name="smaller")]), [data, other], [want])
+
+
+@pytest.mark.parametrize("make", [maximum_beside_branches_case, shifted_beside_branches_case])
+@pytest.mark.parametrize("shape", [(2, 7, 4), (3, 5, 8), (3, 10, 4)])
+def test_vector_reads_no_more_than_its_rows_when_it_becomes_a_scalar_loop_with_branches(make, shape):
+    case = make(*shape)
+    check(case, narrow_partitioned(apply_fallback(case.module, host().target)), host().target)

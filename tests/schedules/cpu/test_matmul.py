@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import tvm_ffi
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tvm import te, tirx
 from tvm.s_tir import SBlock, Schedule, transform
 
 from relaxtune.schedules.cpu.contraction import choose_tile
@@ -13,7 +15,7 @@ from relaxtune.schedules.cpu.matmul import Matmul, find_matmul
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.scheduled_blocks import list_blocks
-from tests.schedules.kernel_cases import host, loop_kinds, matmul_case, rows_case, run
+from tests.schedules.kernel_cases import Case, host, loop_kinds, matmul_case, prim_func, rows_case, run
 
 ODD_SHAPES = [(1, 1, 1), (7, 13, 5), (17, 33, 65), (31, 48, 7), (64, 101, 16), (1, 200, 37), (2, 3001, 11), (13, 64, 3)]
 
@@ -45,6 +47,28 @@ def test_matmul_matches_numpy_when_axes_are_symbolic(symbolic, batch, transposed
     case = matmul_case(37, 53, 20, batch=batch, transposed=transposed, epilogue="gelu", symbolic=symbolic)
     # A right operand that is not contiguous along the columns is packed first.
     assert run(case) == ("cpu-matmul" if transposed else "cpu-any-size-matmul")
+
+
+@pytest.mark.parametrize("shape", [(10, 24), (70, 24), (8, 31), (5, 24), (8, 20)])
+@pytest.mark.parametrize("symbolic", ["", "m"])
+def test_matmul_matches_numpy_when_its_reader_pads_or_cuts_it(shape, symbolic):
+    case = matmul_case(8, 24, 32, symbolic=symbolic)
+    *inputs, product = case.func.params
+    m, n = product.shape
+    rows, columns = shape if not symbolic else (m + (shape[0] - 8), shape[1])
+    a, b = (te.placeholder(p.shape, "float32", name=p.name) for p in inputs)
+    k = te.reduce_axis((0, 32), "k")
+    c = te.compute((m, n), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
+    whole = shape[0] <= 8 and shape[1] <= 24
+    out = te.compute(
+        (rows, columns),
+        lambda i, j: c[i, j] if whole else tirx.if_then_else(tirx.all(i < m, j < n), c[i, j], tirx.const(0.0)),
+        name="reader",
+    )
+    (product,) = case.expected
+    want = np.zeros(shape, "float32")
+    want[:8, :24] = product[: shape[0], : shape[1]]
+    run(Case(prim_func([a, b, out]), case.inputs, [want], case.rtol, case.atol))
 
 
 @given(m=st.integers(1, 40), n=st.integers(1, 70), k=st.integers(1, 40), epilogue=st.sampled_from(["none", "gelu"]))

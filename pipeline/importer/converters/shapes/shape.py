@@ -156,6 +156,11 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         for axis in numbers[:-1]:
             data = node.builder.emit(relax.op.flip(data, axis))
         return relax.op.flip(data, numbers[-1])
+    if all(isinstance(step, int) and step > 0 for step in steps) and any(map(_may_be_empty, sizes, starts, ends)):
+        begin = [_clamped(value, size) for value, size in zip(starts, sizes, strict=True)]
+        end = [_clamped(value, size) for value, size in zip(ends, sizes, strict=True)]
+        end = [simplify(tirx.max(*pair)) for pair in zip(begin, end, strict=True)]
+        return relax.op.strided_slice(data, numbers, begin, end, steps, assume_inbound=True)
     if any(step != 1 for step in steps):
         return None
     cut = [
@@ -232,6 +237,25 @@ def _inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | 
         return size
     front = bound if bound >= 0 else simplify(size + bound)
     return front if _is_never_negative(simplify(size - bound) if bound >= 0 else front) else None
+
+
+def _may_be_empty(size: tvm.ir.Expr | int, start: tvm.ir.Expr | int, stop: tvm.ir.Expr | int) -> bool:
+    """Whether the end of a slice of a symbolic axis, both bounds given as numbers, may come before its start."""
+    if isinstance(size, int) or not isinstance(start, int) or not isinstance(stop, int):
+        return False
+    if (start < 0) == (stop < 0):
+        return stop < start
+    return start > 0 if stop < 0 else stop < TO_THE_END
+
+
+def _clamped(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    """Return a bound of an axis, counted from the front and inside the axis where it is given as a number."""
+    if not isinstance(bound, int):
+        return bound
+    if bound >= TO_THE_END:
+        return size
+    first, last = tirx.const(0, "int64"), simplify(size + bound) if bound < 0 else bound
+    return simplify(tirx.min(size, tirx.max(first, last)))
 
 
 def _is_never_negative(size: tvm.ir.Expr | int) -> bool:

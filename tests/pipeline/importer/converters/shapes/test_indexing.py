@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+import tvm
 from onnx import TensorProto, helper
 
 from relaxtune.models import OnnxModel
@@ -13,6 +14,7 @@ from relaxtune.models.axes.slices import reaches_the_end
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.importer.shape_values import onnx_slice
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax
+from tests.unoptimised import UNOPTIMISED, runnable
 
 PLACES = (-5, -2, -1, 0, 1, 3, 2**63 - 1, -(2**63) + 1)
 RNG = np.random.default_rng(0)
@@ -45,6 +47,23 @@ def test_slice_of_one_element_at_its_edges(start: int, end: int, step: int) -> N
         {name: np.array([number]) for name, number in numbers.items()},
     )
     assert_agrees(model, {"x": floats(1, 4)})
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_slice_of_a_symbolic_axis_is_empty_where_its_end_comes_before_its_start(step: int) -> None:
+    pairs = [(-1, 2), (1, -1), (3, -2), (-2, 1), (-5, 4), (5, 2), (-1, -3), (0, -2), (-2, 2**63 - 1)]
+    constants = {"axis": np.array([1]), "step": np.array([step])}
+    constants |= {str(number): np.array([number]) for number in {bound for pair in pairs for bound in pair}}
+    names = [f"{start}:{end}" for start, end in pairs]
+    nodes = [helper.make_node("Slice", ["x", *one.split(":"), "axis", "step"], [one]) for one in names]
+    outputs = {one: ("float32", (2, f"m{place}")) for place, one in enumerate(names)}
+    model = make_model(nodes, {"x": ("float32", (2, "n"))}, outputs, constants)
+    machine = runnable(tvm.compile(import_model(model).mod, target=UNOPTIMISED))
+    for size in range(1, 7):
+        x = floats(2, size)
+        got = machine["main"](tvm.runtime.tensor(x))
+        for name, one, want in zip(names, got, run_reference(model, {"x": x}), strict=True):
+            np.testing.assert_array_equal(one.numpy(), want, err_msg=f"[{name}] of {size}")
 
 
 # No machine holds a tensor of 10^9 x 300 x 300.
