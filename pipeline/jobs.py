@@ -269,7 +269,6 @@ def finish_tuned(
 
 
 def _missed(latency_ms: float, limits: Limits) -> str | None:
-    """Return the limit that a latency is above."""
     if limits.max_latency_ms is None or latency_ms <= limits.max_latency_ms:
         return None
     return f"the model takes {latency_ms:.4g} ms, and max_latency_ms is {limits.max_latency_ms:g}"

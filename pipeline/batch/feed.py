@@ -238,6 +238,5 @@ def _seen(found: FinishedCell) -> FinishedCell:
 
 
 def _weighted(task: TuningTask, cell: Cell) -> TuningTask:
-    """Return a task as the cell weighs it, with the functions of that cell."""
     functions = {cell.name: tuple(name for names in task.functions.values() for name in names)}
     return replace(task, weight=task.weight * cell.importance, functions=functions)

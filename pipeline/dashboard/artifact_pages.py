@@ -65,7 +65,6 @@ def _moves(database: TuningDatabase, key: str) -> Markup:
 
 
 def _gate(move: TagMove) -> str:
-    """Return what the gate of a promotion said."""
     if move.gate is None:
         return "none was run"
     return "passed" if json.loads(move.gate).get("passed") is True else "refused, moved by force"

@@ -64,7 +64,6 @@ def register_intrinsics() -> None:
 
 
 def _fragment(buffer: tvm.tirx.Buffer, stride: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return which fragment of a buffer a tile is."""
     per_row = stride // TILE
     return buffer.elem_offset // stride // TILE * per_row + buffer.elem_offset % stride // TILE
 

@@ -133,7 +133,6 @@ def _is_text(expr: tirx.Expr, text: str) -> bool:
 
 
 def _with_params(body: tirx.Stmt, params: Sequence[tirx.Var], others: Sequence[tirx.Var]) -> tirx.Stmt:
-    """Return a body with its parameters replaced."""
     renamed = dict(zip(params, others, strict=True))
     return tvm_ffi.structural_map(body, (tirx.Var, lambda var: renamed.get(var, var)))
 

@@ -326,6 +326,5 @@ def _built(reply: Reply) -> Built:
 
 
 def _failed(error: str, *, from_outside: bool = False) -> Built:
-    """Return a failed build."""
     lost = from_outside or is_of_the_machine(error)
     return Built(Unmeasured.LOST if lost else Status.BUILD_ERROR, error=error)
