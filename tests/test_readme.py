@@ -109,7 +109,7 @@ def test_make_target_of_a_page_exists(target) -> None:
 
 def test_ci_runs_the_readmes_test_command() -> None:
     commands = [line for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines() if "make" in line]
-    assert commands == ["make test"]
+    assert commands == ["make check", "make test"]
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"), ids=[page for page, _ in blocks("python")])

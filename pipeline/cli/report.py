@@ -11,7 +11,7 @@ import typer
 from relaxtune.pipeline.cli.db.common import open_for_reading
 from relaxtune.pipeline.cli.options import VerifyKeyOption, require_signed, url_option
 from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console, write_text
-from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -115,13 +115,17 @@ def _diff(before: Report, after: Report) -> ReportDiff:
 
 def _lacks_times(directory: Path) -> bool:
     """Whether no kernel of an artifact has a time by its record, and its device is here: untuned kernels ship."""
-    from relaxtune.pipeline.artifact.device_choice import runs_here
+    from relaxtune.pipeline.artifact.device_choice import device_for
     from relaxtune.pipeline.artifact.directory import load_manifest
-    from relaxtune.schedules.targets import resolve_target
 
     manifest = load_manifest(directory)
-    known = any(kernel.latency_us is not None for kernel in manifest.kernels)
-    return not known and runs_here(resolve_target(manifest.target.text))
+    if any(kernel.latency_us is not None for kernel in manifest.kernels):
+        return False
+    try:
+        device_for(manifest, None, directory)
+    except ArtifactError:
+        return False
+    return True
 
 
 def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceilings | None]:
