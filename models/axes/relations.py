@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import onnx
 
@@ -57,6 +58,21 @@ def bindings_of(relations: tuple[AxisRelation, ...]) -> dict[str, int | str]:
         # TVM reads a dimension from left to right, without the precedence of products.
         if re.fullmatch(r"\w+( \+ \w+)*", size)
     }
+
+
+def limits_of(relations: Sequence[AxisRelation]) -> tuple[AxisRelation, ...]:
+    """Return what calls have to keep: bounds, and as two bounds each equality that the graph does not say itself.
+
+    TVM takes two sizes that a check compares for one, and leaves the check out.
+    """
+    written = bindings_of(tuple(relations))
+    found: list[AxisRelation] = []
+    for one in relations:
+        if one.sign != "=":
+            found.append(one)
+        elif one.axis not in written:
+            found += [replace(one, sign=sign, table="the graph") for sign in (">=", "<=")]
+    return tuple(found)
 
 
 def check_bounds(relations: Sequence[AxisRelation], sizes: Mapping[str, Dim], what: str) -> None:

@@ -312,6 +312,12 @@ def _cumulative(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known])
     return [Known(shape, None, None if top is None or len(top) != 1 else (top[0] * many,))]
 
 
+def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
+    """TopK: an axis has at least as many places as are taken."""
+    count = inputs[1].data[0] if len(inputs) > 1 and inputs[1].data else Polynomial.number(_attribute(node, "k", 0))
+    facts.require(node, 0, _sizes(inputs[0])[_attribute(node, "axis", -1)], count)
+
+
 def _not(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     return [Known(inputs[0].shape, None, (ONE,))]
 
@@ -375,4 +381,5 @@ RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[
     "RotaryEmbedding": _rotary,
     "Shape": _shape,
     "Slice": _slice,
+    "TopK": _top_k,
 }

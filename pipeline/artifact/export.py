@@ -21,6 +21,7 @@ import tvm_ffi
 
 from relaxtune import __version__
 from relaxtune.models import describe_inputs
+from relaxtune.models.axes.relations import limits_of
 from relaxtune.models.axes.windows import least_sizes
 from relaxtune.models.buckets import Bucket, fill_values, list_masks, list_symbols
 from relaxtune.models.inputs import index_limits
@@ -209,7 +210,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         unpadding=lowered.unpadding,
         recipe=recipe_of(lowered),
         minima=least_sizes(model.proto, list_symbols(lowered.graph.inputs)),
-        limits=tuple(relation for relation in model.relations if relation.sign != "="),
+        limits=limits_of(model.relations),
         indices=index_limits(model),
     )
 

@@ -191,3 +191,10 @@ def test_first_rows_of_an_axis_are_as_many_only_as_it_has(tmp_path: Path, end: i
     model = load_model(save(tmp_path, nodes, inputs, zero=np.array([0]), end=np.array([end])))
     assert [f"{one.axis} {one.sign} {one.size}" for one in model.relations] == bound
     run(model, axis_sizes(model))
+
+
+def test_axis_has_as_many_places_as_top_k_takes(tmp_path: Path) -> None:
+    node = helper.make_node("TopK", ["x", "many"], ["y", "places"], axis=0)
+    model = load_model(save(tmp_path, [node], {"x": (FLOAT, ["n", 4])}, many=np.array([20])))
+    assert [f"{one.axis} {one.sign} {one.size}" for one in model.relations] == ["n >= 20"]
+    assert axis_sizes(model) == {"n": 20}

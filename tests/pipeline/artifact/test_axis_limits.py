@@ -175,3 +175,21 @@ def test_an_artifact_that_does_not_know_its_limits_is_loaded_and_says_so(
     caplog.clear()
     Module.load(decoder)
     assert not caplog.text
+
+
+def test_sizes_that_a_graph_compares_are_compared_in_each_call(tmp_path: Path) -> None:
+    # TVM takes both for one size, and leaves the check out.
+    nodes = [
+        helper.make_node("Concat", ["row", "row"], ["rows"], axis=0),
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Expand", ["rows", "sizes"], ["y"]),
+    ]
+    inputs = {"x": ("float32", ("t", 4)), "row": ("float32", ("u", 4))}
+    onnx.save(make_model(nodes, inputs, {"y": ("float32", ("t", 4))}).proto, tmp_path / "model.onnx")
+    relaxtune.compile(tmp_path / "model.onnx", tmp_path / "made", target="llvm", samples=0)
+    module = Module.load(tmp_path / "made")
+    row = np.arange(12, dtype="float32").reshape(3, 4)
+    np.testing.assert_array_equal(module.run({"x": np.zeros((6, 4), "float32"), "row": row})["y"], np.tile(row, (2, 1)))
+    for count in (2, 5):
+        with pytest.raises(PipelineError, match=r"axis 't' has size 6, the graph takes \d+ (at most|or more)"):
+            module.run({"x": np.zeros((6, 4), "float32"), "row": np.ones((count, 4), "float32")})
