@@ -9,7 +9,7 @@ from relaxtune.models.axes.relations import axis_sizes, check_bounds
 from relaxtune.models.axes.windows import check_sizes
 from relaxtune.models.buckets import list_symbols
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.spec import OnnxModel
+from relaxtune.models.onnx_model import OnnxModel
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.inputs import InputKind, InputRule
-from relaxtune.models.shapes import Shapes
 from relaxtune.models.spec import TensorSpec
-from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset, list_models
-
-# What an additive mask holds where nothing is to be attended to: exp gives 0 beside any score of usual size, and
-# float16 holds it.
-_PADDED_SCORE = -1e4
 
 
 class Side(StrEnum):
@@ -89,24 +81,6 @@ def make_buckets(sizes: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
     return tuple(sorted((Bucket(one) for one in combined if one), key=lambda bucket: bucket.elements))
 
 
-def open_axes(source: str | Path, axes: Sequence[str], shapes: Shapes) -> dict[str, Sequence[Dim]]:
-    """Return shape overrides in which the axes of buckets are symbolic; those of a zoo model have numbers otherwise.
-
-    A file's axes are what they are, and an axis that the overrides name stays as they say.
-    """
-    opened = dict(shapes)
-    name = str(source).partition(":")[0]
-    if name not in list_models():
-        return opened
-    for axis in axes:
-        if axis in opened or any(axis in shape for shape in opened.values()):
-            continue
-        spec = next((s for s in get_preset(name).inputs if axis in s.shape and s.name not in opened), None)
-        if spec is not None:
-            opened[spec.name] = [item if item in axes else DEFAULT_DIMS.get(str(item), item) for item in spec.shape]
-    return opened
-
-
 def list_symbols(specs: Sequence[TensorSpec]) -> list[str]:
     """Return the names of the symbolic axes of some tensors, each once; expressions over them are left out."""
     axes = (axis for spec in specs for axis in spec.shape)
@@ -155,17 +129,6 @@ def choose_bucket(
         if all(gap == 0 or (gap > 0 and axis in paddable) for axis, gap in gaps.items()):
             return place, any(gaps.values())
     return None
-
-
-def fill_values(rules: Sequence[InputRule]) -> dict[str, float]:
-    """Return what padding of each input holds: 0 for a mask (nothing is attended to there), a valid index, 0."""
-    fills = {InputKind.ADDITIVE_MASK: _PADDED_SCORE}
-    return {rule.name: fills.get(rule.kind, float(rule.low)) for rule in rules}
-
-
-def list_masks(rules: Sequence[InputRule]) -> tuple[str, ...]:
-    """Return the names of the inputs that hide places."""
-    return tuple(rule.name for rule in rules if rule.kind in (InputKind.MASK, InputKind.ADDITIVE_MASK))
 
 
 def hides_a_row(inputs: Mapping[str, np.ndarray], masks: Sequence[str], fills: Mapping[str, float]) -> bool:

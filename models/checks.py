@@ -12,7 +12,7 @@ from onnx import defs
 
 from relaxtune.models.dims import may_be_empty
 from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
-from relaxtune.models.spec import dtype_name
+from relaxtune.models.onnx_model import dtype_name
 
 logger = logging.getLogger(__name__)
 

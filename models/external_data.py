@@ -14,7 +14,13 @@ import onnx
 
 from relaxtune.models.errors import ExternalDataError
 from relaxtune.models.files import LFS_POINTER_BYTES, is_lfs_pointer
-from relaxtune.models.spec import PROTOBUF_LIMIT_BYTES, element_type_name, is_numeric, read_external_bytes, tensor_bytes
+from relaxtune.models.onnx_model import (
+    PROTOBUF_LIMIT_BYTES,
+    element_type_name,
+    is_numeric,
+    read_external_bytes,
+    tensor_bytes,
+)
 
 # Shape inference reads small constants (shapes, axes): they are always inline.
 _ALWAYS_INLINE_BYTES = 1024

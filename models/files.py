@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 
 from relaxtune.models.errors import ModelFileError
 from relaxtune.models.hashing import without_weights
-from relaxtune.models.spec import OnnxModel, read_tensor, tensor_bytes
+from relaxtune.models.onnx_model import OnnxModel, read_tensor, tensor_bytes
 
 # Offsets on page boundaries let a runtime map the file.
 _ALIGNMENT = 4096

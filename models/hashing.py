@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from relaxtune.models.spec import read_external_bytes, read_tensor
+from relaxtune.models.onnx_model import read_external_bytes, read_tensor
 
 
 def content_sha256(model: onnx.ModelProto, data_dir: Path | None) -> str:

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
 from relaxtune.models.axes.flow import lengths_given
+from relaxtune.models.axes.polynomials import Polynomial
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
-from relaxtune.models.polynomials import Polynomial
-from relaxtune.models.spec import IndexLimit, OnnxModel, TensorSpec, numpy_dtype
+from relaxtune.models.onnx_model import OnnxModel
+from relaxtune.models.spec import IndexLimit, TensorSpec, numpy_dtype
 
 log = logging.getLogger(__name__)
 
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"})
 # Positions without a table (rotary embeddings) have no limit of their own.
 _NO_LIMIT = 2**31 - 1
+# What an additive mask holds where nothing is to be attended to: exp gives 0 beside any score of usual size, and
+# float16 holds it.
 _PADDED_SCORE = -1e4
 # Of `random_inputs`; all others have padding.
 _UNPADDED_SAMPLE = 1
@@ -59,6 +62,17 @@ class InputRule:
     high: int
     reason: str
     length: Polynomial | None = None
+
+
+def fill_values(rules: Sequence[InputRule]) -> dict[str, float]:
+    """Return what padding of each input holds: 0 for a mask (nothing is attended to there), a valid index, 0."""
+    fills = {InputKind.ADDITIVE_MASK: _PADDED_SCORE}
+    return {rule.name: fills.get(rule.kind, float(rule.low)) for rule in rules}
+
+
+def list_masks(rules: Sequence[InputRule]) -> tuple[str, ...]:
+    """Return the names of the inputs that hide places."""
+    return tuple(rule.name for rule in rules if rule.kind in (InputKind.MASK, InputKind.ADDITIVE_MASK))
 
 
 def describe_inputs(model: OnnxModel) -> tuple[InputRule, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
@@ -15,8 +16,9 @@ from relaxtune.models.external_data import check_external_data, inline_external_
 from relaxtune.models.files import read_proto
 from relaxtune.models.hashing import content_sha256
 from relaxtune.models.inference import check_and_infer, check_expansion
+from relaxtune.models.onnx_model import OnnxModel
 from relaxtune.models.shapes import Shapes, bind_shapes, name_unknown_axes, pin_shapes, signature_of
-from relaxtune.models.spec import AxisRelation, OnnxModel
+from relaxtune.models.spec import AxisRelation
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, Preset, get_preset, list_models
 
@@ -147,3 +149,21 @@ def _parse_precision(precision: str | None) -> Precision:
     except ValueError as e:
         msg = f"precision {precision!r} is not known; expected one of {', '.join(p.value for p in Precision)}"
         raise UnsupportedModelError(msg) from e
+
+
+def open_axes(source: str | Path, axes: Sequence[str], shapes: Shapes) -> dict[str, Sequence[Dim]]:
+    """Return shape overrides in which the axes of buckets are symbolic; those of a zoo model have numbers otherwise.
+
+    A file's axes are what they are, and an axis that the overrides name stays as they say.
+    """
+    opened = dict(shapes)
+    name = str(source).partition(":")[0]
+    if name not in list_models():
+        return opened
+    for axis in axes:
+        if axis in opened or any(axis in shape for shape in opened.values()):
+            continue
+        spec = next((s for s in get_preset(name).inputs if axis in s.shape and s.name not in opened), None)
+        if spec is not None:
+            opened[spec.name] = [item if item in axes else DEFAULT_DIMS.get(str(item), item) for item in spec.shape]
+    return opened

@@ -8,7 +8,8 @@ import onnx
 
 from relaxtune.models.dims import Dim, evaluate_dim, may_be_empty, split_offset
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.spec import TensorSpec, dtype_name
+from relaxtune.models.onnx_model import dtype_name
+from relaxtune.models.spec import TensorSpec
 
 Shapes = Mapping[str, Sequence[Dim]]
 

@@ -1,78 +1,20 @@
-"""The values this package hands over: a model and the signature of its inputs and outputs."""
+"""The signature of a model: names, dtypes, shapes and limits of its inputs and outputs. Needs no ONNX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
 
 from relaxtune.models.dims import evaluate_dim
-from relaxtune.models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
-
-# Protobuf refuses to write or read a message of 2 GiB; the margin is room for the graph itself.
-PROTOBUF_LIMIT_BYTES = 2**31 - 16 * 2**20
-
-# One table from ONNX element types to numpy's names; bfloat16 and the float8 family come from ml_dtypes.
-_DTYPE_NAMES: dict[int, str] = {
-    onnx.TensorProto.FLOAT: "float32",
-    onnx.TensorProto.DOUBLE: "float64",
-    onnx.TensorProto.FLOAT16: "float16",
-    onnx.TensorProto.BFLOAT16: "bfloat16",
-    onnx.TensorProto.FLOAT8E4M3FN: "float8_e4m3fn",
-    onnx.TensorProto.FLOAT8E5M2: "float8_e5m2",
-    onnx.TensorProto.INT8: "int8",
-    onnx.TensorProto.INT16: "int16",
-    onnx.TensorProto.INT32: "int32",
-    onnx.TensorProto.INT64: "int64",
-    onnx.TensorProto.UINT8: "uint8",
-    onnx.TensorProto.UINT16: "uint16",
-    onnx.TensorProto.UINT32: "uint32",
-    onnx.TensorProto.UINT64: "uint64",
-    onnx.TensorProto.BOOL: "bool",
-}
-
-
-def dtype_name(element_type: int, what: str) -> str:
-    """Return numpy's name of an ONNX element type.
-
-    Raises
-    ------
-    UnsupportedModelError
-        For strings, complex numbers and types a model's signature cannot have; `what` names the tensor.
-    """
-    name = _DTYPE_NAMES.get(element_type)
-    if name is None:
-        msg = (
-            f"{what} has element type {element_type_name(element_type)}, which is not supported; expected one of "
-            f"{', '.join(sorted(_DTYPE_NAMES.values()))}. Move the conversion (tokenising, for strings) out of it."
-        )
-        raise UnsupportedModelError(msg)
-    return name
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
     """Return the numpy dtype of a `TensorSpec.dtype`, bfloat16 and float8 included."""
     extension = getattr(ml_dtypes, name, None)
     return np.dtype(extension if extension is not None else name)
-
-
-def element_type_name(element_type: int) -> str:
-    """Return ONNX's name of an element type, or the number where it has none."""
-    known = element_type in onnx.TensorProto.DataType.values()
-    return str(onnx.TensorProto.DataType.Name(element_type)) if known else str(element_type)
-
-
-def is_numeric(element_type: int) -> bool:
-    """Return whether a tensor of this type has a payload of a known size: numbers or bool, not text."""
-    if element_type == onnx.TensorProto.STRING:
-        return False
-    return element_type in set(helper.get_all_tensor_dtypes()) - {onnx.TensorProto.UNDEFINED}
 
 
 def shape_text(shape: Sequence[int | str]) -> str:
@@ -169,141 +111,3 @@ class IndexLimit:
             f"input {self.input!r} has the value {low if low < self.least else high}, {self.table} has {self.rows} "
             f"rows and takes {self.least} to {self.most}"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class OnnxModel:
-    """A checked ONNX model and the signature it has after its shapes were pinned.
-
-    `proto` holds every weight inline, unless the model was loaded from a file whose weights are external and together
-    reach protobuf's limit of 2 GiB: then the large tensors stay references into `data_dir`, already checked for path
-    and size, and are read one by one by `array`. A zoo model above the limit is inline in memory; it cannot be turned
-    into bytes, only written by `models.save_model`. `inline_proto()` always gives every weight in memory.
-
-    `sha256` covers what is in `proto` (pinned shapes included) and every weight's bytes, inline or external, so the
-    same model has one hash in either form. `seed` is that of a zoo model's weights, None for a file.
-    `relations` are those of the symbolic axes of a file, as the file names them.
-    """
-
-    name: str
-    proto: onnx.ModelProto = field(repr=False)
-    path: Path | None
-    sha256: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    data_dir: Path | None = None
-    seed: int | None = None
-    relations: tuple[AxisRelation, ...] = ()
-
-    @cached_property
-    def _initializers(self) -> dict[str, onnx.TensorProto]:
-        return {tensor.name: tensor for tensor in self.proto.graph.initializer}
-
-    @cached_property
-    def weight_bytes(self) -> int:
-        """Bytes of all the weights, inline or external."""
-        return sum(tensor_bytes(tensor) for tensor in self.proto.graph.initializer)
-
-    @property
-    def fits_protobuf(self) -> bool:
-        """Whether the model can be turned into bytes; if not, hand its path over (`models.save_model`)."""
-        return self.weight_bytes < PROTOBUF_LIMIT_BYTES
-
-    def array(self, name: str) -> np.ndarray:
-        """Return one weight by name, read from the external file when it is there.
-
-        Raises
-        ------
-        ExternalDataError
-            The external file changed since the model was loaded.
-        KeyError
-            No initializer has this name.
-        """
-        return read_tensor(self._initializers[name], self.data_dir)
-
-    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield every weight with its name, one at a time in memory."""
-        for name in self._initializers:
-            yield name, self.array(name)
-
-    def inline_proto(self) -> onnx.ModelProto:
-        """Return the graph with every weight inline: `proto` itself, or a copy with the external weights read in."""
-        if self.data_dir is None:
-            return self.proto
-        copy = onnx.ModelProto()
-        copy.CopyFrom(self.proto)
-        for tensor in copy.graph.initializer:
-            if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                tensor.raw_data = read_external_bytes(tensor, self.data_dir)
-                tensor.ClearField("external_data")
-                tensor.ClearField("data_location")
-        return copy
-
-    def serialize(self) -> bytes:
-        """Return the whole model as bytes, weights included.
-
-        Raises
-        ------
-        ModelFileError
-            The weights reach protobuf's limit of 2 GiB.
-        """
-        if not self.fits_protobuf:
-            msg = (
-                f"model {self.name!r} has {self.weight_bytes / 2**30:.2f} GiB of weights and cannot be one protobuf "
-                f"message (limit 2 GiB); write it with models.save_model(model, path) and hand the path over"
-            )
-            raise ModelFileError(msg)
-        data: bytes = self.inline_proto().SerializeToString()
-        return data
-
-
-def tensor_bytes(tensor: onnx.TensorProto) -> int:
-    """Return how many bytes the payload of a tensor takes, from its dtype and dims alone."""
-    count = 1
-    for dim in tensor.dims:
-        count *= dim
-    a_byte = {
-        onnx.TensorProto.INT2: 4,
-        onnx.TensorProto.UINT2: 4,
-        onnx.TensorProto.INT4: 2,
-        onnx.TensorProto.UINT4: 2,
-        onnx.TensorProto.FLOAT4E2M1: 2,
-    }
-    if tensor.data_type in a_byte:
-        return -(-count // a_byte[tensor.data_type])
-    return count * int(helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
-
-
-def read_tensor(tensor: onnx.TensorProto, data_dir: Path | None) -> np.ndarray:
-    """Return a tensor as an array, reading its external payload from `data_dir` where it has one."""
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        inline_array: np.ndarray = numpy_helper.to_array(tensor)
-        return inline_array
-    if data_dir is None:
-        msg = f"tensor {tensor.name!r} is external but its model has no folder to read it from"
-        raise ExternalDataError(msg)
-    inline = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    inline.raw_data = read_external_bytes(tensor, data_dir)
-    array: np.ndarray = numpy_helper.to_array(inline)
-    return array
-
-
-def read_external_bytes(tensor: onnx.TensorProto, data_dir: Path) -> bytes:
-    """Return the bytes of an external tensor whose place was checked when the model was loaded."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    size = tensor_bytes(tensor)
-    path = data_dir / entries["location"]
-    try:
-        with path.open("rb") as file:
-            file.seek(int(entries.get("offset", "0")))
-            data: bytes = file.read(size)
-    except OSError as e:
-        msg = f"external data of tensor {tensor.name!r} cannot be read from {path}: {e.strerror}"
-        raise ExternalDataError(msg) from e
-    if len(data) != size:
-        msg = (
-            f"external data of tensor {tensor.name!r} in {path} ends early: expected {size} bytes, got {len(data)}; "
-            f"the file changed since the model was loaded, load it again"
-        )
-        raise ExternalDataError(msg)
-    return data

@@ -12,7 +12,8 @@ from onnx import helper
 
 from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
-from relaxtune.models.spec import element_type_name, is_numeric, numpy_dtype, tensor_bytes
+from relaxtune.models.onnx_model import element_type_name, is_numeric, tensor_bytes
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.ahead.tables import tables_ahead
 from relaxtune.pipeline.artifact.compile import check_plan, compile_module
 from relaxtune.pipeline.choose.selection import select_kernels

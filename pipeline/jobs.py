@@ -16,8 +16,7 @@ from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
-from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
-from relaxtune.pipeline.artifact.device_choice import runs_here
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, runs_here
 from relaxtune.pipeline.artifact.directory import check_destination, record_validation, stage_beside
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice

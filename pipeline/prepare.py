@@ -12,7 +12,8 @@ from pathlib import Path
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import AxisProfile, check_profile
-from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets, open_axes
+from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets
+from relaxtune.models.loading import open_axes
 from relaxtune.models.size_histogram import SizePoint
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import UsageError

@@ -28,8 +28,9 @@ Everything is imported at its first use: `import relaxtune` loads neither TVM no
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from relaxtune.lazy import lazy_names
 
 if TYPE_CHECKING:
     from relaxtune.api import *
@@ -96,13 +97,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Return a public name, whose import loads the rest."""
-    if name not in __all__:
-        raise AttributeError(f"module 'relaxtune' has no attribute {name!r}; its names are in relaxtune.__all__")
-    value: object = getattr(importlib.import_module("relaxtune.api"), name)
-    globals()[name] = value
-    return value
+# What a process needs that only runs artifacts; all else is in `relaxtune.api`, whose import loads TVM and ONNX.
+_ERRORS = {name: "pipeline.errors" for name in __all__ if name.endswith("Error")}
+_LIGHT = {
+    "load": "loading",
+    "Module": "pipeline.artifact.runtime",
+    "ModelError": "models.errors",
+    "ScheduleError": "schedules.errors",
+    "TuningDatabaseError": "tuning_db.errors",
+}
+if not TYPE_CHECKING:  # mypy would take any name, and any module below, for one that is there
+    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "api") | _ERRORS | _LIGHT)
 
 
 def __dir__() -> list[str]:

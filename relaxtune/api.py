@@ -10,6 +10,7 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
+from relaxtune.loading import load
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import profile_of, read_histogram
@@ -263,21 +264,6 @@ def explain(
 ) -> Explanation:
     """Return which records `compile` looks at for each kernel, and why each is taken or not; nothing is compiled."""
     return explain_model(_request(source, options), database, shared)
-
-
-def load(
-    directory: str | Path,
-    *,
-    device: str | None = None,
-    threads: int | None = None,
-    verify_key: str | Path | None = None,
-) -> Module:
-    """Return an artifact as a module; `run` takes and returns NumPy arrays by name.
-
-    Loading runs the artifact's code: load only what you trust. With `verify_key`, the public key of who must have
-    signed it, a missing or wrong signature is an `ArtifactError`. See `Module.load` for `device` and `threads`.
-    """
-    return Module.load(directory, device=device, threads=threads, verify_key=verify_key)
 
 
 def validate(

@@ -16,7 +16,8 @@ import onnx
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.inference import check_and_infer
 from relaxtune.models.loading import make_model
-from relaxtune.models.spec import OnnxModel, numpy_dtype
+from relaxtune.models.onnx_model import OnnxModel
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.models.zoo import Precision, Preset, get_preset
 from relaxtune.models.zoo.bert import BertConfig
 from relaxtune.models.zoo.gpt2 import Gpt2Config

@@ -42,7 +42,7 @@ from relaxtune.pipeline.bench.measure import (
 from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.threads import configure_threads
+from relaxtune.pipeline.runtime.threads import configure_threads
 
 RESULTS = Path(__file__).parents[1] / "results" / "cpu-any-length.json"
 MODELS = ("bert-base", "gpt2-small", "minilm", "rxnmap")

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from relaxtune.models.polynomials import Polynomial
+from relaxtune.models.axes.polynomials import Polynomial
 
 Shape = tuple[Polynomial, ...]
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from rich.table import Table
-from tvm.runtime import Tensor
+from tvm_ffi import Tensor
 
-from relaxtune.models import TensorSpec
 from relaxtune.models.buckets import choose_bucket, cut_outputs, hides_a_row, pad_inputs, read_sizes
+from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.entries import BucketsEntry
 from relaxtune.pipeline.processes.forks import lock_over_forks
 
@@ -152,17 +151,3 @@ class Router:
             (self._padded if padded else self._exact)[place] += 1
             self._given += math.prod(sizes[axis] for axis, _ in self._buckets[place].sizes)
             self._computed += self._buckets[place].elements
-
-
-def render_statistics(statistics: RouteStatistics) -> Table:
-    """Return the counts as a table for a terminal."""
-    table = Table(
-        title="calls by bucket",
-        caption=f"{statistics.slow_path} calls on the slow path (symbolic shapes); "
-        f"{statistics.padding_waste:.1%} of what buckets computed was padding",
-    )
-    for column in ("bucket", "exact", "padded"):
-        table.add_column(column, justify="left" if column == "bucket" else "right")
-    for bucket in statistics.buckets:
-        table.add_row(bucket.name, str(bucket.exact), str(bucket.padded))
-    return table

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import relax
+from tvm.target import codegen
 
 from relaxtune.pipeline.ahead.tables import choose_made, toolchain
 from relaxtune.pipeline.artifact.determinism import describe_determinism
+from relaxtune.pipeline.artifact.device_choice import missing_features
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.variants import with_variants
@@ -27,12 +29,14 @@ from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima
 from relaxtune.pipeline.codegen.token_list import with_token_list
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
+from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import plan_memory_passes
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.gpu.binding import count_launches
 from relaxtune.schedules.targets import ResolvedTarget, portable_host
+from relaxtune.schedules.targets.resolve import vector_features
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
 from relaxtune.schedules.templates.made_table import MadeTable
 
@@ -210,3 +214,15 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     seconds[phase] = time.perf_counter() - started
+
+
+def runs_here(target: ResolvedTarget) -> bool:
+    """Whether this machine runs what is compiled for a target, so that it can be checked.
+
+    A processor runs code for all that have no more instruction sets. What is to be measured needs the device itself.
+    """
+    if target.kind == "cuda":
+        return detect_environment(target).device_name != UNKNOWN_DEVICE
+    here = str(codegen.llvm_get_system_triple())
+    machines = {triple.partition("-")[0] for triple in (here, str(target.target.attrs.get("mtriple", here)))}
+    return len(machines) == 1 and not missing_features(vector_features(target.target))

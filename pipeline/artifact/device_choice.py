@@ -8,16 +8,14 @@ import re
 from collections.abc import Set
 from pathlib import Path
 
-import tvm
-from tvm.runtime import Device
-from tvm.target import codegen
+from tvm_ffi import Device
 
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import driver_release, load_cuda_runtime
-from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import ArtifactError
-from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.pipeline.runtime.library import compute_version, cpu, cuda, device_exists, device_name
 from relaxtune.schedules.targets.capabilities import native_arch, runs_on, translates_to
+from relaxtune.schedules.targets.host import cpu_features, plain_feature
 
 logger = logging.getLogger(__name__)
 
@@ -48,28 +46,28 @@ def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device
         )
     _check_cpu(manifest, directory)
     if kind == "cpu":
-        return tvm.cpu(0)
+        return cpu()
     return _cuda_device(manifest, int(text.partition(":")[2] or 0), directory)
 
 
 def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
     found = load_cuda_runtime()
-    device = tvm.cuda(index)
-    if not device.exist:
+    device = cuda(index)
+    if not device_exists(device):
         raise ArtifactError(
             f"artifact {directory} is for a GPU ({manifest.target.arch}), and this machine has no CUDA device {index} "
             f"({found or 'no driver answers'}); run it where there is one, or compile with --target llvm"
         )
-    version = str(device.compute_version)
+    version = compute_version(device)
     if runs_on(manifest.target.arch, version):
         return device
     if manifest.target.ptx_cuda is not None and translates_to(manifest.target.arch, version):
         _check_driver(manifest.target.ptx_cuda, directory)
-        logger.info("the driver translates the PTX of %s for %s", manifest.target.arch, device.device_name)
+        logger.info("the driver translates the PTX of %s for %s", manifest.target.arch, device_name(device))
     else:
         raise ArtifactError(
-            f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device.device_name} with "
-            f"compute capability {device.compute_version}. Compile the model with --target cuda:{native_arch(version)}"
+            f"artifact {directory} is for {manifest.target.arch}; CUDA device {index} is {device_name(device)} with "
+            f"compute capability {version}. Compile the model with --target cuda:{native_arch(version)}"
         )
     return device
 
@@ -85,20 +83,13 @@ def _check_driver(needed: str, directory: Path) -> None:
         )
 
 
-def runs_here(target: ResolvedTarget) -> bool:
-    """Whether this machine runs what is compiled for a target, so that it can be checked.
+def missing_features(needed: Set[str]) -> list[str]:
+    """Return the instruction sets, by LLVM's names, that this machine lacks."""
+    flags = cpu_features()
+    if flags is not None:
+        return sorted(name for name in needed if plain_feature(name) not in flags)
+    from relaxtune.schedules.targets.resolve import resolve_target, vector_features
 
-    A processor runs code for all that have no more instruction sets. What is to be measured needs the device itself.
-    """
-    if target.kind == "cuda":
-        return detect_environment(target).device_name != UNKNOWN_DEVICE
-    here = str(codegen.llvm_get_system_triple())
-    machines = {triple.partition("-")[0] for triple in (here, str(target.target.attrs.get("mtriple", here)))}
-    return len(machines) == 1 and not _missing(vector_features(target.target))
-
-
-def _missing(needed: Set[str]) -> list[str]:
-    """Return the instruction sets that this machine lacks."""
     return sorted(needed - vector_features(resolve_target("llvm").target)) if needed else []
 
 
@@ -108,16 +99,9 @@ def _check_cpu(manifest: Manifest, directory: Path) -> None:
         raise ArtifactError(
             f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
         )
-    missing = _missing(set(manifest.target.cpu_features))
+    missing = missing_features(set(manifest.target.cpu_features))
     if missing:
         raise ArtifactError(
             f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "
-            f"({codegen.llvm_get_system_cpu()}) lacks {', '.join(missing)}. Compile the model here with --target llvm"
+            f"lacks {', '.join(missing)}. Compile the model here with --target llvm"
         )
-
-
-def vector_features(target: tvm.target.Target) -> set[str]:
-    """Return the instruction sets of an LLVM target that compiled code may use without asking."""
-    # What LLVM emits by itself; tuning hints ("fast-...") and system instructions are no reason to refuse a machine.
-    pattern = r"(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|amx|neon|sve|dotprod|fullfp16|i8mm|bf16).*"
-    return {str(name) for name in codegen.llvm_get_cpu_features(target) if re.fullmatch(pattern, str(name))}

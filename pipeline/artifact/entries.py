@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relaxtune.models import TensorSpec
 from relaxtune.models.buckets import Bucket, Side
+from relaxtune.models.spec import TensorSpec
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,11 @@ import tvm
 import tvm_ffi
 
 from relaxtune import __version__
-from relaxtune.models import describe_inputs
 from relaxtune.models.axes.relations import limits_of
 from relaxtune.models.axes.windows import least_sizes
-from relaxtune.models.buckets import Bucket, fill_values, list_masks, list_symbols
-from relaxtune.models.inputs import index_limits
+from relaxtune.models.buckets import Bucket, list_symbols
+from relaxtune.models.inputs import describe_inputs, fill_values, index_limits, list_masks
 from relaxtune.pipeline.artifact.compile import CompiledModule
-from relaxtune.pipeline.artifact.device_choice import vector_features
 from relaxtune.pipeline.artifact.directory import write_directory
 from relaxtune.pipeline.artifact.entries import (
     BucketEntry,
@@ -45,11 +43,13 @@ from relaxtune.pipeline.codegen.library_objects import compile_library_objects, 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
-from relaxtune.pipeline.precision.recorded import PolicyEntry, policy_entry
+from relaxtune.pipeline.precision.policy import PolicyEntry
+from relaxtune.pipeline.precision.recorded import policy_entry
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.processes.linking import linker_in
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.libraries.vendors import libraries_of
+from relaxtune.schedules.targets.resolve import vector_features
 
 logger = logging.getLogger(__name__)
 

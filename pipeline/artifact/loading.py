@@ -10,23 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import safetensors
-import tvm
 import tvm_ffi
-from tvm.runtime import Device, Tensor
-from tvm.runtime.vm import VirtualMachine
+from tvm_ffi import Device, Tensor
 
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.runtime.library import VirtualMachine
+from relaxtune.pipeline.runtime.threads import set_threads
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.threads import set_threads
 
 
 def load_machine(path: Path, device: Device, threads: int) -> tuple[VirtualMachine, bool]:
     """Return the code of a shared object, as the file is now, ready to run on a device, and whether it took `threads`.
 
-    Code of earlier versions for a CPU does not: see `pipeline.threads`.
+    Code of earlier versions for a CPU does not: see `pipeline.runtime.threads`.
 
     The loader takes a path that it has opened before for the same file, also when another artifact has been written
     there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
@@ -43,8 +42,8 @@ def load_machine(path: Path, device: Device, threads: int) -> tuple[VirtualMachi
                 named.hardlink_to(path)
             except OSError:
                 shutil.copyfile(path, named)
-            code = tvm.runtime.load_module(str(named))
-        return VirtualMachine(code, device), set_threads(code, threads)
+            machine = VirtualMachine(named, device)
+        return machine, set_threads(machine.code, threads)
     except (RuntimeError, OSError, ValueError) as e:
         raise ArtifactError(f"{path} cannot be loaded: {last_line(e)}") from e
 

@@ -6,13 +6,9 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
-from relaxtune.models import AxisRelation, TensorSpec
-from relaxtune.models.spec import IndexLimit, numpy_dtype
+from relaxtune.models.spec import AxisRelation, IndexLimit, TensorSpec, numpy_dtype
 from relaxtune.models.unpadding import Unpadding
 from relaxtune.pipeline.artifact.entries import (
     BucketEntry,
@@ -26,8 +22,9 @@ from relaxtune.pipeline.artifact.entries import (
     RecipeEntry,
     TargetEntry,
 )
+from relaxtune.pipeline.artifact.json_values import JsonValueError, read_value
 from relaxtune.pipeline.errors import ArtifactError
-from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.precision.policy import PolicyEntry
 
 # Raised by one whenever an older reader would misread the directory.
 FORMAT_VERSION = 1
@@ -180,11 +177,9 @@ def parse_manifest(text: str, where: str) -> Manifest:
             "compile the model again"
         )
     try:
-        manifest = _reader().validate_python(data)
-    except ValidationError as e:
-        first = e.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError(f"{where}: {place}: {first['msg']}. The artifact is damaged; compile it again") from e
+        manifest = read_value(Manifest, data)
+    except JsonValueError as e:
+        raise ArtifactError(f"{where}: {e}. The artifact is damaged; compile it again") from e
     for spec in (*manifest.inputs, *manifest.outputs):
         try:
             numpy_dtype(spec.dtype)
@@ -195,11 +190,6 @@ def parse_manifest(text: str, where: str) -> Manifest:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
-
-
-@cache
-def _reader() -> TypeAdapter[Manifest]:
-    return TypeAdapter(Manifest)
 
 
 def _digest(body: Mapping[str, object]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,11 +11,9 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import tvm
-from tvm.runtime import Device, Tensor
-from tvm.runtime.vm import VirtualMachine
+from tvm_ffi import Device, Tensor
 
-from relaxtune.models import TensorSpec
+from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
@@ -40,7 +37,8 @@ from relaxtune.pipeline.artifact.token_list import TokenList
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.threads import configure_threads, default_threads
+from relaxtune.pipeline.runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
+from relaxtune.pipeline.runtime.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import named_libraries
 
 _LOG = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ _REFUSALS = (
 )
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
-# returned, arguments) -> a `tvm.runtime.vm.VMInstrumentReturnKind`.
+# returned, arguments) -> 0, or 1 to leave the call out.
 Instrument = Callable[..., int]
 
 
@@ -275,12 +273,14 @@ class Module:
                 outputs = self._call(self.to_device(inputs))
             else:
                 for buffer, spec in zip(self._static.buffers, self.inputs, strict=True):
-                    buffer.copyfrom(np.asarray(inputs[spec.name], order="C"))
+                    fill(buffer, inputs[spec.name])
                 outputs = self._call(self._static.buffers)
-            return {spec.name: tensor.numpy() for spec, tensor in zip(self.outputs, outputs, strict=True)}
+            return {spec.name: array_of(tensor) for spec, tensor in zip(self.outputs, outputs, strict=True)}
 
     async def run_async(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what `run` does, without holding up the event loop: the module's calls run in a thread of its own."""
+        import asyncio
+
         if self._thread is None or self._thread[0] != os.getpid():  # a forked process has no such thread
             self._thread = (os.getpid(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune"))
         return await asyncio.get_running_loop().run_in_executor(self._thread[1], self.run, inputs)
@@ -305,7 +305,7 @@ class Module:
 
         Parameters
         ----------
-        tensors : sequence of tvm.runtime.Tensor or of what has `__dlpack__` (PyTorch, CuPy, NumPy)
+        tensors : sequence of tvm_ffi.Tensor or of what has `__dlpack__` (PyTorch, CuPy, NumPy)
             One for each input, in the model's order, on `device`. A call goes to a shape bucket when it has exactly its
             sizes; nothing is padded here. A CUDA graph of symbolic sizes that reads them in place holds them until the
             next call.
@@ -342,7 +342,7 @@ class Module:
 
     def synchronise(self) -> None:
         """Wait until the device has finished all that was started."""
-        self._device.sync()
+        synchronise(self._device)
 
     @contextmanager
     def instrumented(self, instrument: Instrument) -> Iterator[None]:
@@ -417,7 +417,7 @@ class Module:
         self._sizes.add(sizes)
         if len(self._sizes) > _SIZES_MAX:
             self._sizes.clear()
-            tvm.get_global_func("vm.builtin.memory_manager.clear")()
+            runtime_function("vm.builtin.memory_manager.clear")()
 
     @property
     def _is_static(self) -> bool:

@@ -8,11 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import tvm_ffi
-from tvm.runtime import Device, Tensor
+from tvm_ffi import Device, Tensor
 
-from relaxtune.models import AxisRelation, TensorSpec
 from relaxtune.models.dims import may_be_empty
-from relaxtune.models.spec import IndexLimit, numpy_dtype
+from relaxtune.models.spec import AxisRelation, IndexLimit, TensorSpec, numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.printable import last_line
@@ -114,7 +113,7 @@ def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limi
         empty = [axis for axis, (size, _) in symbols.items() if size == 0 and not _may_be_empty(axis, specs)]
         problems = [f"axis {axis!r} has size 0 (from {symbols[axis][1]!r}), expected 1 or more" for axis in empty]
         problems += limits.problems(symbols)
-        problems += [problem for one in limits.indices if (problem := one.problem(inputs[one.input]))]
+        problems += [problem for one in limits.indices if (problem := one.problem(np.asarray(inputs[one.input])))]
     _refuse(problems, specs)
 
 

@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import tvm_ffi
-from tvm.runtime import Device, Tensor, empty
-from tvm.runtime.vm import VirtualMachine
+from tvm_ffi import Device, Tensor
 
-from relaxtune.models import TensorSpec
+from relaxtune.models.spec import TensorSpec
 from relaxtune.models.unpadding import ENTRY, Unpadding
+from relaxtune.pipeline.runtime.library import VirtualMachine, array_of, empty, synchronise, view
 
 # Shapes of masks whose lists keep their memory at a time.
 _SHAPES_MAX = 64
@@ -37,9 +37,9 @@ class TokenList:
         rows, spans, slots, count = self._lists_of(tuple(mask.shape))
         self._list(mask, rows, spans, slots, count)
         # TVM reads on the default stream, which does not wait for others.
-        self._device.sync(tvm_ffi.get_raw_stream(self._device))
-        size = self._unpadding.size(int(count.numpy()[0]), math.prod(mask.shape))
-        return rows._create_view((size,)), spans._create_view((size, 2)), slots
+        synchronise(self._device, tvm_ffi.get_raw_stream(self._device))
+        size = self._unpadding.size(int(array_of(count)[0]), math.prod(mask.shape))
+        return view(rows, (size,)), view(spans, (size, 2)), slots
 
     def _lists_of(self, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
         places = math.prod(shape)

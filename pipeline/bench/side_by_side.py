@@ -18,8 +18,8 @@ from relaxtune.pipeline.bench.measure import Arm, BenchmarkReport, LoadArm, meas
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder, run_together
 from relaxtune.pipeline.bench.peers.process import PeerMissingError, PeerProcess
 from relaxtune.pipeline.bench.request import BenchRequest
+from relaxtune.pipeline.runtime.threads import default_threads
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.threads import default_threads
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import Observation, comparable, judge

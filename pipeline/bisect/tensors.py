@@ -10,7 +10,7 @@ import onnx
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer.normalise import node_label
-from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.precision.policy import PolicyEntry
 from relaxtune.pipeline.validate.reference import Reference
 
 # Operators that hand their first input on in another shape: no kernel of ours, nothing that could go wrong in one.

@@ -245,7 +245,6 @@ def bench(
     hide nothing. --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Exits 1 where a
     peer cannot run the model, 3 where its outputs are wrong; one that is not installed is left out.
     """
-    from relaxtune.pipeline.artifact.bucket_routing import render_statistics
     from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_batches, bench_lengths
     from relaxtune.pipeline.bench.measure import render
 
@@ -267,7 +266,13 @@ def bench(
             for report in reports.values():
                 stdout_console().print(render(report))
             if bucketed:
-                stdout_console().print(render_statistics(module.statistics))
+                calls = module.statistics
+                rows = tuple((one.name, str(one.exact), str(one.padded)) for one in calls.buckets)
+                print_table(TableView("calls by bucket", ("bucket", "exact", "padded"), rows))
+                stdout_console().print(
+                    f"{calls.slow_path} calls on the slow path (symbolic shapes); {calls.padding_waste:.1%} of what "
+                    "buckets computed was padding"
+                )
         for report in reports.values():
             report.raise_if_failed()
         return

@@ -13,9 +13,7 @@ import logging
 import os
 from pathlib import Path
 
-import tvm
-from tvm import libinfo
-
+from relaxtune.pipeline.runtime.library import has_function, library_folders
 from relaxtune.schedules.libraries.vendors import VendorLibrary
 
 logger = logging.getLogger(__name__)
@@ -28,7 +26,7 @@ TOOLKIT_FOLDERS = (Path("/usr/local/cuda/lib64"), Path("/usr/local/cuda/targets/
 
 def cuda_runtime_loaded() -> bool:
     """Whether TVM's CUDA runtime is in this process, with a real driver or the compile-only one."""
-    return tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is not None
+    return has_function("ffi.Module.create.cuda")
 
 
 def load_cuda_runtime() -> str | None:
@@ -39,7 +37,7 @@ def load_cuda_runtime() -> str | None:
     if reason is None:
         reason = load_library(DRIVER, [])
     if reason is None:
-        reason = load_library(SIDECAR, [Path(folder) for folder in libinfo.package_lib_paths()])
+        reason = load_library(SIDECAR, library_folders())
     return reason
 
 

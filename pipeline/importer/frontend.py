@@ -13,7 +13,7 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from relaxtune.models import OnnxModel
-from relaxtune.models.spec import read_tensor
+from relaxtune.models.onnx_model import read_tensor
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer.broadcast_sizes import BROADCASTING, broadcast_sizes
 from relaxtune.pipeline.importer.converter_input import constant, constant_value

@@ -3,53 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from relaxtune.models import OnnxModel, TensorSpec
 from relaxtune.models.inputs import InputKind, describe_inputs
-from relaxtune.pipeline.precision.policy import PrecisionPolicy
-
-# The name where a graph's own dtypes stay and are not all float32.
-AS_GIVEN = "as given"
-
-
-@dataclass(frozen=True)
-class PolicyEntry:
-    """What an artifact's tensors are held in.
-
-    Attributes
-    ----------
-    name
-        Of the policy; `AS_GIVEN` for a graph that is not in float32 and was compiled as it is.
-    weights, activations, accumulators, norms, group_size, scale_dtype
-        See `pipeline.precision.policy.PrecisionPolicy`.
-    kv_cache
-        Of the inputs that hold keys and values of tokens before; "none" where there are none.
-    quantised_nodes
-        Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are. Under int8:
-        of those computed in integers.
-    float_nodes
-        Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits);
-        empty under other policies.
-    """
-
-    name: str
-    weights: str
-    activations: str
-    accumulators: str
-    norms: str
-    kv_cache: str
-    group_size: int | None = None
-    scale_dtype: str | None = None
-    quantised_nodes: tuple[str, ...] = ()
-    float_nodes: tuple[str, ...] = ()
-
-    @property
-    def weight_bits(self) -> int | None:
-        """Bits of a weight that the policy has quantised, None where weights are as they came."""
-        return {"uint8": 8, "uint4": 4}.get(self.weights) if self.quantised_nodes else None
+from relaxtune.pipeline.precision.policy import AS_GIVEN, PolicyEntry, PrecisionPolicy
 
 
 def policy_entry(

@@ -22,7 +22,7 @@ import safetensors
 from onnx import numpy_helper
 
 from relaxtune.models.loading import make_model
-from relaxtune.models.spec import OnnxModel
+from relaxtune.models.onnx_model import OnnxModel
 from relaxtune.pipeline.errors import ArtifactError
 
 CONFIG_FILE, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"

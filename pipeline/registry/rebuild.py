@@ -15,8 +15,7 @@ from pathlib import Path
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import bucket_shapes
-from relaxtune.pipeline.artifact.compile import compile_module
-from relaxtune.pipeline.artifact.device_choice import runs_here
+from relaxtune.pipeline.artifact.compile import compile_module, runs_here
 from relaxtune.pipeline.artifact.directory import verify_artifact
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from relaxtune.models import OnnxModel, load_model, save_model
-from relaxtune.pipeline.artifact.device_choice import runs_here
+from relaxtune.pipeline.artifact.compile import runs_here
 from relaxtune.pipeline.artifact.directory import (
     check_destination,
     record_validation,

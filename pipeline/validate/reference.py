@@ -32,7 +32,7 @@ from relaxtune.pipeline.onnx_runtime.requests import CPU, Level, Settings
 from relaxtune.pipeline.onnx_runtime.session import OnnxRuntimeSession
 from relaxtune.pipeline.precision.graph_dtypes import computes_in_half, rounds_to_integers
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
-from relaxtune.pipeline.precision.recorded import PolicyEntry
+from relaxtune.pipeline.precision.policy import PolicyEntry
 from relaxtune.pipeline.validate.array_comparison import Movement, movement
 from relaxtune.pipeline.validate.exact_integers import with_unsigned_weights
 from relaxtune.pipeline.validate.tolerances import Tolerance

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Container
+import re
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -16,20 +17,14 @@ CPUINFO = Path("/proc/cpuinfo")
 CGROUPS = Path("/proc/self/cgroup")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
-# LLVM feature name -> the flag of /proc/cpuinfo. A hypervisor may hide units that the CPU's name promises, and code for
-# a hidden unit dies of SIGILL; or it may name another CPU, which promises less than there is.
-_X86_FLAGS = {
-    "avx2": "avx2",
-    "fma": "fma",
-    "avx512f": "avx512f",
-    "avx512bw": "avx512bw",
-    "avx512dq": "avx512dq",
-    "avx512vl": "avx512vl",
-    "avx512vnni": "avx512_vnni",
-    "avx512bf16": "avx512_bf16",
-    "amx-tile": "amx_tile",
-    "amx-bf16": "amx_bf16",
-}
+# LLVM's names of what schedules are made for. A hypervisor may name another CPU, which promises less than there is.
+_WANTED = frozenset(
+    {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"}
+)
+# Flags of /proc/cpuinfo that LLVM calls otherwise, both without dots, dashes and underscores.
+_OTHER_NAMES = {"pni": "sse3", "abm": "lzcnt", "bmi1": "bmi"}
+# What LLVM emits by itself; tuning hints ("fast-...") and system instructions are no reason to refuse a machine.
+_VECTOR_FEATURE = re.compile("(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|amx|neon|sve|dotprod|fullfp16|i8mm|bf16).*")
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,34 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str] | None:
     return None
 
 
-def correct_features(promised: Container[str]) -> list[str]:
-    """Return what the kernel knows better than LLVM by the processor's name: "-fma" is not there, "+amx-tile" is."""
+def is_vector_feature(name: str) -> bool:
+    """Whether an instruction set, by LLVM's name, is one that compiled code may use without asking."""
+    return _VECTOR_FEATURE.fullmatch(name) is not None
+
+
+def plain_feature(name: str) -> str:
+    """Return one name for what LLVM and the kernel call an instruction set."""
+    plain = re.sub("[._-]", "", name)
+    return _OTHER_NAMES.get(plain, plain)
+
+
+def cpu_features() -> frozenset[str] | None:
+    """Return what the processor has, by `plain_feature`; None where the kernel does not tell (not x86 Linux)."""
     flags = cpu_flags()
-    if flags is None:
+    return None if flags is None else frozenset(map(plain_feature, flags))
+
+
+def correct_features(promised: Set[str]) -> list[str]:
+    """Return what the kernel knows better than LLVM by the processor's name: "-fma" is not there, "+amx-tile" is.
+
+    A hypervisor may hide units that the processor's name promises, and code for a hidden unit dies of SIGILL.
+    """
+    here = cpu_features()
+    if here is None:
         return []
-    differing = {name: flag for name, flag in _X86_FLAGS.items() if (name in promised) != (flag in flags)}
-    return [f"{'+' if flag in flags else '-'}{name}" for name, flag in differing.items()]
+    hidden = sorted(name for name in promised if plain_feature(name) not in here)
+    added = sorted(name for name in _WANTED - promised if plain_feature(name) in here)
+    return [f"-{name}" for name in hidden] + [f"+{name}" for name in added]
 
 
 def _cgroup_quota(cgroups: Path, root: Path) -> int | None:

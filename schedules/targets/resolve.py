@@ -23,7 +23,7 @@ from relaxtune.schedules.targets.capabilities import (
     without_suffix,
 )
 from relaxtune.schedules.targets.gpus import Gpu, find_gpu, get_gpu
-from relaxtune.schedules.targets.host import cache_sizes, correct_features, physical_cores
+from relaxtune.schedules.targets.host import cache_sizes, correct_features, is_vector_feature, physical_cores
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +213,11 @@ def target_features(target: Target) -> frozenset[Feature]:
     return capabilities_of(str(target.attrs["arch"])).features if target.kind.name == "cuda" else frozenset()
 
 
+def vector_features(target: Target) -> set[str]:
+    """Return the instruction sets of an LLVM target that compiled code may use without asking."""
+    return {str(name) for name in codegen.llvm_get_cpu_features(target) if is_vector_feature(str(name))}
+
+
 def _resolve_local_cpu(asked: str) -> ResolvedTarget:
     cpu = str(codegen.llvm_get_system_cpu())
     target, corrections = _local_cpu_target(cpu)
@@ -228,7 +233,7 @@ def _local_cpu_target(cpu: str) -> tuple[Target, list[str]]:
         "mcpu": cpu,
         "num-cores": physical_cores(),
     }
-    corrections = correct_features(codegen.llvm_get_cpu_features(Target(config)))
+    corrections = correct_features(vector_features(Target(config)))
     if corrections:
         config["mattr"] = corrections
     return Target(config), corrections

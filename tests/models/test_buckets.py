@@ -14,13 +14,13 @@ from relaxtune.models.buckets import (
     cut_outputs,
     list_sides,
     make_buckets,
-    open_axes,
     pad_inputs,
     parse_bucket,
     read_sizes,
     unknown_axes,
 )
 from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.loading import open_axes
 
 IDS = TensorSpec("ids", "int64", ("batch", "sequence"))
 MASK = TensorSpec("mask", "int64", ("batch", "past + 1"))

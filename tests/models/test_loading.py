@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import relaxtune.models.checks
 import relaxtune.models.external_data
-import relaxtune.models.spec
+import relaxtune.models.onnx_model
 from relaxtune.models import OnnxModel, TensorSpec, get_preset, load_model, random_inputs, save_model
 from relaxtune.models.errors import ExternalDataError, ModelError, ModelFileError, UnsupportedModelError
 
@@ -23,7 +23,7 @@ FLOAT = TensorProto.FLOAT
 @pytest.fixture
 def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let 1 MB stand for protobuf's 2 GiB; `test_llama_1b_...` crosses the real one."""
-    monkeypatch.setattr(relaxtune.models.spec, "PROTOBUF_LIMIT_BYTES", 2**20)
+    monkeypatch.setattr(relaxtune.models.onnx_model, "PROTOBUF_LIMIT_BYTES", 2**20)
     monkeypatch.setattr(relaxtune.models.external_data, "PROTOBUF_LIMIT_BYTES", 2**20)
 
 

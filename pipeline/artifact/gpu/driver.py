@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from tvm.runtime import Device
+from tvm_ffi import Device
 
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.errors import PipelineError

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from operator import is_
 
 import tvm_ffi
-from tvm.runtime import Device, Tensor, empty
-from tvm.runtime.vm import VirtualMachine, VMInstrumentReturnKind
+from tvm_ffi import Device, Tensor
 
 from relaxtune.pipeline.artifact.gpu.driver import check, driver
 from relaxtune.pipeline.artifact.gpu.turns import Turns, uncollected
 from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.runtime.library import VirtualMachine, empty, runtime_function
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class SizeGraphs:
         return graph.result
 
     def _own_inputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(empty(one.shape, str(one.dtype), self._device) for one in tensors)
+        return tuple(empty(one.shape, one.dtype, self._device) for one in tensors)
 
     def _capture_in_pool(
         self, sizes: Sizes, tensors: Sequence[Tensor], own: tuple[Tensor, ...] | None
@@ -138,7 +138,7 @@ class SizeGraphs:
         inputs = tensors if own is None else own
         storages: list[object] = []
         cuda, captured, handle = driver(), ctypes.c_void_p(), ctypes.c_void_p()
-        stream = self._device.create_raw_stream()
+        stream = runtime_function("runtime.Device_StreamCreate")(self._device)
         try:
             with tvm_ffi.use_raw_stream(self._device, stream), noted_allocations(self._machine, storages):
                 check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED), "begin capture")
@@ -156,7 +156,7 @@ class SizeGraphs:
         finally:
             if captured:
                 cuda.cuGraphDestroy(captured)
-            self._device.free_raw_stream(stream)
+            runtime_function("runtime.Device_StreamFree")(self._device, stream)
         self.captured += 1
         return _Graph(handle, own, tuple(one.data_ptr() for one in inputs), result, storages)
 
@@ -180,7 +180,7 @@ def noted_allocations(machine: VirtualMachine, storages: list[object]) -> Iterat
     def note(_function: object, name: str, before: bool, returned: object, *_arguments: object) -> int:
         if not before and name == _ALLOCATION:
             storages.append(returned)
-        return int(VMInstrumentReturnKind.NO_OP)
+        return 0
 
     machine.set_instrument(note)
     try:

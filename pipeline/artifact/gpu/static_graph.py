@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from tvm.runtime import Device, Tensor, empty
-from tvm.runtime.vm import VirtualMachine
+from tvm_ffi import Device, Tensor
 
-from relaxtune.models import TensorSpec
+from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.gpu.size_graphs import noted_allocations
 from relaxtune.pipeline.artifact.gpu.turns import Turns, uncollected
 from relaxtune.pipeline.artifact.loading import as_tuple
+from relaxtune.pipeline.runtime.library import VirtualMachine, empty
 
 
 class StaticGraph:
@@ -39,7 +39,7 @@ class StaticGraph:
         turns: Turns,
     ) -> None:
         with turns.alone:
-            self.buffers = tuple(empty(spec.shape, spec.dtype, device) for spec in inputs)
+            self.buffers = tuple(empty([int(size) for size in spec.shape], spec.dtype, device) for spec in inputs)
         self._machine, self._turns = machine, turns
         # Saved with its arguments, so that a run does not hand over every weight again.
         saved = f"relaxtune_saved_{entry}"

@@ -30,14 +30,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import tvm
 import tvm_ffi
-from tvm.runtime import Device, Tensor
+from tvm_ffi import Device, Tensor
 
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.gpu.driver import DEFAULT_STREAM, Gpu
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.processes.forks import lock_over_forks
+from relaxtune.pipeline.runtime.library import copy, empty, is_cpu, tensor_of
 
 
 class SupportsCudaStream(Protocol):
@@ -69,12 +69,8 @@ _of_gpus: dict[int, _Shared] = {}
 _making = threading.Lock()
 
 
-def _is_cpu(device: Device) -> bool:
-    return bool(device.dlpack_device_type() == tvm.cpu().dlpack_device_type())
-
-
 def _shared_on(device: Device) -> _Shared:
-    if _is_cpu(device):
+    if is_cpu(device):
         return _Shared(None)  # each call has memory of its own there
     with _making:
         index = int(device.index)
@@ -99,7 +95,7 @@ class Turns:
     def __init__(self, device: Device, *, apart: bool = True, forks: bool = True) -> None:
         self._device, self._shared = device, _shared_on(device)
         self._own = _Memory() if apart else self._shared.pool
-        self._process = None if forks and _is_cpu(device) else os.getpid()
+        self._process = None if forks and is_cpu(device) else os.getpid()
 
     def __enter__(self) -> None:
         """Wait for the turn, and for the module's last call where that went to another stream.
@@ -183,7 +179,7 @@ class Turns:
     def copy(self, tensor: Tensor, to: Tensor) -> None:
         """Copy a tensor, on a GPU after what the current stream was given before."""
         if self._shared.gpu is None:
-            tensor.copyto(to)
+            copy(tensor, to)
             return
         size = math.prod(to.shape) * numpy_dtype(str(to.dtype)).itemsize
         self._shared.gpu.copy(int(tensor.data_ptr()), int(to.data_ptr()), size, self.stream)
@@ -191,13 +187,13 @@ class Turns:
     def placed(self, array: np.ndarray) -> Tensor:
         """Copy an array to the device."""
         with self.alone:
-            return tvm.runtime.tensor(array, device=self._device)
+            return tensor_of(array, self._device)
 
     def copied(self, tensor: Tensor) -> Tensor:
         """Return a copy on the same device."""
-        copy = tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device)
-        self.copy(tensor, copy)
-        return copy
+        made = empty(tensor.shape, tensor.dtype, tensor.device)
+        self.copy(tensor, made)
+        return made
 
     @property
     def stream(self) -> int:
@@ -224,7 +220,7 @@ class Turns:
     def _check_process(self) -> None:
         if not self._is_forked:
             return
-        if _is_cpu(self._device):
+        if is_cpu(self._device):
             raise PipelineError(
                 "the artifact was loaded before this process was forked; one of an earlier version does not run in a "
                 "forked process: load it after the fork, or compile the model again"
@@ -266,7 +262,7 @@ def on_stream(device: Device, stream: int | SupportsCudaStream | None) -> Abstra
     """
     if stream is None:
         return nullcontext()
-    if _is_cpu(device):
+    if is_cpu(device):
         raise PipelineError(f"{device} has no streams: the artifact is for a CPU; leave `stream` out")
     handle = stream if isinstance(stream, int) else stream.__cuda_stream__()[1]
     context: AbstractContextManager[object] = tvm_ffi.use_raw_stream(device, handle)
@@ -275,4 +271,4 @@ def on_stream(device: Device, stream: int | SupportsCudaStream | None) -> Abstra
 
 def on_default_stream(device: Device) -> AbstractContextManager[object]:
     """Return a context in which calls go to the default stream, where TVM copies from and to the host."""
-    return nullcontext() if _is_cpu(device) else on_stream(device, DEFAULT_STREAM)
+    return nullcontext() if is_cpu(device) else on_stream(device, DEFAULT_STREAM)

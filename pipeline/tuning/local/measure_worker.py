@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import tvm
 
+from relaxtune.pipeline.runtime.threads import set_threads
 from relaxtune.pipeline.spans import span
-from relaxtune.pipeline.threads import set_threads
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
     CompareRequest,

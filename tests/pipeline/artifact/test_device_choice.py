@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxtune.pipeline.artifact.device_choice import runs_here
+from relaxtune.pipeline.artifact.compile import runs_here
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.schedules.targets import resolve_target

@@ -101,7 +101,7 @@ def test_load_refuses_a_manifest_without_its_fields(artifact_copy: Maker) -> Non
     path = artifact_copy() / "manifest.json"
     data = {k: v for k, v in json.loads(path.read_text()).items() if k not in {"kernels", "manifest_sha256"}}
     path.write_text(json.dumps({**data, "manifest_sha256": _digest(data)}))
-    with pytest.raises(ArtifactError, match=r"kernels: Field required. The artifact is damaged; compile it"):
+    with pytest.raises(ArtifactError, match=r"kernels: this key is missing. The artifact is damaged; compile it"):
         load_manifest(path.parent)
 
 

@@ -193,13 +193,13 @@ def test_loading_and_copies_to_the_device_wait_for_the_turn(
 
     turn = Turns(DEVICE)
     note(runtime, "load_machine")
-    note(tvm.runtime, "tensor")
+    note(turns, "tensor_of")
     module = Module.load(artifact)
-    assert inside == {"load_machine": {True}, "tensor": {True}}
+    assert inside == {"load_machine": {True}, "tensor_of": {True}}
     inside.clear()
     feeds = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in module.inputs}
     module.to_device(feeds)
-    assert inside == {"tensor": {True}}
+    assert inside == {"tensor_of": {True}}
     assert waits_for_the_turn(turn, lambda: module.to_device(feeds))
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.models.polynomials import Polynomial
+from relaxtune.models.axes.polynomials import Polynomial
 
 BATCH, PAST, SEQUENCE = map(Polynomial.symbol, ("batch", "past", "sequence"))
 

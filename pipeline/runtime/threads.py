@@ -14,8 +14,9 @@ import logging
 import os
 import threading
 
-import tvm
+import tvm_ffi
 
+from relaxtune.pipeline.runtime.library import runtime_function
 from relaxtune.schedules.targets.host import physical_cores, usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def default_threads() -> int:
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else physical_cores()
 
 
-def set_threads(code: tvm.runtime.Module, count: int) -> bool:
+def set_threads(code: tvm_ffi.Module, count: int) -> bool:
     """Set the threads that compiled code runs its loops on; return False where it uses TVM's pools."""
     if not code.implements_function(_SETTER, query_imports=True):
         return False
@@ -51,8 +52,8 @@ def configure_threads(count: int | None = None) -> int:
     if known is not None and known[0] == wanted:
         return int(known[1])
     cpus = [str(cpu) for cpu in usable_cpus()]
-    tvm.get_global_func("runtime.config_threadpool")(_SHARE_ALL_CPUS, wanted, cpus)
-    got = int(tvm.runtime.num_threads())
+    runtime_function("runtime.config_threadpool")(_SHARE_ALL_CPUS, wanted, cpus)
+    got = int(runtime_function("runtime.NumThreads")())
     if got < wanted:
         logger.warning("TVM's thread pool has %d threads where %d were asked for; it was started before", got, wanted)
     _configured.threads = (wanted, got)
