@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import tvm
 from tvm.ir import GlobalVar, IRModule
@@ -93,15 +94,31 @@ def fallback_with_rules(mod: IRModule, target: Target) -> tuple[IRModule, dict[s
     return result, names
 
 
-def schedule_by_rules(name: str, func: PrimFunc, target: Target) -> tuple[str, Schedule]:
-    """Return the first rule that takes a function, and its schedule; the name is for messages.
+def apply_plainest(name: str, func: PrimFunc, target: Target) -> PrimFunc:
+    """Return a function scheduled by the last rule of its target, whose code asks for nothing that may be missing.
 
     Raises
     ------
     TargetError, UnscheduledError
         As `apply_fallback`.
     """
-    rules = rules_for(target)
+    _, sch = schedule_by_rules(name, func, target, rules_for(target)[-1:])
+    return sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
+
+
+def schedule_by_rules(
+    name: str, func: PrimFunc, target: Target, rules: Sequence[tuple[str, ScheduleRule]] | None = None
+) -> tuple[str, Schedule]:
+    """Return the first rule that takes a function, and its schedule; the name is for messages.
+
+    `rules` are those of the target unless others are given.
+
+    Raises
+    ------
+    TargetError, UnscheduledError
+        As `apply_fallback`.
+    """
+    rules = rules_for(target) if rules is None else rules
     func = with_named_sizes(func)
     with target:
         for rule_name, rule in rules:

@@ -16,6 +16,7 @@ from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.device_choice import missing_features
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.artifact.plain_kernels import plain_instead
 from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import (
     call_regions,
@@ -39,6 +40,10 @@ from relaxtune.schedules.targets import ResolvedTarget, portable_host
 from relaxtune.schedules.targets.resolve import vector_features
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
 from relaxtune.schedules.templates.made_table import MadeTable
+
+
+class _CodeError(LoweringError):
+    """Code generation refused a module, perhaps for one of its kernels."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,29 @@ def compile_module(
     Raises
     ------
     LoweringError
-        Code generation refused the module, or the CUDA toolchain is missing.
+        Code generation refused the module, and not for kernels that a plain schedule is a remedy for; or the CUDA
+        toolchain is missing.
     """
+    plain: dict[str, KernelChoice] = {}
+    while True:
+        try:
+            return _compiled(lowered, choices, target, cuda_graph, variants, like)
+        except _CodeError as e:
+            found = {one.function: one for one in plain_instead(lowered, choices, target, str(e), plain)}
+            if not found:
+                raise
+            plain |= found
+            choices = [*(choice for choice in choices if choice.function not in found), *found.values()]
+
+
+def _compiled(
+    lowered: LoweredModule,
+    choices: Sequence[KernelChoice],
+    target: ResolvedTarget,
+    cuda_graph: bool,
+    variants: Sequence[Sequence[KernelChoice]],
+    like: CompiledModule | None,
+) -> CompiledModule:
     target = portable_host(target)
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
@@ -206,7 +232,7 @@ def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.
     try:
         return relax.build(mod, target.target, relax_pipeline=None, tir_pipeline=tir_pipeline_for(mod))
     except TVM_ERRORS as e:
-        raise LoweringError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
+        raise _CodeError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
 
 
 @contextmanager

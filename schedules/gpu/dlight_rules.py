@@ -6,8 +6,10 @@ halves of a concatenation, say). A schedule like that is no answer: the function
 
 from __future__ import annotations
 
+import logging
+
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule, ScheduleError, dlight
@@ -18,7 +20,10 @@ from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.gpu.binding import launches_threads, list_unbound_blocks
 from relaxtune.schedules.gpu.element_reduction import ElementReduction
+from relaxtune.schedules.gpu.launch_limits import exceeded_limit
 from relaxtune.schedules.gpu.unit_reductions import without_unit_reductions
+
+logger = logging.getLogger(__name__)
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
 _MISJUDGED = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -48,7 +53,7 @@ class BindingRule(ScheduleRule):  # type: ignore[misc]
         self.name = f"dlight-{type(rule).__name__.lower()}"
 
     def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the rule's schedule, None when it has none or leaves a block outside the threads.
+        """Return the rule's schedule, None when it has none, leaves a block outside the threads or asks for too much.
 
         Raises
         ------
@@ -59,16 +64,21 @@ class BindingRule(ScheduleRule):  # type: ignore[misc]
             sch = self._rule.apply(without_unit_reductions(func), target, tunable)
         except _MISJUDGED as error:
             raise ScheduleError(f"{type(error).__name__} in dlight: {error}") from error
-        return None if sch is None or list_unbound_blocks(sch.mod["main"]) or not _reduces(sch) else sch
+        return None if sch is None or list_unbound_blocks(sch.mod["main"]) or not _fits(sch, target) else sch
 
 
-def _reduces(sch: Schedule) -> bool:
-    """Return whether TVM can lower the reductions over threads; dlight's of a grouped convolution it cannot."""
+def _fits(sch: Schedule, target: Target) -> bool:
+    """Return whether TVM can lower a schedule, and a launch of the target can have what it then asks for.
+
+    It cannot lower dlight's reduction over threads of a grouped convolution, for one.
+    """
     try:
-        s_tir.transform.LowerCrossThreadReduction()(sch.mod)
+        exceeded = exceeded_limit(sch.mod["main"], target)
     except (tvm.error.InternalError, TypeError, ValueError):
         return False
-    return True
+    if exceeded is not None:
+        logger.debug("a schedule of dlight takes %s", exceeded)
+    return exceeded is None
 
 
 class Bound(ScheduleRule):  # type: ignore[misc]

@@ -8,27 +8,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
+from onnx import helper
 from tvm import s_tir
+from tvm.script import tirx as T
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
+from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.metaschedule import trace_to_json
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload
 from relaxtune.tuning_db.store import SqlDatabase
+from tests.pipeline.importer.onnx_cases import make_model
 
 
 @pytest.fixture
@@ -257,3 +264,31 @@ def test_a_failed_link_says_what_it_needs(
     with pytest.raises(LoweringError, match=r"linking model\.so failed: .* It needs a C\+\+ compiler"):
         write_artifact(compiled, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@T.prim_func(private=True, s_tir=True)
+def _too_much_shared_memory(x: T.Buffer((64, 64), "float32"), y: T.Buffer((64, 64), "float32")):  # type: ignore[no-untyped-def]
+    for i in T.thread_binding(64, thread="blockIdx.x"):
+        kept = T.alloc_buffer((400_000,), "float32", scope="shared")
+        for j in T.thread_binding(64, thread="threadIdx.x"):
+            with T.sblock("keep"):
+                row, column = T.axis.remap("SS", [i, j])
+                kept[column * 6000] = x[row, column]
+                y[row, column] = T.max(kept[column * 6000], T.float32(0))
+
+
+def test_kernel_that_the_compiler_refuses_takes_the_plain_schedule(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = resolve_target("cuda:sm_90a")
+    spec = ("float32", (64, 64))
+    nodes = [helper.make_node("Relu", ["x"], ["y"]), helper.make_node("Softmax", ["y"], ["z"])]
+    lowered = lower(import_model(make_model(nodes, {"x": spec}, {"y": spec, "z": spec}, {})), target.target)
+    name = next(name for name in lowered.kernels if "relu" in name)
+    made = _too_much_shared_memory.with_attr(SCHEDULED_ATTR, True)
+    compiled = compile_module(lowered, [KernelChoice(name, None, Route.FALLBACK, made=made)], target)
+    assert f"kernel {name}: its own schedule did not compile" in caplog.text
+    kernel = next(one for one in write_artifact(compiled, tmp_path / "artifact").kernels if one.function == name)
+    assert kernel.route == "fallback"
+    assert "takes the plain default, which is slow: ptxas error" in kernel.note
+    assert "too much shared data" in kernel.note
