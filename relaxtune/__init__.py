@@ -35,7 +35,7 @@ from relaxtune.lazy import lazy_names
 if TYPE_CHECKING:
     from relaxtune.api import *
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArtifactError",
