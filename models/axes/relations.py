@@ -85,7 +85,7 @@ def check_bounds(relations: Sequence[AxisRelation], sizes: Mapping[str, Dim], wh
         They do not; the message names the table that is too short.
     """
     numbers = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
-    empty = {axis: 0 for one in relations if one.sign == "<=" for axis in one.axis.split(" + ")}
+    empty = {axis: 0 for one in relations if one.sign == "<=" for axis in _terms(one.axis)}
     given = {"<=": {**empty, **numbers}}
     problems = [problem for one in relations if (problem := one.problem(given.get(one.sign, numbers))) is not None]
     if problems:
@@ -117,12 +117,17 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
         sizes = with_room(model.proto, sizes, lengths)
     for relation in model.relations:
         if relation.sign == "<=":
-            _shrink(sizes, relation, [name for name in names if name in relation.axis.split(" + ")])
+            _shrink(sizes, relation, [name for name in names if name in _terms(relation.axis)])
     for relation in model.relations:
         size = evaluate_dim(relation.size, sizes)
         if relation.axis in names and relation.sign != "<=" and isinstance(size, int):
             sizes[relation.axis] = size if relation.sign == "=" else max(sizes[relation.axis], size)
     return sizes
+
+
+def _terms(size: str) -> list[str]:
+    """Return the names and numbers in a sum of products."""
+    return re.split(r" [+*] ", size)
 
 
 def _shrink(sizes: dict[str, int], relation: AxisRelation, free: list[str]) -> None:
@@ -170,7 +175,7 @@ def _inequality(gap: Polynomial, places: Mapping[str, list[str]], table: str) ->
         return []
     if number.value and total.terms and total.is_positive:
         axis = str(total)
-        return [AxisRelation(axis, "<=", str(number), tuple(places.get(axis, ())), table)] if "*" not in axis else []
+        return [AxisRelation(axis, "<=", str(number), tuple(places.get(axis, ())), table)]
     for name in gap.names:
         size = gap.solved_for(name)
         if size is not None and size not in (ZERO, ONE) and size.is_positive and gap + size == Polynomial.symbol(name):
