@@ -39,7 +39,7 @@ def tuned(tmp_path_factory) -> Tuned:
     options = ("--trials", 4, "--db", made.database, "--out", made.artifact)
     with pytest.MonkeyPatch.context() as patch:
         # Whether four trials of so small a model gain anything is chance; what chance decides is tested elsewhere.
-        patch.setattr(shipping, "is_gain", lambda gain: True)
+        patch.setattr(shipping, "_QUESTION", replace(shipping._QUESTION, border=10.0))
         with pytest.raises(SystemExit) as ended:
             main([str(word) for word in ("tune", made.model, *MODEL_OPTIONS, *options)])
     assert not ended.value.code
