@@ -318,6 +318,15 @@ def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> N
     facts.require(node, 0, _sizes(inputs[0])[_attribute(node, "axis", -1)], count)
 
 
+def _pad(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    sizes = _sizes(inputs[0])
+    given = [Polynomial.number(int(pad)) for item in node.attribute if item.name == "pads" for pad in item.ints]
+    pads = given or _elements(inputs[1])
+    if len(inputs) > 3 and inputs[3].shape is not None:  # pads of some axes
+        raise ValueError
+    return [Known(tuple(size + pads[axis] + pads[axis + len(sizes)] for axis, size in enumerate(sizes)))]
+
+
 def _not(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     return [Known(inputs[0].shape, None, (ONE,))]
 
@@ -376,6 +385,7 @@ RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[
     CACHED_ATTENTION: _group_query_attention,
     "MatMul": _matmul,
     "Not": _not,
+    "Pad": _pad,
     "Range": _range,
     "Reshape": _reshape,
     "RotaryEmbedding": _rotary,

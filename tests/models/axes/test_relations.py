@@ -202,16 +202,18 @@ def test_axis_has_as_many_places_as_top_k_takes(tmp_path: Path) -> None:
 
 def test_table_bounds_a_multiple_of_an_axis(tmp_path: Path) -> None:
     nodes = [
-        helper.make_node("Concat", ["x", "x"], ["both"], axis=0),
+        helper.make_node("Pad", ["x", "pads"], ["wider"]),
+        helper.make_node("Concat", ["x", "x", "wider"], ["both"], axis=0),
         helper.make_node("Shape", ["both"], ["count"]),
         helper.make_node("Squeeze", ["count"], ["limit"]),
         helper.make_node("Range", ["zero", "limit", "one"], ["places"]),
         helper.make_node("Gather", ["table", "places"], ["y"]),
     ]
     table = np.ones((15, 4), "float32")
-    path = save(tmp_path, nodes, {"x": (FLOAT, ["n"])}, zero=np.array(0), one=np.array(1), table=table)
+    path = save(tmp_path, nodes, {"x": (FLOAT, ["n"])}, zero=np.array(0), one=np.array(1), table=table,
+                pads=np.array([1, 2]))  # fmt: skip
     model = load_model(path)
-    assert [f"{one.axis} {one.sign} {one.size}" for one in model.relations] == ["2 * n <= 15"]
-    assert axis_sizes(model)["n"] <= 7
+    assert [f"{one.axis} {one.sign} {one.size}" for one in model.relations] == ["3 * n <= 12"]
+    assert axis_sizes(model)["n"] == 4
     run(model, axis_sizes(model))
-    assert model.relations[0].problem({"n": 8}) is not None
+    assert model.relations[0].problem({"n": 5}) is not None
