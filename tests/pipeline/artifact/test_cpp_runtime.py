@@ -263,6 +263,35 @@ def test_sizes_beyond_the_limits_are_refused(runtime: Path, layers: Path, tmp_pa
             through_c(runtime, copy, {"x": rows(count)}, tmp_path)
 
 
+def test_calls_beyond_the_tables_are_refused(runtime: Path, tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Gather", ["words", "ids"], ["x"]),
+        helper.make_node("Shape", ["past"], ["before"], start=1, end=2),
+        helper.make_node("Shape", ["ids"], ["new"], start=1, end=2),
+        helper.make_node("Add", ["before", "new"], ["all"]),
+        helper.make_node("Slice", ["places", "before", "all", "zero"], ["p"]),
+        helper.make_node("Add", ["x", "p"], ["y"]),
+    ]
+    inputs = {"ids": ("int32", ("batch", "new")), "past": ("float32", ("batch", "past", 1))}
+    tables = {"words": np.arange(100, dtype="float32").reshape(50, 2), "places": np.ones((20, 2), "float32")}
+    model = make_model(nodes, inputs, {"y": ("float32", ("batch", "new", 2))}, {**tables, "zero": np.array([0])})
+    onnx.save(model.proto, tmp_path / "tables.onnx")
+    made = relaxtune.compile(tmp_path / "tables.onnx", tmp_path / "artifact", target="llvm", samples=0).directory
+
+    def call(past: int, new: int, ids: int) -> dict[str, np.ndarray]:
+        return {"ids": np.full((1, new), ids, "int32"), "past": np.zeros((1, past, 1), "float32")}
+
+    assert_same(runtime, made, [call(0, 20, 49), call(19, 1, -50), call(3, 4, 0)], tmp_path)
+    for given, said in (
+        (call(0, 21, 0), r"axis new \+ past has size 21, table 'places' takes 20 at most"),
+        (call(400, 400, 0), r"axis new \+ past has size 800, table 'places' takes 20 at most"),
+        (call(0, 3, 50), r"input ids has the value 50, table 'words' .* has 50 rows and takes -50 to 49"),
+        (call(0, 3, -51), r"input ids has the value -51, table 'words' .* has 50 rows and takes -50 to 49"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            through_c(runtime, made, given, tmp_path)
+
+
 def _other_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

@@ -7,10 +7,12 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <set>
 #include <sstream>
 
 #include "sha256.h"
+#include "tensors.h"
 
 namespace relaxtune {
 namespace {
@@ -126,6 +128,26 @@ Manifest Parse(const json::Object& body, const std::string& where) {
                 Texts(body[String("weights")]), target[String("cuda_graph")].cast<bool>(), {}};
   found.maxima = Numbers(Member(body, "maxima"));
   if (body.count(String("minima"))) found.minima = Numbers(Member(body, "minima"));
+  if (body.count(String("limits")) && body[String("limits")] != nullptr) {
+    for (const Any& one : body[String("limits")].cast<json::Array>()) {
+      auto limit = one.cast<json::Object>();
+      auto text = [&](const char* key) -> std::string { return limit[String(key)].cast<String>(); };
+      found.limits.push_back({text("axis"), text("sign"), text("size"), text("table")});
+    }
+    for (const Any& one : body[String("indices")].cast<json::Array>()) {
+      auto limit = one.cast<json::Object>();
+      auto number = [&](const char* key) { return limit[String(key)].cast<int64_t>(); };
+      found.indices.push_back({limit[String("input")].cast<String>(), number("least"), number("most"), number("rows"),
+                               limit[String("table")].cast<String>()});
+    }
+  } else {
+    const auto symbolic = [](const TensorSpec& spec) {
+      return std::any_of(spec.shape.begin(), spec.shape.end(), [](const Axis& axis) { return axis.size < 0; });
+    };
+    if (std::any_of(found.main.inputs.begin(), found.main.inputs.end(), symbolic))
+      std::cerr << "relaxtune: " << where << " is of a version that did not keep the limits of its axes: sizes beyond a "
+                << "table of the model are not refused; compile it again" << std::endl;
+  }
   if (body.count(String("unpadding")) && body[String("unpadding")] != nullptr) {
     auto unpadding = Member(body, "unpadding");
     std::string mask = unpadding[String("mask")].cast<String>();
@@ -231,6 +253,51 @@ std::string Text(const TensorSpec& spec) {
   return text + "]";
 }
 
+// A sum of products of names and numbers, such as `past + 2 * new`; nothing where a name has no size.
+std::optional<int64_t> Evaluate(const std::string& text, const std::map<std::string, int64_t>& sizes) {
+  int64_t total = 0, product = 1;
+  std::istringstream words(text + " +");
+  for (std::string word; words >> word;) {
+    auto size = sizes.find(word);
+    if (word == "+") total += product, product = 1;
+    else if (size != sizes.end()) product *= size->second;
+    else if (word.find_first_not_of("0123456789") == std::string::npos) product *= std::stoll(word);
+    else if (word != "*") return std::nullopt;
+  }
+  return total;
+}
+
+void CheckTables(const Manifest& manifest, const std::map<std::string, int64_t>& sizes) {
+  for (const AxisLimit& limit : manifest.limits) {
+    auto size = Evaluate(limit.axis, sizes), bound = Evaluate(limit.size, sizes);
+    bool least = limit.sign == ">=";
+    if (!size || !bound || (least ? *size >= *bound : *size <= *bound)) continue;
+    throw Error("axis " + limit.axis + " has size " + std::to_string(*size) + ", " + limit.table + " takes " +
+                    std::to_string(*bound) + (least ? " or more" : " at most"),
+                manifest.model, least ? "give larger inputs" : "give smaller inputs");
+  }
+}
+
+// Check what is looked up in tables, where it is in the host's memory.
+void CheckIndices(const Manifest& manifest, const std::vector<DLTensor>& inputs) {
+  for (const IndexLimit& limit : manifest.indices) {
+    const auto& specs = manifest.main.inputs;
+    size_t place = 0;
+    while (place < specs.size() && specs[place].name != limit.input) ++place;
+    if (place == specs.size() || !OnHost(inputs[place]) || !IsCompact(inputs[place])) continue;
+    const DLTensor& given = inputs[place];
+    const char* start = Start(given);
+    for (size_t at = 0, step = given.dtype.bits / 8; at < Bytes(given); at += step) {
+      double value = Number(start + at, given.dtype);
+      if (value >= limit.least && value <= limit.most) continue;
+      throw Error("input " + limit.input + " has the value " + std::to_string(static_cast<int64_t>(value)) + ", " +
+                      limit.table + " has " + std::to_string(limit.rows) + " rows and takes " +
+                      std::to_string(limit.least) + " to " + std::to_string(limit.most),
+                  manifest.model, "give indices of its rows");
+    }
+  }
+}
+
 }  // namespace
 
 std::string ReadFile(const std::string& path) {
@@ -326,6 +393,8 @@ std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::
                       std::to_string(most->second) + " at most",
                   manifest.model, "compile with a larger profile");
   }
+  CheckTables(manifest, sizes);
+  CheckIndices(manifest, inputs);
   return sizes;
 }
 

@@ -26,6 +26,18 @@ struct Unpadding {
   int64_t multiple;
 };
 
+// A bound of an axis, or of a sum of axes: two sums of products of names and numbers, and the table that sets it.
+struct AxisLimit {
+  std::string axis, sign, size, table;
+};
+
+// The integers that an input may hold which are looked up in a table.
+struct IndexLimit {
+  std::string input;
+  int64_t least, most, rows;
+  std::string table;
+};
+
 struct Manifest {
   std::string model, kind, arch, machine;
   std::vector<std::string> cpu_features;
@@ -36,6 +48,8 @@ struct Manifest {
   std::map<std::string, double> fills;
   std::vector<std::string> masks;
   std::map<std::string, int64_t> minima, maxima;
+  std::vector<AxisLimit> limits;
+  std::vector<IndexLimit> indices;
   std::optional<Unpadding> unpadding;
   std::map<std::string, std::pair<std::string, int64_t>> files;  // name -> sha256, bytes
 };
@@ -46,7 +60,7 @@ Manifest ReadManifest(const std::string& directory, bool verify);
 // The bytes of a whole file.
 std::string ReadFile(const std::string& path);
 
-// Check the sizes and dtypes of a call, as the Python runtime does. Returns the size of each symbolic axis.
+// Check the sizes and dtypes of a call, and indices on the host, as the Python runtime does. Returns the size of each symbolic axis.
 std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::vector<DLTensor>& inputs);
 
 std::string DtypeName(DLDataType dtype);
