@@ -19,10 +19,10 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.plain_kernels import plain_instead
 from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import (
-    call_regions,
     capture_whole_function,
     computes_sizes,
     fix_output_memory,
+    with_whole_calls,
 )
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
@@ -218,8 +218,8 @@ def _plan_memory(
         fix = tvm.transform.module_pass(
             lambda planned, _: fix_output_memory(planned), opt_level=0, name="FixOutputMemory"
         )
-        called = tvm.transform.module_pass(lambda lifted, _: call_regions(lifted), opt_level=0, name="CallRegions")
-        passes[position : position + 1] = [fix, passes[position], called]
+        whole = tvm.transform.module_pass(lambda lifted, _: with_whole_calls(lifted), opt_level=0, name="WholeCalls")
+        passes[position : position + 1] = [fix, passes[position], whole]
     shapes = [str(one.info.name) for one in passes].index("VMShapeLower")
     try:
         mod = tvm.transform.Sequential(passes[:shapes])(mod)

@@ -34,7 +34,7 @@ from relaxtune.pipeline.artifact.tensor_checks import (
     limits_of,
 )
 from relaxtune.pipeline.artifact.token_list import TokenList
-from relaxtune.pipeline.codegen.cuda_libraries import offer_library
+from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
@@ -114,7 +114,9 @@ class Module:
         if captures and self._is_static:
             self._static = StaticGraph(machine, device, entry, manifest.inputs, self._weights, self._turn)
         elif captures:
-            self._graphs = SizeGraphs(machine, device, self._kernels, self._turn)
+            whole = entry + WHOLE_CALL
+            kernels = Kernels(machine[whole], self._weights) if whole in machine else self._kernels
+            self._graphs = SizeGraphs(machine, device, self._kernels, self._turn, kernels)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
         self._limits = limits_of(manifest)
         unpadding = manifest.unpadding

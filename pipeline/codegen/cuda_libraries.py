@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CUDART = "libcudart.so.13"
 DRIVER = "libcuda.so.1"
+#: Behind the name of an entry: the same call without graphs inside, to be captured (`pipeline.codegen.cuda_graph`).
+WHOLE_CALL = "_whole"
 SIDECAR = "libtvm_runtime_cuda.so"
 TOOLKIT_FOLDERS = (Path("/usr/local/cuda/lib64"), Path("/usr/local/cuda/targets/x86_64-linux/lib"))
 

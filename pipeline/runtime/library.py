@@ -165,6 +165,10 @@ class VirtualMachine:
         kinds = [number for one in devices for number in (int(one.dlpack_device_type()), int(one.index), _POOLED)]
         self._module["vm_initialization"](*kinds)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a function of a name."""
+        return bool(self._module.implements_function(name))
+
     def __getitem__(self, name: str) -> Callable[..., Any]:
         """Return a function by its name."""
         function: Callable[..., Any] = self._module[name]

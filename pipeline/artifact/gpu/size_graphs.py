@@ -68,11 +68,19 @@ class SizeGraphs:
         Takes the inputs and returns the outputs.
     turns
         Of the module; all calls are inside one.
+    captured
+        As `run`, in a form that can be captured; None where `run` can be.
     """
 
     def __init__(
-        self, machine: VirtualMachine, device: Device, run: Callable[[Sequence[Tensor]], Result], turns: Turns
+        self,
+        machine: VirtualMachine,
+        device: Device,
+        run: Callable[[Sequence[Tensor]], Result],
+        turns: Turns,
+        captured: Callable[[Sequence[Tensor]], Result] | None = None,
     ) -> None:
+        self._whole = captured or run
         self._machine, self._device, self._run, self._turns = machine, device, run, turns
         self._graphs: OrderedDict[Sizes, _Graph | None] = OrderedDict()
         self._seen: OrderedDict[Sizes, Addresses] = OrderedDict()
@@ -143,7 +151,7 @@ class SizeGraphs:
             with tvm_ffi.use_raw_stream(self._device, stream), noted_allocations(self._machine, storages):
                 check(cuda.cuStreamBeginCapture_v2(stream, _RELAXED), "begin capture")
                 try:
-                    result = self._run(inputs)
+                    result = self._whole(inputs)
                 finally:
                     ended = cuda.cuStreamEndCapture(stream, ctypes.byref(captured))
             check(ended, "end capture")

@@ -36,6 +36,9 @@ constexpr int kPooled = 2;
 constexpr int kExist = 0;
 // Of tvm/runtime/threading_backend.h: threads may run on all the CPUs given.
 constexpr int kShareAllCpus = -3;
+constexpr char kMain[] = "main";
+// The same call without graphs inside, to be captured; code without such graphs has none.
+constexpr char kWhole[] = "main_whole";
 constexpr char kSaved[] = "relaxtune_saved_main";
 // Sets of sizes whose memory the pool keeps at a time.
 constexpr size_t kSizesMax = 64;
@@ -93,6 +96,7 @@ class Code {
     if (unpadding) tokens_.emplace(*unpadding, device);
     if (entry.cuda_graph && IsStatic()) SaveWithBuffers();
     if (options.size_graphs && entry.cuda_graph && !IsStatic()) graphs_ = std::make_unique<SizeGraphs>(machine_, device);
+    if (machine_->GetFunction(kWhole).has_value()) captured_ = kWhole;
   }
 
   const CodeEntry& entry() const { return entry_; }
@@ -109,7 +113,7 @@ class Code {
     } else if (graphs_ != nullptr && !tokens_) {
       for (const DLTensor& input : inputs) RequireCompact(input);
       TrimPool(inputs);
-      outputs = graphs_->Run(inputs, [&] { return arguments = Arguments(inputs); }, Kernels());
+      outputs = graphs_->Run(inputs, [&] { return arguments = Arguments(inputs); }, Kernels(kMain), Kernels(captured_));
     } else {
       if (device_.device_type == kDLCUDA) Gpu::Of(device_).Follow(Gpu::Of(device_).pool);
       TrimPool(inputs);
@@ -123,7 +127,7 @@ class Code {
       if (graphs_ != nullptr) {
         std::vector<DLTensor> given;
         for (const Tensor& one : arguments) given.push_back(*one.GetDLTensorPtr());
-        outputs = graphs_->Run(given, [&] { return arguments; }, Kernels());
+        outputs = graphs_->Run(given, [&] { return arguments; }, Kernels(kMain), Kernels(captured_));
       } else {
         outputs = Machine(arguments);
       }
@@ -143,14 +147,14 @@ class Code {
     return result;
   }
 
-  std::vector<Tensor> Machine(const std::vector<Tensor>& inputs) {
+  std::vector<Tensor> Machine(const std::vector<Tensor>& inputs, const char* entry = kMain) {
     std::vector<ffi::Any> arguments(inputs.begin(), inputs.end());
     arguments.insert(arguments.end(), weights_.begin(), weights_.end());
-    return Unpacked(Call("main", arguments));
+    return Unpacked(Call(entry, arguments));
   }
 
-  SizeGraphs::Kernels Kernels() {
-    return [this](const std::vector<Tensor>& inputs) { return Machine(inputs); };
+  SizeGraphs::Kernels Kernels(const char* entry) {
+    return [this, entry](const std::vector<Tensor>& inputs) { return Machine(inputs, entry); };
   }
 
   // The first call captures the graph, in memory of the pool; the second one tells whether calls take memory.
@@ -255,6 +259,7 @@ class Code {
   std::vector<Tensor> weights_, buffers_;
   std::optional<TokenList> tokens_;
   std::unique_ptr<SizeGraphs> graphs_;
+  const char* captured_ = kMain;
   std::set<std::vector<std::vector<int64_t>>> sizes_;
   std::vector<bool> shared_;
   bool known_ = false;

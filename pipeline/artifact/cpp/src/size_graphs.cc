@@ -41,14 +41,14 @@ SizeGraphs::~SizeGraphs() {
 }
 
 SizeGraphs::Tensors SizeGraphs::Run(const std::vector<DLTensor>& given, const std::function<Tensors()>& place,
-                                    const Kernels& kernels) {
+                                    const Kernels& kernels, const Kernels& captured) {
   Gpu& gpu = Gpu::Of(device_);
   Sizes sizes;
   for (const DLTensor& one : given) sizes.emplace_back(one.shape, one.shape + one.ndim);
   auto found = graphs_.find(sizes);
   if (found == graphs_.end() && seen_.erase(sizes) != 0) {
     gpu.Follow(gpu.pool);
-    found = graphs_.emplace(sizes, Captured(given, kernels)).first;
+    found = graphs_.emplace(sizes, Captured(given, captured)).first;
     used_.push_front(sizes);
     found->second.used = used_.begin();
     if (graphs_.size() > kGraphsMax) Forget(used_.back());

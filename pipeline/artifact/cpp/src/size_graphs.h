@@ -38,8 +38,9 @@ class SizeGraphs {
   ~SizeGraphs();
 
   // The outputs of one call. `given` lie on the host or on the device, and those of the first call of their sizes are brought
-  // there by `place`.
-  Tensors Run(const std::vector<DLTensor>& given, const std::function<Tensors()>& place, const Kernels& kernels);
+  // there by `place`. A graph is made of what `captured` does, which is what `kernels` do.
+  Tensors Run(const std::vector<DLTensor>& given, const std::function<Tensors()>& place, const Kernels& kernels,
+              const Kernels& captured);
 
  private:
   using Sizes = std::vector<std::vector<int64_t>>;
