@@ -213,7 +213,8 @@ def _prepare_bucket(request: ModelRequest, model: OnnxModel, bucket: Bucket, tar
 
 def _lowering_for(request: ModelRequest) -> LoweringOptions:
     """Return a request's options without the passes that make what only a template makes, where templates are off."""
-    options = replace(request.lowering, maxima={axis: profile.most for axis, profile in request.profile.items()})
+    maxima = {axis: profile.most for axis, profile in request.profile.items()}
+    options = replace(request.lowering, maxima=maxima, one_packing=bool(request.buckets))
     if Route.TEMPLATE in request.routes:
         return options
     aside = TEMPLATE_PASSES - (LIBRARY_PASSES if Route.LIBRARY in request.routes else frozenset())

@@ -132,10 +132,16 @@ class MeasuredEntry:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Device memory of the loaded module: storage of the static plan (None with symbolic shapes), and weights."""
+    """Device memory of the loaded module: storage of the static plan (None with symbolic shapes), and weights.
+
+    `weights_dtypes` are the dtypes of the weights, the one with most bytes first; `model_bytes` is the size of the
+    weights in the ONNX model. Artifacts of earlier versions have neither.
+    """
 
     planned_bytes: int | None
     weights_bytes: int
+    weights_dtypes: tuple[str, ...] = ()
+    model_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import logging
 import platform
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -24,6 +25,7 @@ from relaxtune.models.axes.relations import limits_of
 from relaxtune.models.axes.windows import least_sizes
 from relaxtune.models.buckets import Bucket, list_symbols
 from relaxtune.models.inputs import describe_inputs, fill_values, index_limits, list_masks
+from relaxtune.models.onnx_model import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.directory import write_directory
 from relaxtune.pipeline.artifact.entries import (
@@ -102,8 +104,7 @@ def write_artifact(
             return manifest
         entries = tuple(_bucket_entry(n, one, names) for n, (one, names) in enumerate(zip(buckets, named, strict=True)))
         rules = describe_inputs(compiled.lowered.graph.model)
-        size = sum(array.nbytes for array in weights.values())
-        memory = MemoryEntry(compiled.planned_bytes, size)
+        memory = memory_entry(compiled.planned_bytes, weights, compiled.lowered.graph.model)
         found = BucketsEntry(entries, fill_values(rules), masks=list_masks(rules))
         return replace(manifest, memory=memory, buckets=found)
 
@@ -172,6 +173,15 @@ def write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:
     path.chmod((path.parent / MODULE_FILE).stat().st_mode & 0o666)
 
 
+def memory_entry(planned_bytes: int | None, weights: Mapping[str, np.ndarray], model: OnnxModel) -> MemoryEntry:
+    """Return the memory of an artifact whose weights are these, made of a model."""
+    of_dtype: Counter[str] = Counter()
+    for array in weights.values():
+        of_dtype[str(array.dtype)] += array.nbytes
+    dtypes = tuple(dtype for dtype, _ in of_dtype.most_common())
+    return MemoryEntry(planned_bytes, of_dtype.total(), dtypes, model.weight_bytes)
+
+
 def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
     """Return what the artifact of a compiled module says about itself, without the hashes of its files."""
     lowered, target = compiled.lowered, compiled.target
@@ -203,7 +213,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         versions=versions(),
         compile_seconds={**compiled.seconds, "link": link_seconds},
         policy=policy_of(lowered),
-        memory=MemoryEntry(compiled.planned_bytes, sum(array.nbytes for array in lowered.weights.values())),
+        memory=memory_entry(compiled.planned_bytes, lowered.weights, lowered.graph.model),
         deterministic=compiled.determinism,
         norm_rows_max=lowered.options.norm_rows_max,
         maxima=lowered.options.maxima,

@@ -122,6 +122,7 @@ def lowering_options(manifest: Manifest) -> LoweringOptions:
         norm_rows_max=NORM_ROWS_MAX if manifest.norm_rows_max is None else manifest.norm_rows_max,
         maxima=manifest.maxima,
         unpad=manifest.unpadding is not None,
+        one_packing=manifest.buckets is not None,
     )
 
 

@@ -285,7 +285,11 @@ def _footprint(manifest: Manifest) -> str:
     if manifest.memory is not None:
         planned = manifest.memory.planned_bytes
         parts.append("memory depends on shapes" if planned is None else f"{planned / 1e6:,.2f} MB of planned memory")
-        parts.append(f"{manifest.memory.weights_bytes / 1e6:,.2f} MB of weights")
+        kept = manifest.memory
+        told = f"{kept.weights_bytes / 1e6:,.2f} MB of weights"
+        if kept.weights_dtypes:
+            told += f" as {' and '.join(kept.weights_dtypes)}"
+        parts.append(told if kept.model_bytes is None else f"{told} ({kept.model_bytes / 1e6:,.2f} MB in the model)")
     return ", ".join(parts)
 
 

@@ -45,6 +45,8 @@ class LoweringOptions:
         Symbolic axis -> its largest size: memory is planned for it. A call with more is refused.
     unpad
         Whether padding is left out (`pipeline.passes.tokens.unpad`).
+    one_packing
+        Whether a CPU's weights are packed as for any number of rows: the modules of one artifact then share them.
     """
 
     precision: str | None = None
@@ -56,6 +58,7 @@ class LoweringOptions:
     norm_rows_max: int = NORM_ROWS_MAX
     maxima: Mapping[str, int] = field(default_factory=dict)
     unpad: bool = False
+    one_packing: bool = False
 
     @property
     def policy(self) -> PrecisionPolicy | None:

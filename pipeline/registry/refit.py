@@ -23,8 +23,8 @@ from relaxtune.pipeline.artifact.directory import (
     verify_artifact,
     write_directory,
 )
-from relaxtune.pipeline.artifact.entries import BucketEntry, KernelEntry, MemoryEntry
-from relaxtune.pipeline.artifact.export import policy_of, write_weights
+from relaxtune.pipeline.artifact.entries import BucketEntry, KernelEntry
+from relaxtune.pipeline.artifact.export import memory_entry, policy_of, write_weights
 from relaxtune.pipeline.artifact.loading import read_weights
 from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import find_obstacles
@@ -203,7 +203,7 @@ def _with_weights(
     manifest: Manifest, modules: list[LoweredModule], arrays: dict[str, np.ndarray], model: OnnxModel, seconds: float
 ) -> Manifest:
     """Return what the artifact says with other weights."""
-    first, size = modules[0], sum(array.nbytes for array in arrays.values())
+    first, memory = modules[0], manifest.memory
     buckets = manifest.buckets
     if buckets is not None:
         entries = tuple(
@@ -220,7 +220,7 @@ def _with_weights(
         kernels=_kernels(manifest.kernels, first),
         compile_seconds={**manifest.compile_seconds, "refit": seconds},
         policy=policy_of(first),
-        memory=None if manifest.memory is None else MemoryEntry(manifest.memory.planned_bytes, size),
+        memory=None if memory is None else memory_entry(memory.planned_bytes, arrays, model),
         validation=None,
         buckets=buckets,
     )

@@ -39,7 +39,7 @@ def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     main = main_of(mod)
     if not isinstance(limits, CpuLimits) or not any(_can_pack(binding.value) for binding in bindings_of(main)):
         return mod
-    rule = _Pack(limits)
+    rule = _Pack(limits, state.options.one_packing)
     result = rewrite(mod, state, rule)
     state.note(f"packed {len(rule.packed)} weights of {rule.bytes} bytes")
     return result
@@ -52,8 +52,8 @@ def _can_pack(value: tvm.ir.Expr) -> bool:
 
 
 class _Pack:
-    def __init__(self, limits: CpuLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: CpuLimits, one_packing: bool) -> None:
+        self._limits, self._one_packing = limits, one_packing
         self.packed: dict[tuple[tvm.ir.Expr, int], tvm.ir.Expr] = {}
         self.bytes = 0
 
@@ -63,7 +63,8 @@ class _Pack:
         left, weight = binding.value.args
         columns = (static_shape(weight) or ())[1]
         dtype = dtype_of(binding.var)
-        width = panel_width(longest_row_axis(left), columns, dtype, self._limits)
+        rows = None if self._one_packing else longest_row_axis(left)
+        width = panel_width(rows, columns, dtype, self._limits)
         key = (weight, width)
         if key not in self.packed:
             packed = pack_weight(array_of(weight), width)

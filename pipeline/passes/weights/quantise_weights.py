@@ -121,7 +121,8 @@ class _Quantise:
         k, columns = array_of(weight).shape
         shape, dtype = (k, matrix.bits, matrix.group), dtype_of(binding.var)
         if self._cpu is not None:
-            width = panel_width(longest_row_axis(left), columns, "float32", self._cpu)
+            longest = None if new.state.options.one_packing else longest_row_axis(left)
+            width = panel_width(longest, columns, "float32", self._cpu)
             packed, scales = (relax.const(array) for array in packed_panels(matrix, width))
             compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
             return new.kernel(compute, x, packed, scales, name="quantised_matmul")
