@@ -14,7 +14,17 @@ import numpy as np
 from tvm_ffi import Device, Tensor
 
 from relaxtune.models.spec import TensorSpec
-from relaxtune.pipeline.artifact.bucket_routing import Router, RouteStatistics
+from relaxtune.pipeline.artifact.calls.bucket_routing import Router, RouteStatistics
+from relaxtune.pipeline.artifact.calls.tensor_checks import (
+    SupportsDLPack,
+    borrowed_input,
+    check_inputs,
+    check_limits,
+    check_outputs,
+    false_manifest,
+    limits_of,
+)
+from relaxtune.pipeline.artifact.calls.token_list import TokenList
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.entries import BucketEntry
@@ -24,16 +34,6 @@ from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_
 from relaxtune.pipeline.artifact.loading import Kernels, load_machine, read_weights, shared_outputs
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
-from relaxtune.pipeline.artifact.tensor_checks import (
-    SupportsDLPack,
-    borrowed_input,
-    check_inputs,
-    check_limits,
-    check_outputs,
-    false_manifest,
-    limits_of,
-)
-from relaxtune.pipeline.artifact.token_list import TokenList
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
@@ -73,8 +73,8 @@ class Module:
     modules, of one artifact or of several, run at once. On a GPU `run_device` goes to the stream that is current there
     (`tvm_ffi.use_torch_stream`), or to the one that it is given. What waits for what: `pipeline.artifact.gpu.turns`.
 
-    A module with shape buckets sends each call to the best of them (`pipeline.artifact.bucket_routing`), padded where
-    the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
+    A module with shape buckets sends each call to the best of them (`pipeline.artifact.calls.bucket_routing`), padded
+    where the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ import numpy as np
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
+from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs, limits_of
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.tensor_checks import check_inputs, limits_of
 from relaxtune.pipeline.artifact_jobs import Arrays, compare_builds, reference_model
 from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
 from relaxtune.pipeline.environment import user_here

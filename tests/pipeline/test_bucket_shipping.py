@@ -11,7 +11,7 @@ from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Question
 from relaxtune.pipeline.job_values import TuneRequest
-from relaxtune.pipeline.jobs import finish_tuned
+from relaxtune.pipeline.jobs import compile_model, finish_tuned
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tuned_model import TunedModel, bucket_kernels, choose_kernels
 from relaxtune.pipeline.tuning.options import TuningSummary
@@ -53,3 +53,18 @@ def test_each_bucket_ships_with_what_is_faster_in_it(tmp_path: Path, monkeypatch
         assert all(choice.record_id is None for choice in bucket_kernels(large, database))
         assert all(choice.record_id is None for choice in bucket_kernels(small, database))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "rows.onnx"]
+
+
+def test_buckets_share_one_packing_of_each_weight(tmp_path: Path) -> None:
+    sizes = {}
+    for name, buckets in (("symbolic", {}), ("bucketed", {"sequence": (64, 128)})):
+        shapes = {"input_ids": ("batch", "sequence")}
+        result = compile_model(
+            ModelRequest("bert-tiny", shapes, target="llvm", buckets=buckets), tmp_path / name, samples=0
+        )
+        assert result.manifest.memory is not None
+        sizes[name] = result.manifest.memory.weights_bytes
+        assert result.manifest.memory.weights_dtypes[0] == "float32"
+        assert result.manifest.memory.model_bytes == pytest.approx(sizes["symbolic"], rel=0.15)
+    # A table of positions, cut to the size of a bucket, is one more.
+    assert sizes["bucketed"] < 1.2 * sizes["symbolic"]

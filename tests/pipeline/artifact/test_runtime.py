@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from onnx import helper
 
 from relaxtune.models import TensorSpec
+from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact.tensor_checks import check_inputs
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
