@@ -136,9 +136,9 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     """
     data = node.input(0)
     if "starts" in node.attributes:  # until opset 9
-        given = (node.attributes.get(name) for name in ("starts", "ends", "axes"))
-        bounds = (None if one is None else constant(np.array(one, "int64")) for one in given)
-        node = replace(node, inputs=(data, *bounds))
+        written = (node.attributes.get(name) for name in ("starts", "ends", "axes"))
+        constants = (None if one is None else constant(np.array(one, "int64")) for one in written)
+        node = replace(node, inputs=(data, *constants))
     _check_bounds(node)
     starts, ends = size_list(node.input(1)), size_list(node.input(2))
     axes = size_list(node.optional(3)) if node.optional(3) is not None else list(range(len(starts or [])))
