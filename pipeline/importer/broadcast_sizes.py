@@ -2,6 +2,8 @@
 
 A mixture of experts cuts its tokens into one part an expert, and joins the parts again: as many rows as there were, but
 the graph knows them as a sum of sizes. Multiplied by a tensor of 24 rows, they are 24, which a check holds at run time.
+A Slice clips its bounds to its input: all frames but the last of `n` are `min(max(n - 1, 0), n)`. Added to `n - 1`
+frames, they are `n - 1`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from collections.abc import Sequence
 
 import tvm
 from tvm import relax, tirx
+from tvm_ffi import structural_equal
+
+from relaxtune.schedules.tir.expressions import find_all
 
 BROADCASTING = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater",
@@ -33,7 +38,8 @@ def broadcast_sizes(
     for shape in shapes:
         for place, size in enumerate(reversed(shape or [])):
             number = isinstance(size, tirx.IntImm) and int(size) > 1
-            if number or (place not in known and _is_computed(size) and _names(size) <= axes):
+            first = place not in known or _is_clipped(known[place], size)
+            if number or (first and _is_computed(size) and _names(size) <= axes):
                 known[place] = size
     made = list(inputs)
     for index, (expr, shape) in enumerate(zip(inputs, shapes, strict=True)):
@@ -50,7 +56,17 @@ def broadcast_sizes(
 
 def _takes(size: tirx.Expr, known: tirx.Expr, axes: frozenset[str]) -> bool:
     """Return whether a size gives way to a known one: to a number if computed, to a computed size if known later."""
-    return _is_computed(size) and (isinstance(known, tirx.IntImm) or not _names(size) <= axes)
+    later = isinstance(known, tirx.IntImm) or not _names(size) <= axes
+    return _is_computed(size) and (later or _is_clipped(size, known))
+
+
+def _is_clipped(size: tirx.Expr, plain: tirx.Expr) -> bool:
+    """Return whether a size is another one clipped to bounds that it keeps, as it is the size of a tensor too."""
+    if not find_all(size, tirx.Max) or structural_equal(size, plain):
+        return False
+    analyzer = tvm.sym.Analyzer()
+    with analyzer.constraint_scope(tirx.GE(plain, tirx.IntImm("int64", 0))):
+        return bool(analyzer.can_prove_equal(size, plain))
 
 
 def _names(size: tirx.Expr) -> set[str]:

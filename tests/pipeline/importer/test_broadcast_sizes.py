@@ -121,3 +121,27 @@ def test_size_that_is_computed_gives_way_to_that_of_a_constant() -> None:
     model = make_model(nodes, {"x": ("float32", (1, 3, "h", "h"))}, {"y": ("float32", (1, 3, 4))}, constants)
     graph = assert_agrees(model, {"x": np.arange(192, dtype="float32").reshape(1, 3, 8, 8)})
     assert [int(size) for size in graph.mod["main"].ret_ty.shape] == [1, 3, 4]
+
+
+@pytest.mark.parametrize(("samples", "first"), [(47, "frames"), (61, "cut"), (31, "frames")])
+def test_frames_cut_by_one_are_those_beside_them(samples: int, first: str) -> None:
+    """The stem of a speech encoder: positions by a convolution of even width, cut by one, then a norm."""
+    names = [first, "cut" if first == "frames" else "frames"]
+    nodes = [
+        helper.make_node("Conv", ["x", "coarse"], ["c"], strides=[5]),
+        helper.make_node("Conv", ["c", "fine"], ["frames"], strides=[2]),
+        helper.make_node("Conv", ["frames", "wide"], ["positions"], group=2, pads=[2, 2]),
+        helper.make_node("Slice", ["positions", "zero", "minus", "two"], ["cut"]),
+        helper.make_node("Add", names, ["sum"]),
+        helper.make_node("Transpose", ["sum"], ["rows"], perm=[0, 2, 1]),
+        helper.make_node("LayerNormalization", ["rows", "scale"], ["y"]),
+    ]
+    rng = np.random.default_rng(0)
+    shapes = {"coarse": (4, 1, 10), "fine": (4, 4, 3), "wide": (4, 2, 4), "scale": (4,)}
+    constants = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    constants |= {"zero": np.array([0]), "minus": np.array([-1]), "two": np.array([2])}
+    inputs = {"x": ("float32", ("batch", 1, "samples"))}
+    model = make_model(nodes, inputs, {"y": ("float32", ("batch", "f", 4))}, constants)
+    feeds = {"x": rng.standard_normal((2, 1, samples)).astype("float32")}
+    (got,) = run_lowered(lower(import_model(model), UNOPTIMISED), feeds)
+    np.testing.assert_allclose(got, run_reference(model, feeds)[0], rtol=1e-4, atol=1e-5)
