@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import signal
@@ -53,6 +54,16 @@ def _caches_are_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(autouse=True, scope="session")
 def _workers_start_warm_and_databases_have_their_tables() -> Iterator[None]:
     with warm_workers(), schema_is_copied():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _what_ships_is_decided_soon() -> Iterator[None]:
+    """Give the comparison of a tuned with an untuned model a second: hundreds of tests tune."""
+    from relaxtune.pipeline.choose import shipping
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shipping, "_QUESTION", dataclasses.replace(shipping._QUESTION, seconds=1.0))
         yield
 
 

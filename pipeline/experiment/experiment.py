@@ -31,13 +31,17 @@ from relaxtune.pipeline.experiment.bounds import Bounds, centre
 #: A relative difference below this is nothing, however steady the machine.
 LEAST_GAIN = 0.003
 
+# The fewest blocks that can leave a doubt below 2 %.
+_FEWEST_BLOCKS = 6
 # Blocks before the first look, runs of each arm in a block, and whether an untimed run precedes each timed one: the
-# first plan that fits the seconds, else the last. Six blocks are the fewest that can leave a doubt below 2 %.
-_BEGINNINGS = ((16, 4, True), (8, 4, True), (8, 2, True), (8, 1, False), (6, 1, False))
+# first plan that fits the seconds, else the last.
+_BEGINNINGS = ((16, 4, True), (8, 4, True), (8, 2, True), (8, 1, False), (_FEWEST_BLOCKS, 1, False))
 _GROUPS, _FEWEST_GROUPS = 32, 8
 # Runs of each arm in a block: as many as take this long, up to a limit.
-_BLOCK_SECONDS = 0.1
+_BLOCK_SECONDS = 0.03
 _MOST_RUNS = 200
+# A round that takes less than this part of the seconds is tried with untimed runs, as its blocks will be.
+_QUICK = 0.02
 _WARMUP = 2
 _QUANTILE = 0.25
 # How often the detectable difference would be found.
@@ -212,16 +216,19 @@ def decide(
     question : Question
         The border, and how sure the answer must be.
     out_of_time : callable
-        Whether this look is to be the last.
+        Whether no more blocks may begin; asked after the fewest that can give bounds.
     """
     rows: list[Mapping[str, float]] = []
     done = 0
     for blocks, share in zip(looks, _shares(len(looks)), strict=True):
         done += 1
-        rows += [block() for _ in range(blocks - len(rows))]
+        late = False
+        while len(rows) < blocks and not late:
+            rows.append(block())
+            late = len(rows) >= _FEWEST_BLOCKS and out_of_time()
         doubt = question.doubt * share / max(1, len(rows[0]))
         contrasts = {name: _contrast([row[name] for row in rows], question.border, doubt) for name in rows[0]}
-        if all(one.side is not Side.UNSURE for one in contrasts.values()) or blocks == looks[-1] or out_of_time():
+        if all(one.side is not Side.UNSURE for one in contrasts.values()) or blocks == looks[-1] or late:
             break
     return contrasts, done
 
@@ -264,6 +271,11 @@ def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
         report = measure(arms, runs=1, warmup=0, settle=False)
         rounds_s.append(sum(arm.median_ms for arm in report.arms) / 1e3)
     round_s = min(rounds_s[1:])
+    if round_s < _QUICK * seconds:
+        # What an arm takes to settle may be much more than its run (a peer in another process).
+        started = time.perf_counter()
+        measure(arms, runs=2, warmup=0, mirrored=True)
+        round_s = max(round_s, (time.perf_counter() - started) / 4)
 
     def block_s(runs: int, settle: bool) -> float:
         # Each timed run has an untimed one before it.

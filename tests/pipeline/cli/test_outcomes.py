@@ -84,7 +84,7 @@ def test_tune_notes_artifact_validation_and_latencies_of_its_job(tuned, relaxtun
     arms = [arm["arm"] for arm in found["benchmarks"]]
     assert [arm for arm in arms if arm != "tuned, not shipped"] == ["relaxtune", "untuned", "ort"]
     with SqlDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
-        assert all(6 <= len(benchmark.latencies_us) for benchmark in database.list_benchmarks())
+        assert all(len(benchmark.latencies_us) >= 6 for benchmark in database.list_benchmarks())
 
 
 def test_validate_and_bench_note_the_same_artifact(tuned, relaxtune, tmp_path):
