@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -44,6 +47,31 @@ def test_file_of_a_few_functions_that_stands_for_millions_of_nodes_is_refused_at
     ):
         load_model(tmp_path / "bomb.onnx")
     assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("wait_s", [0.2, 1.5])
+def test_ctrl_c_ends_the_load_of_the_largest_file_at_once(tmp_path: Path, wait_s: float) -> None:
+    """onnx's library sees no signal while it follows the calls: the limit bounds how long that takes."""
+    model = nested(5, 10)
+    assert NODES_MAX == 10**5
+    check_expansion(model)
+    onnx.save(model, tmp_path / "large.onnx")
+    program = "from relaxtune.pipeline.cli import app, main; print('ready', flush=True); main()"
+    command = [sys.executable, "-c", program, "compile", "large.onnx"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(wait_s)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=8)[1]
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "INFO load:" not in errors
+    assert errors.endswith("interrupted\n")
 
 
 def test_bomb_inside_of_a_branch_is_counted() -> None:
