@@ -27,7 +27,7 @@ from relaxtune.pipeline.codegen.cuda_graph import (
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
-from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima
+from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima, with_sizes_in_order
 from relaxtune.pipeline.codegen.token_list import with_token_list
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
@@ -223,7 +223,8 @@ def _plan_memory(
     shapes = [str(one.info.name) for one in passes].index("VMShapeLower")
     try:
         mod = tvm.transform.Sequential(passes[:shapes])(mod)
-        return tvm.transform.Sequential(passes[shapes:])(mod), planned_bytes(mod)
+        sizes = with_sizes_in_order(passes[shapes](mod))
+        return tvm.transform.Sequential(passes[shapes + 1 :])(sizes), planned_bytes(mod)
     except TVM_ERRORS as e:
         raise LoweringError(f"memory of {name} for {target.kind} {target.arch} cannot be planned: {e}") from e
 

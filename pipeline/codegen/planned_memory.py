@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tvm
-from tvm import relax
+import tvm_ffi
+from tvm import relax, tirx
 
 from relaxtune.schedules.sizes import largest_size
 
 # Read by TVM's memory planner: variable -> its largest value.
 _MAXIMA = "tir_var_upper_bound"
 _ALLOC_STORAGE = "relax.vm.alloc_storage"
+_SIZES = "shape_func"
 
 
 def planned_bytes(mod: tvm.ir.IRModule) -> int | None:
@@ -64,3 +66,49 @@ def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | N
 def entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
     """Return `main` and its variants (`pipeline.artifact.variants`), all there is before graphs are lifted out."""
     return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
+
+
+def with_sizes_in_order(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
+    """Return the module with the sizes of `VMShapeLower` stored in the order of their places, by one function each.
+
+    TVM stores them in the order of a hash of addresses, and takes functions for one only where that order is the same.
+    So the host's code of two equal compilations differed.
+    """
+    result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    kept: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+    same: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar] = {}
+    for var, function in sorted(mod.functions_items(), key=lambda item: str(item[0].name_hint)):
+        stores = list(getattr(getattr(function, "body", None), "seq", ()))
+        if not var.name_hint.startswith(_SIZES) or not all(isinstance(one, tirx.BufferStore) for one in stores):
+            continue
+        # Each is computed of sizes that the caller stored.
+        ordered = (
+            function.with_body(tirx.SeqStmt(sorted(stores, key=lambda one: int(one.indices[0]))))
+            if stores
+            else function
+        )
+        first = next((other for other, known in kept.items() if tvm_ffi.structural_equal(known, ordered)), None)
+        if first is None:
+            kept[var] = result[var] = ordered
+        else:
+            same[var] = first
+            del result[var]
+    return _calling(result, same) if same else result
+
+
+def _calling(mod: tvm.ir.IRModule, others: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tvm.ir.IRModule:
+    """Return the module with other functions called in the place of some."""
+
+    @relax.expr_functor.mutator
+    class Replace(relax.PyExprMutator):  # type: ignore[misc]
+        def visit_global_var_(self, op: tvm.ir.GlobalVar) -> tvm.ir.GlobalVar:
+            return others.get(op, op)
+
+    result, replace = (
+        tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos),
+        Replace(),
+    )
+    for var, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            result[var] = replace.visit_expr(function)
+    return result

@@ -20,7 +20,6 @@ from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
-from relaxtune.schedules.targets import resolve_target
 from tests.unoptimised import UNOPTIMISED_TEXT
 
 
@@ -42,13 +41,10 @@ def test_padding_of_bert_is_allowed_and_weights_are_stored_once(bert: Path) -> N
     assert (padding.axis, padding.side) == ("sequence", Side.RIGHT)
     assert padding.cases >= 8
     assert sorted(manifest.files) == ["bucket-0.so", "bucket-1.so", "model.so", "params.safetensors"]
-    # Shapes read the same arrays but for those that a pass packs by the shape, which these two buckets share.
+    # All shapes read the same packed matrices; a table of positions is cut to the size of a bucket.
     small, large = (set(entry.weights) for entry in manifest.buckets.entries)
     assert len(small & set(manifest.weights)) > 10
-    packed = (small & large) - set(manifest.weights)
-    assert all(name.startswith("sequence=8/") for name in packed)
-    # Panels are as wide for symbolic sizes as for known ones where vectors are shorter.
-    assert bool(packed) == (resolve_target(UNOPTIMISED_TEXT).limits.vector_bytes == 64)
+    assert (small & large) <= set(manifest.weights)
 
 
 def test_an_axis_without_smaller_calls_shows_nothing_and_is_not_padded(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_code_of_earlier_versions_runs_and_says_that_it_does_not_fork(
 
 
 def test_a_gpu_refuses_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_is_cpu", lambda _device: False)
+    monkeypatch.setattr(turns, "is_cpu", lambda _device: False)
     monkeypatch.setattr(turns, "_shared_on", lambda _device: turns._Shared(None))
     turn = Turns(tvm.cpu())
     with turn.alone, turn:
