@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.relax import backend
 from tvm.relax import transform as relax_pass
 
+from relaxtune.pipeline.passes.annotate_patterns import annotate_patterns
 from relaxtune.pipeline.passes.attention.append_caches import append_caches
 from relaxtune.pipeline.passes.attention.append_in_attention import append_in_attention
 from relaxtune.pipeline.passes.attention.keep_scores_in_cache import keep_scores_in_cache
@@ -19,7 +20,7 @@ from relaxtune.pipeline.passes.attention.recognise_rotary import recognise_rotar
 from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_guards
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
 from relaxtune.pipeline.passes.fill_empty import fill_empty
-from relaxtune.pipeline.passes.fuse_operations import annotate_patterns, fuse_operations
+from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
 from relaxtune.pipeline.passes.kit.step import Phase, Step, stock

@@ -50,10 +50,16 @@ def test_a_profile_names_bottlenecks_on_this_cpu(
 
 
 def test_a_table_goes_to_stdout(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, str(directory), "--format", "table")
+    code, out, _ = run(capsys, str(directory), "--no-profile", "--format", "table")
     assert code == 0
     assert "layer_norm" in out
     assert "have no time" in out
+
+
+def test_untuned_kernels_are_timed_where_their_device_is(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, str(directory), "--format", "json")
+    assert code == 0
+    assert all(kernel["time_source"] == "profile" for kernel in json.loads(out)["kernels"])
 
 
 def test_a_database_gives_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

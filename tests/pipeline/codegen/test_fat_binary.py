@@ -108,16 +108,15 @@ def test_newer_gpus_take_the_ptx(
     driver: tuple[int, int] | None,
     refusal: str | None,
 ) -> None:
-    class Device:
-        exist = True
-        compute_version = version
-        device_name = "some GPU"
-
-    monkeypatch.setattr(device_choice.tvm, "cuda", lambda _: Device)
+    device = tvm.cuda(0)
+    monkeypatch.setattr(device_choice, "cuda", lambda _: device)
+    monkeypatch.setattr(device_choice, "device_exists", lambda _: True)
+    monkeypatch.setattr(device_choice, "compute_version", lambda _: version)
+    monkeypatch.setattr(device_choice, "device_name", lambda _: "some GPU")
     monkeypatch.setattr(device_choice, "driver_release", lambda: driver)
     manifest: Manifest = load_manifest(both[0])
     if refusal is None:
-        assert device_for(manifest, None, both[0]) is Device
+        assert device_for(manifest, None, both[0]) is device
     else:
         with pytest.raises(ArtifactError, match=refusal):
             device_for(manifest, None, both[0])
