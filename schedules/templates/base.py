@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from tvm.tirx import PrimFunc
 
@@ -83,49 +83,12 @@ def added(default: ParameterValue) -> Any:
     return field(default=default, metadata={_ADDED: True})
 
 
-class Template(Protocol):
-    """A parametric kernel, as its users see it."""
-
-    @property
-    def name(self) -> str:
-        """Name in decisions and reports."""
-        ...
-
-    def candidates(
-        self, func: PrimFunc, target: ResolvedTarget, rows: int | None = None
-    ) -> Sequence[Parameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none.
-
-        A function whose number of rows is symbolic is refused unless `rows` is given: the most rows that the kernel is
-        for (or, from `OPEN_ROWS` on, those that it is planned for).
-        """
-        ...
-
-    def refuses(self, func: PrimFunc, target: ResolvedTarget) -> Refusal | None:
-        """Return why there are no candidates; None where there are, which is quicker to find than they are."""
-        ...
-
-    def apply(
-        self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
-    ) -> PrimFunc | Refusal:
-        """Return the scheduled PrimFunc (same parameters in the same order), or why it cannot be made."""
-        ...
-
-    def predict_us(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int) -> float | None:
-        """Return a time of the kernel for so many rows, to compare with others of this template; None where unknown."""
-        ...
-
-    def parse(self, decision: str) -> Parameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        ...
-
-
 Found = TypeVar("Found")
 Own = TypeVar("Own", bound=Parameters)
 
 
 class KernelTemplate(ABC, Generic[Found, Own]):
-    """A `Template` of three parts: what it recognises in a function, what it proposes for that, how it makes a kernel.
+    """A parametric kernel: what it recognises in a function, what it proposes for that, how it makes a kernel.
 
     `parameters` is the class of its parameters. Where they have a field `dependent`, candidates for a target without
     dependent launch have it unset, and `apply` refuses those that have it set.
@@ -152,10 +115,14 @@ class KernelTemplate(ABC, Generic[Found, Own]):
 
     def recognise_rows(self, func: PrimFunc, target: ResolvedTarget, rows: int) -> Found | Refusal:
         """Return what a function of a symbolic number of rows computes, for a kernel of up to `rows` of them."""
-        return Refusal(f"template {self.name} makes functions of known sizes only")
+        return Refusal(f"template {self.name} makes no kernels for a number of rows")
 
     def candidates(self, func: PrimFunc, target: ResolvedTarget, rows: int | None = None) -> Sequence[Own] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
+        """Return the parameters worth measuring, the most promising first, or why there are none.
+
+        `rows` are the most rows of a function with a symbolic number of them that the kernel is for; from `OPEN_ROWS`
+        on, the rows that it is planned for.
+        """
         found = self._find(func, target, rows)
         proposed = found if isinstance(found, Refusal) else self.propose(func, found, target)
         if isinstance(proposed, Refusal) or Feature.DEPENDENT_LAUNCH in target.features:
@@ -195,6 +162,10 @@ class KernelTemplate(ABC, Generic[Found, Own]):
     def parse(self, decision: str) -> Own:
         """Return the parameters of a decision; TemplateError when it is not one of this template's."""
         return self.parameters.from_json(decision)
+
+
+#: Any template, as the registry lists them.
+Template: TypeAlias = "KernelTemplate[Any, Any]"
 
 
 def cuda_limits(target: ResolvedTarget) -> CudaLimits:

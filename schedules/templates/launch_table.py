@@ -58,6 +58,27 @@ def launch_first(
     return made.with_attr(KERNELS_ATTR, len(kernels))
 
 
+def launch_by_lines(
+    func: tirx.PrimFunc,
+    lines: Sequence[tuple[Sequence[tirx.Expr], int]],
+    kernels: Sequence[tirx.PrimFunc],
+    work: tirx.Expr,
+) -> tirx.PrimFunc:
+    """Return the function that runs the kernel of the first line whose conditions hold; see `launch_first`.
+
+    A line has conditions, those of the last one left out, and the number of a kernel, which may be a table itself.
+    """
+    taken: tirx.Expr = tirx.IntImm("int32", lines[-1][1])
+    for conditions, number in reversed(lines[:-1]):
+        taken = tirx.Select(tirx.all(*conditions), tirx.IntImm("int32", number), taken)
+    parts = [(number, *part) for number, kernel in enumerate(kernels) for part in list_kernels(kernel)]
+    within = [
+        taken == number if condition is None else tirx.all(taken == number, condition)
+        for number, condition, _ in parts[:-1]
+    ]
+    return launch_first(func, within, [kernel for *_, kernel in parts], work, element_checks(func))
+
+
 def element_checks(func: tirx.PrimFunc) -> list[Check]:
     """Return that 32 bits, in which kernels count, count the elements of each tensor of symbolic shape."""
     shapes = [shape for param in func.params if (shape := shape_of(param)) and static_shape(param) is None]

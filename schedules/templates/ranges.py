@@ -26,8 +26,16 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import NAMED_ROWS_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import OPEN_ROWS, Parameters, Template, TemplateError, template_of
-from relaxtune.schedules.templates.launch_table import element_checks, launch_first, list_kernels
+from relaxtune.schedules.templates.base import (
+    OPEN_ROWS,
+    KernelTemplate,
+    Parameters,
+    Template,
+    TemplateError,
+    template_of,
+)
+from relaxtune.schedules.templates.cut import cover, cut_lines, nearest
+from relaxtune.schedules.templates.launch_table import launch_by_lines
 from relaxtune.schedules.tir.blocks import shape_of, written_params
 
 #: Numbers of rows that kernels are planned for where nothing was measured.
@@ -42,11 +50,10 @@ _LISTED = 4
 # Times of two kernels are equal within this: the memory-bound ones are predicted to a few tenths of a microsecond.
 _EQUAL_US, _EQUAL_MEMORY_US = 0.05, 0.2
 # Each kernel takes half a second to compile. It is worth that where the calls of all ranges take that much less.
-_WORTH, _KERNELS_MAX = 0.015, 5
+_WORTH = 0.015
 # Numbers of rows of a profile, or of real calls, whose kernels are those of an artifact of one size. Llama-1B with
 # 8 x 128 tokens took 1.12 times as long as such an artifact on an H100 without that, and 1.03 with it.
 _NAMED_MAX = 2
-_KNOWN = Refusal("its output's shape is known (the other templates make such functions)")
 
 
 @dataclass(frozen=True)
@@ -97,65 +104,65 @@ class RangesParameters(Parameters):
         return cls(ranges)
 
 
-class Ranges:
+class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
     """The template of functions with a symbolic number of rows; `makers` make the kernels of the ranges."""
 
-    name = RangesParameters.template
+    parameters = RangesParameters
 
     def __init__(self, makers: Mapping[str, Template]) -> None:
         self._makers = makers
 
-    def candidates(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int | None = None
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> tirx.Expr | Refusal:
+        """Return the expression of a function's number of rows."""
+        count = symbolic_rows(func)
+        known = Refusal("its output's shape is known (the other templates make such functions)")
+        return known if count is None else count
+
+    def refuses(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Refusal | None:
+        """Return why there is no table, None where there is one."""
+        count = self.recognise(func, target)
+        found = count if isinstance(count, Refusal) else self._offered(func, target)
+        return found if isinstance(found, Refusal) else None
+
+    def propose(
+        self, func: tirx.PrimFunc, found: tirx.Expr, target: ResolvedTarget
     ) -> Sequence[RangesParameters] | Refusal:
         """Return the table of what the templates propose first for each range, or why there is none."""
-        if symbolic_rows(func) is None:
-            return _KNOWN
-        planned, bounds = (PLANNED_ROWS, DEFAULT_RANGES) if rows is None else ((rows,), (rows,))
-        if rows is None and func.attrs and ROWS_MAX_ATTR in func.attrs:
+        planned, bounds = PLANNED_ROWS, DEFAULT_RANGES
+        if func.attrs and ROWS_MAX_ATTR in func.attrs:
             planned, bounds = (_up_to(int(func.attrs[ROWS_MAX_ATTR]), sizes) for sizes in (planned, bounds))
-        found = self._proposed(func, target, planned, PLANNED_ROWS[-1] if rows is None else rows)
-        if isinstance(found, Refusal):
-            return found
-        maker, proposed = found
+        offered = self._proposed(func, target, planned)
+        if isinstance(offered, Refusal):
+            return offered
+        maker, proposed = offered
 
         def is_open_ended(own: Parameters) -> bool:
             return maker.predict_us(func, target, own, OPEN_ROWS) is not None
 
-        if rows is None and bounds[-1] < OPEN_ROWS:
+        if bounds[-1] < OPEN_ROWS:
             # The last kernel is for all rows above, too: with norms inside, these may ask for more shared memory.
             open_ended = [one for one in proposed if is_open_ended(one)]
             if not open_ended and any(maker.predict_us(func, target, one, bounds[0]) for one in proposed):
-                return self.candidates(func.without_attr(ROWS_MAX_ATTR), target)
+                return self.propose(func.without_attr(ROWS_MAX_ATTR), found, target)
             proposed = open_ended or proposed
         # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
         # of the first range is planned for few.
         own = 1 if proposed[0].loads_boxes else 0
-        named = _named(func, bounds[0], bounds[-1]) if rows is None and own else ()
+        named = _named(func, bounds[0], bounds[-1]) if own else ()
         bounds = tuple(sorted({*bounds, *named}))
-        offered = [maker.candidates(func, target, count) for count in named]
-        listed = [one for few in offered if not isinstance(few, Refusal) for one in few[:_LISTED]]
+        others = [maker.candidates(func, target, count) for count in named]
+        listed = [one for few in others if not isinstance(few, Refusal) for one in few[:_LISTED]]
         proposed = list(dict.fromkeys([*listed, *proposed]))
-        calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
-        times = _times(maker, func, target, proposed, calls)
-        fixed = {n: _fastest(times, n) for n, most in enumerate(bounds) if most in named and times}
+        times = _times(maker, func, target, proposed, bounds)
         if not times:
-            most = max(bounds[-1], OPEN_ROWS) if rows is None else bounds[-1]
-            return [RangesParameters((SizeRange(most, proposed[0].to_json()),))]
-        chosen = [*_cover(times, range(own), {}), *_cover(times, range(own, len(bounds)), fixed)]
-        if rows is None and bounds[-1] < OPEN_ROWS:
-            # That of a named number of rows may be for no more than these: else of the ranges before, the nearest.
+            return [RangesParameters((SizeRange(max(bounds[-1], OPEN_ROWS), proposed[0].to_json()),))]
+        fixed = {n: _fastest(times, n) for n, most in enumerate(bounds) if most in named}
+        chosen = [*_kernels_of(times, range(own), {}), *_kernels_of(times, range(own, len(bounds)), fixed)]
+        if bounds[-1] < OPEN_ROWS:
+            # The kernel of a named number of rows may be for no more than these: take the nearest of the ranges before.
             beyond = next(filter(is_open_ended, (*reversed(chosen), *times)), chosen[-1])
             chosen, bounds = [*chosen, beyond], (*bounds, OPEN_ROWS)
-        last = [n for n in range(len(bounds)) if n < own or n + 1 == len(bounds) or chosen[n] != chosen[n + 1]]
-        return [RangesParameters(tuple(SizeRange(bounds[n], chosen[n].to_json()) for n in last))]
-
-    def refuses(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Refusal | None:
-        """Return why there is no table, None where there is one."""
-        if symbolic_rows(func) is None:
-            return _KNOWN
-        found = self._offered(func, target, PLANNED_ROWS[-1])
-        return found if isinstance(found, Refusal) else None
+        return [_ranges(bounds, [one.to_json() for one in chosen], own)]
 
     def measured(
         self, func: tirx.PrimFunc, target: ResolvedTarget, winners: Mapping[int, str]
@@ -170,17 +177,17 @@ class Ranges:
             return offered
         predicted = offered[0].ranges
         points = sorted(winners)
-        found: list[SizeRange] = []
-        for most in sorted({*points, *DEFAULT_RANGES}):
+        found: list[str] = []
+        sizes = sorted({*points, *DEFAULT_RANGES})
+        for most in sizes:
             at = next((one for one in points if most <= one), None)
             before = max((one for one in points if one < most), default=None)
             if at is not None and (most == at or (before is not None and winners[before] == winners[at])):
                 decision = winners[at]
             else:
                 decision = next((one.decision for one in predicted if most <= one.most), predicted[-1].decision)
-            found.append(SizeRange(most, decision))
-        last = [n for n in range(len(found)) if n + 1 == len(found) or found[n].decision != found[n + 1].decision]
-        return RangesParameters(tuple(found[n] for n in last))
+            found.append(decision)
+        return _ranges(sizes, found)
 
     def refusal(self, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, rows: int) -> Refusal | None:
         """Return why a decision that was measured at so many rows cannot be in a function's table."""
@@ -191,59 +198,41 @@ class Ranges:
         made = maker.apply(func, target, own, rows)
         return made if isinstance(made, Refusal) else None
 
-    def apply(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
+    def make(
+        self, func: tirx.PrimFunc, found: tirx.Expr, target: ResolvedTarget, parameters: RangesParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the PrimFunc that launches the kernel of each range, or why it cannot be made.
 
         Raises
         ------
         TemplateError
-            The parameters are another template's, or a range's decision is of a template that is not known here.
+            A range's decision is of a template that is not known here.
         """
-        if not isinstance(parameters, RangesParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected {RangesParameters.__name__}.")
-        count = symbolic_rows(func)
-        if count is None:
-            return Refusal("its output's shape is known, expected a symbolic one")
         chosen = [(one.most, *self._parsed(one.decision)) for one in parameters.ranges]
         # Launch attributes are those of the whole PrimFunc.
         if not all(getattr(own, "dependent", False) for _, _, own in chosen):
             chosen = [(most, maker, _independent(own)) for most, maker, own in chosen]
-        places, made_of = _shared(chosen), []
-        for place in sorted(set(places)):
-            most, maker, own = chosen[place]
+        places, kernels = _shared(chosen), []
+        for most, maker, own in (chosen[place] for place in sorted(set(places))):
             made = maker.apply(func, target, own, most)
             if isinstance(made, Refusal):
                 return Refusal(f"of up to {most} rows: {made.reason}")
-            made_of.append(list_kernels(made))
-        numbers = [sorted(set(places)).index(place) for place in places]
-        taken: tirx.Expr = tirx.IntImm("int32", numbers[-1])
-        for (most, _, _), number in reversed(list(zip(chosen[:-1], numbers[:-1], strict=True))):
-            taken = tirx.Select(count <= tirx.IntImm("int64", most), tirx.IntImm("int32", number), taken)
-        kernels = [(number, *one) for number, few in enumerate(made_of) for one in few]
-        within = [_both(taken == number, condition) for number, condition, _ in kernels]
-        return launch_first(func, within[:-1], [one for *_, one in kernels], count, element_checks(func))
-
-    def predict_us(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
-    ) -> float | None:
-        """Return None: tables are not compared."""
-        return None
-
-    def parse(self, decision: str) -> RangesParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return RangesParameters.from_json(decision)
+            kernels.append(made)
+        lines = [
+            ([found <= tirx.IntImm("int64", most)], sorted(set(places)).index(place))
+            for (most, _, _), place in zip(chosen, places, strict=True)
+        ]
+        return launch_by_lines(func, lines, kernels, found)
 
     def _proposed(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int], most: int
+        self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int]
     ) -> tuple[Template, list[Parameters]] | Refusal:
-        """Return the first template to make the function for `most` rows, and what it proposes for those planned."""
-        found = self._offered(func, target, most)
+        """Return the first template to make the function for many rows, and what it proposes for those planned."""
+        found = self._offered(func, target)
         if isinstance(found, Refusal):
             return found
         maker, offered = found
-        proposed = list(offered[:_LISTED]) if planned[-1] == most else []
+        proposed = list(offered[:_LISTED]) if planned[-1] == PLANNED_ROWS[-1] else []
         for least, most in zip((0, *planned), planned, strict=False):
             for rows in ((least + most) // 2, most):
                 others = maker.candidates(func, target, rows)
@@ -251,13 +240,11 @@ class Ranges:
         # Parameters are values: each once, in their order.
         return maker, list(dict.fromkeys(proposed))
 
-    def _offered(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int
-    ) -> tuple[Template, Sequence[Parameters]] | Refusal:
-        """Return the first template to make the function for so many rows, and what it proposes."""
+    def _offered(self, func: tirx.PrimFunc, target: ResolvedTarget) -> tuple[Template, Sequence[Parameters]] | Refusal:
+        """Return the first template to make the function for the most rows that are planned for, and its proposals."""
         refused = []
         for name, maker in self._makers.items():
-            offered = maker.candidates(func, target, rows)
+            offered = maker.candidates(func, target, PLANNED_ROWS[-1])
             if not isinstance(offered, Refusal):
                 return maker, offered
             refused.append(f"{name}: {offered.reason}")
@@ -282,9 +269,13 @@ def _times(
     func: tirx.PrimFunc,
     target: ResolvedTarget,
     proposed: Sequence[Parameters],
-    calls: Sequence[Sequence[int]],
+    bounds: Sequence[int],
 ) -> dict[Parameters, list[list[float]]]:
-    """Return how much longer than the best each takes for the calls of each range; those that can serve all."""
+    """Return how much longer than the best each takes for the least and the most rows of each range.
+
+    Kernels that cannot serve all are left out.
+    """
+    calls = [(bounds[number - 1] + 1 if number else 1, most) for number, most in enumerate(bounds)]
     times: dict[Parameters, list[list[float]]] = {}
     for own in proposed:
         predicted = [[maker.predict_us(func, target, own, rows) for rows in few] for few in calls]
@@ -313,7 +304,7 @@ def _fastest(times: Mapping[Parameters, Sequence[Sequence[float]]], number: int)
     return min(times, key=lambda own: times[own][number][-1])
 
 
-def _cover(
+def _kernels_of(
     times: Mapping[Parameters, Sequence[Sequence[float]]], ranges: Sequence[int], fixed: Mapping[int, Parameters]
 ) -> list[Parameters]:
     """Return the kernel of each range: of as few as serve all calls nearly as well as each range's own.
@@ -322,20 +313,18 @@ def _cover(
     """
     losses = {own: [math.log(math.prod(known[n])) for n in ranges] for own, known in times.items()}
     calls = sum(len(next(iter(times.values()))[n]) for n in ranges)
-    chosen = list(dict.fromkeys(fixed.values()))
-    reached = [min([math.inf, *(losses[own][place] for own in chosen)]) for place in range(len(ranges))]
-    while ranges and len(chosen) < _KERNELS_MAX:
-        best = min(losses, key=lambda own: sum(map(min, losses[own], reached)))
-        if sum(reached) - sum(map(min, losses[best], reached)) <= _WORTH * calls:
-            break
-        chosen.append(best)
-        reached = list(map(min, losses[best], reached))
-    nearest = [min(chosen, key=lambda own: losses[own][place]) for place in range(len(ranges))]
-    return [fixed.get(n, own) for n, own in zip(ranges, nearest, strict=True)]
+    kernels = cover(losses, lambda before, after: sum(before) - sum(after) <= _WORTH * calls, fixed.values())
+    return [fixed.get(n, own) for n, own in zip(ranges, nearest(losses, kernels), strict=True)]
 
 
-def _both(one: tirx.Expr, other: tirx.Expr | None) -> tirx.Expr:
-    return one if other is None else tirx.all(one, other)
+def _ranges(bounds: Sequence[int], decisions: Sequence[str], apart: int = 0) -> RangesParameters:
+    """Return a table of ranges; neighbours of one decision are one, but for the first `apart`."""
+    points = [{"rows": most} for most in bounds]
+    numbers = [(n < apart, decision) for n, decision in enumerate(decisions)]
+    lines = cut_lines({"rows": bounds}, points, [numbers.index(one) for one in numbers])
+    return RangesParameters(
+        tuple(SizeRange(dict(one.most).get("rows", bounds[-1]), decisions[one.kernel]) for one in lines)
+    )
 
 
 def _shared(chosen: Sequence[tuple[int, Template, Parameters]]) -> list[int]:

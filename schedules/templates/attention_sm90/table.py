@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Self
@@ -43,8 +43,9 @@ from relaxtune.schedules.templates.attention_sm90.template import (
     propose_for,
     recognise_attention,
 )
-from relaxtune.schedules.templates.base import Parameters, TemplateError, cuda_limits, template_of
-from relaxtune.schedules.templates.launch_table import element_checks, launch_first
+from relaxtune.schedules.templates.base import KernelTemplate, Parameters, TemplateError, cuda_limits, template_of
+from relaxtune.schedules.templates.cut import Line, cover, cut_lines, nearest
+from relaxtune.schedules.templates.launch_table import launch_by_lines
 
 # The points that kernels are planned for: each is the most of its line, and the last one is for all above, too.
 _BATCHES = (1, 4, 16, 64)
@@ -54,21 +55,12 @@ _PAST = (64, 512, 2048)
 _PROPOSED_MAX = 3
 # What symbolic sizes take where residents share the registers (of 96 with 4 residents, one was spilled).
 _REGISTERS_OF_SIZES = 6
-_KERNELS_MAX = 5
 # A point has a kernel of its own where the others would take longer by more than this factor.
 _GOOD_ENOUGH = 1.04
 # Keys that a query sees of packed sequences, for the prediction.
 _SPAN = 64
 # The factor of a kernel that the prediction does not take for a point.
 _WORST = 10.0
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the table: the most that each bounded variable may be, and the number of a kernel."""
-
-    most: tuple[tuple[str, int], ...]
-    kernel: int
 
 
 @dataclass(frozen=True)
@@ -117,69 +109,51 @@ class TableParameters(Parameters):
         return cls(kernels, lines)
 
 
-class AttentionTable:
-    """The template; see `schedules.templates.base.Template`."""
+class AttentionTable(KernelTemplate[AttentionSpec, TableParameters]):
+    """The template; see `schedules.templates.base.KernelTemplate`."""
 
-    name = TableParameters.template
+    parameters = TableParameters
 
-    def candidates(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int | None = None
+    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
+        """Return the function's attention of symbolic sizes when this template can make it."""
+        spec = recognise_attention(func, target)
+        if not isinstance(spec, Refusal) and spec.is_static:
+            return Refusal("its sizes are known (attention_sm90 makes such functions)")
+        return spec
+
+    def propose(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
     ) -> Sequence[TableParameters] | Refusal:
         """Return the table of the kernels that are best by prediction, or why there is none."""
-        spec = _recognise(func, target, rows)
-        if isinstance(spec, Refusal):
-            return spec
         names = tuple(sorted(variables_in(func)))
-        found = _table(spec.to_json(), names, cuda_limits(target), bias_bytes(func, spec))
-        return [found] if found is not None else Refusal("no tile fits these shapes")
+        table = _table(found.to_json(), names, cuda_limits(target), bias_bytes(func, found))
+        return [table] if table is not None else Refusal("no tile fits these shapes")
 
-    def refuses(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Refusal | None:
-        """Return why there is no table, None where there is one."""
-        offered = self.candidates(func, target)
-        return offered if isinstance(offered, Refusal) else None
-
-    def apply(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
+    def make(
+        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: TableParameters
     ) -> tirx.PrimFunc | Refusal:
         """Return the PrimFunc that launches the kernel of a call's line, or why it cannot be made.
 
         Raises
         ------
         TemplateError
-            The parameters are another template's, or bound a variable that the function does not have.
+            The parameters bound a variable that the function does not have.
         """
-        if not isinstance(parameters, TableParameters):
-            raise TemplateError(f"template {self.name} got {parameters!r}; expected {TableParameters.__name__}.")
-        spec = _recognise(func, target, rows)
-        if isinstance(spec, Refusal):
-            return spec
         variables = variables_in(func)
         unknown = {name for line in parameters.lines for name, _ in line.most} - set(variables)
         if unknown:
             raise TemplateError(f"the table bounds {sorted(unknown)}, the function has {sorted(variables)}.")
         kernels = []
         for p in parameters.kernels:
-            plan = symbolic_plan(spec, p, cuda_limits(target), bias_bytes(func, spec))
+            plan = symbolic_plan(found, p, cuda_limits(target), bias_bytes(func, found))
             if isinstance(plan, Refusal):
                 return plan
             kernels.append(build_kernel(func, plan))
-        number: tirx.Expr = tirx.IntImm("int32", parameters.lines[-1].kernel)
-        for line in reversed(parameters.lines[:-1]):
-            keeps = [variables[name] <= tirx.IntImm("int64", most) for name, most in line.most]
-            number = tirx.Select(tirx.all(*keeps), tirx.IntImm("int32", line.kernel), number)
-        is_kernel = [number == kernel for kernel in range(len(kernels) - 1)]
-        work = spec.batch * spec.queries * spec.keys
-        return launch_first(func, is_kernel, kernels, work, element_checks(func))
-
-    def predict_us(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
-    ) -> float | None:
-        """Return None: tables are not compared."""
-        return None
-
-    def parse(self, decision: str) -> TableParameters:
-        """Return the parameters of a decision; TemplateError when it is not one of this template's."""
-        return TableParameters.from_json(decision)
+        lines = [
+            ([variables[name] <= tirx.IntImm("int64", most) for name, most in line.most], line.kernel)
+            for line in parameters.lines
+        ]
+        return launch_by_lines(func, lines, kernels, found.batch * found.queries * found.keys)
 
 
 def symbolic_plan(
@@ -203,13 +177,6 @@ def symbolic_plan(
     if plan.shared_bytes > limits.shared_bytes_optin:
         return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     return plan
-
-
-def _recognise(func: tirx.PrimFunc, target: ResolvedTarget, rows: int | None) -> AttentionSpec | Refusal:
-    spec = Refusal("expected no number of rows") if rows is not None else recognise_attention(func, target)
-    if not isinstance(spec, Refusal) and spec.is_static:
-        return Refusal("its sizes are known (attention_sm90 makes such functions)")
-    return spec
 
 
 @lru_cache(maxsize=64)
@@ -236,11 +203,14 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
                 pool[p] = [_cycles(each, p, limits, mask_bytes) for each in plain]
     if not pool or any(math.isinf(min(costs)) for costs in zip(*pool.values(), strict=True)):
         return None
-    kernels = _cover(pool)
-    chosen = [min(range(len(kernels)), key=lambda k: pool[kernels[k]][place]) for place in range(len(points))]
-    used = sorted(set(chosen))
-    lines = _lines(axes, points, [used.index(kernel) for kernel in chosen])
-    return TableParameters(tuple(kernels[kernel] for kernel in used), lines)
+    best = [min(costs) for costs in zip(*pool.values(), strict=True)]
+    losses = {
+        p: [min(cost / least, _WORST) for cost, least in zip(costs, best, strict=True)] for p, costs in pool.items()
+    }
+    kernels = cover(losses, lambda reached, _: max(reached) <= _GOOD_ENOUGH)
+    chosen = nearest(pool, kernels)
+    used = [kernel for kernel in kernels if kernel in chosen]
+    return TableParameters(tuple(used), cut_lines(axes, points, [used.index(kernel) for kernel in chosen]))
 
 
 def _without_spans(spec: AttentionSpec) -> AttentionSpec:
@@ -280,39 +250,6 @@ def _cycles(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mas
         # A block that makes one tile takes as long as one that was made for that.
         plan = make_plan(spec, replace(p, blocks=0), limits, bias_bytes=mask_bytes)
     return math.inf if isinstance(plan, Refusal) else predicted_cycles(plan, limits)
-
-
-def _cover(pool: Mapping[AttentionParameters, Sequence[float]]) -> list[AttentionParameters]:
-    """Return kernels that lose the least over all points, until each point has a good one, or there are enough."""
-    best = [min(costs) for costs in zip(*pool.values(), strict=True)]
-    losses = {
-        p: [min(cost / least, _WORST) for cost, least in zip(costs, best, strict=True)] for p, costs in pool.items()
-    }
-    chosen: list[AttentionParameters] = []
-    reached = [_WORST] * len(best)
-    while len(chosen) < _KERNELS_MAX and max(reached) > _GOOD_ENOUGH:
-        chosen.append(min(pool, key=lambda p: sum(map(min, losses[p], reached))))
-        reached = list(map(min, losses[chosen[-1]], reached))
-    return chosen
-
-
-def _lines(
-    axes: Mapping[str, Sequence[int]], points: Sequence[Mapping[str, int]], kernels: Sequence[int]
-) -> tuple[Line, ...]:
-    """Return the lines that give each point its kernel, none of which could be left out."""
-    lines = [
-        Line(tuple((name, size) for name, size in point.items() if size != axes[name][-1]), kernel)
-        for point, kernel in zip(points, kernels, strict=True)
-    ]
-    for line in lines[:-1]:
-        fewer = [one for one in lines if one is not line]
-        if [_found(fewer, point) for point in points] == list(kernels):
-            lines = fewer
-    return tuple(lines)
-
-
-def _found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
-    return next(line.kernel for line in lines if all(point[name] <= most for name, most in line.most))
 
 
 def _names(size: Size) -> list[str]:

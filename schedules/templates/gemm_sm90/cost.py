@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm import DataType
 
@@ -74,93 +73,42 @@ _REGISTERS_BESIDE = 56
 _SMALL_BLOCK_THREADS = 160
 
 
-@dataclass(frozen=True)
-class CostModel:
-    """Constants of one GPU.
-
-    Attributes
-    ----------
-    multiply_adds
-        In a microsecond, of a multiprocessor, of 16-bit operands.
-    memory_bytes
-        In a microsecond, of the GPU.
-    l2_bytes
-        In a microsecond, from L2 to all multiprocessors.
-    latency_us
-        Of a load; a ring hides it as far as it is deep.
-    step_us
-        Of one stage of the ring at least.
-    tile_us
-        Of beginning and ending a tile.
-    block_us
-        Of each block that a multiprocessor gets.
-    write_us
-        Of an element of a tile, evaluated and written by a warpgroup (hidden with `pingpong`).
-    cluster_us, share_us, sum_us
-        Of a reduction by a cluster, of each of its blocks, and of an element of each.
-    reread
-        Part of B's bytes that every doubling of the rows of tiles adds.
-    narrow, narrow_alone
-        Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile;
-        the latter where one warpgroup multiplies at a time.
-    beside_us
-        What a kernel on half of the multiprocessors saves, which begins beside the one before it.
-    shown
-        Part of `tile_us` that `pingpong` does not hide behind the other warpgroup's sum.
-    """
-
-    multiply_adds: float
-    memory_bytes: float
-    l2_bytes: float
-    latency_us: float
-    step_us: float
-    tile_us: float
-    block_us: float
-    write_us: float
-    cluster_us: float
-    share_us: float
-    sum_us: float
-    reread: float
-    narrow: float
-    narrow_alone: float
-    beside_us: float
-    shown: float
+# The constants from here on are those of an H200: a least-squares fit (9 % root mean square) to 1092 medians, cold L2,
+# of kernels of the shapes of benchmarks/kernels/bench_gemm_sm90.py. The first kernel of a shape takes 1 % longer than
+# its fastest one (geometric mean; at most 13 %).
+# In a microsecond: multiply-adds of a multiprocessor, of 16-bit operands; bytes of the GPU from memory.
+_MULTIPLY_ADDS, _MEMORY_BYTES = 2.805e6, 4.103e6
+# From L2 to all multiprocessors; by 604 medians of an H100 (benchmarks/results/h100-model-matmuls.json; from 1024 rows
+# on, the spread of the errors falls from 9.4 to 8.4 %; kernels load 9 to 11 TB/s at most): turns of 64 rows were
+# predicted to take as long as those of 128, and took 1.25 times as long (4096 x 768 x 3072).
+_L2_BYTES = 13.5e6
+# Of a load, which a ring hides as far as it is deep; of one stage of the ring at least.
+_LATENCY_US, _STEP_US = 1.532, 0.1383
+# Of beginning and ending a tile; of each block that a multiprocessor gets.
+_TILE_US, _BLOCK_US = 1.214, 0.3693
+# Of an element of a tile, evaluated and written by a warpgroup (hidden with `pingpong`).
+_WRITE_US = 5.223e-5
+# Of a reduction by a cluster, of each of its blocks, and of an element of each.
+_CLUSTER_US, _SHARE_US, _SUM_US = 0.4387, 0.1201, 1.581e-4
+# Part of B's bytes that every doubling of the rows of tiles adds.
+_REREAD = 0.1958
+# Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile; the
+# latter where one warpgroup multiplies at a time, set by matmuls of 1024 rows: 64 x 96 had been put first there and
+# took up to 1.32 times as long as the fastest.
+_NARROW, _NARROW_ALONE = 1.211, 1.8
+# What a kernel on half of the multiprocessors saves, which begins beside the one before it.
+_BESIDE_US = 0.1683
+# Part of `_TILE_US` that `pingpong` does not hide behind the other warpgroup's sum, by 674 medians with pingpong among
+# them: with 1, the kernel put first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %.
+_SHOWN = 0.5
 
 
-# A least-squares fit (9 % root mean square) to 1092 medians, cold L2, of kernels of the shapes of
-# benchmarks/kernels/bench_gemm_sm90.py. Of those of a shape, the one it puts first takes 1 % longer than the fastest
-# (geometric mean; at most 13 %). `shown` was set after it, by 674 medians with pingpong among them: with 1, the one it
-# puts first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %. And `narrow_alone` by matmuls
-# of 1024 rows; 64 x 96 had been put first there and took up to 1.32 times as long as the fastest. `l2_bytes` by 604
-# medians of an H100 (benchmarks/results/h100-model-matmuls.json; from 1024 rows on, the spread of the errors falls from
-# 9.4 to 8.4 %; kernels load 9 to 11 TB/s at most): turns of 64 rows were predicted to take as long as those of 128, and
-# took 1.25 times as long (4096 x 768 x 3072).
-H200 = CostModel(
-    multiply_adds=2.805e6,
-    memory_bytes=4.103e6,
-    l2_bytes=13.5e6,
-    latency_us=1.532,
-    step_us=0.1383,
-    tile_us=1.214,
-    block_us=0.3693,
-    write_us=5.223e-5,
-    cluster_us=0.4387,
-    share_us=0.1201,
-    sum_us=1.581e-4,
-    reread=0.1958,
-    narrow=1.211,
-    narrow_alone=1.8,
-    beside_us=0.1683,
-    shown=0.5,
-)
-
-
-def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> float:
+def predicted_us(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> float:
     """Return a kernel's time in microseconds as the model has it."""
-    return predictor(matmul, plan, sm_count, model)(matmul.m)
+    return predictor(matmul, plan, sm_count)(matmul.m)
 
 
-def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: CostModel = H200) -> Callable[[int], float]:
+def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> Callable[[int], float]:
     """Return the function that gives the time of a plan's kernel for a number of rows.
 
     Tables ask for dozens of numbers: what does not depend on it is done once.
@@ -175,7 +123,7 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
     narrow = plan.chunk < _CHUNK_MAX < p.block_n and not matmul.b_transposed
     size = plan.operands.bytes
     written = _FITTED_BYTES if size == _FITTED_BYTES else DataType(matmul.output_dtype).bits // 8
-    step_us, in_turn_factor = model.step_us, 1.0
+    step_us, in_turn_factor = _STEP_US, 1.0
     if plan.operands.exact_sums:
         step_us += plan.m_blocks * p.block_n // 2 * _ADDING_US
         in_turn_factor = _ADDING_IN_TURN if p.pingpong else 1.0
@@ -195,23 +143,23 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
         on_one = math.ceil(blocks / sm_count) * tiles_each
         if resident > 1 and blocks > sm_count:
             on_one = math.ceil(blocks * tiles_each / sm_count)
-        arithmetic = on_one * k_share * work / model.multiply_adds
+        arithmetic = on_one * k_share * work / _MULTIPLY_ADDS
         if narrow and rows > _FEW_ROWS:
-            arithmetic *= model.narrow_alone if plan.groups == 1 else model.narrow
+            arithmetic *= _NARROW_ALONE if plan.groups == 1 else _NARROW
         arithmetic *= in_turn_factor
-        of_b = matmul.n * matmul.k * (1 + model.reread * math.log2(tiles_m))
-        memory = ((rows * matmul.k + of_b) * size + rows * matmul.n * written) / model.memory_bytes
-        from_l2 = tiles * k_tiles * tile_bytes / model.l2_bytes
+        of_b = matmul.n * matmul.k * (1 + _REREAD * math.log2(tiles_m))
+        memory = ((rows * matmul.k + of_b) * size + rows * matmul.n * written) / _MEMORY_BYTES
+        from_l2 = tiles * k_tiles * tile_bytes / _L2_BYTES
         chain = in_turn * k_share * step_us
         if k_share > p.stages:
-            chain = max(chain, in_turn * k_share * model.latency_us / p.stages)
-        beside = model.beside_us if 2 * blocks <= sm_count else 0.0
+            chain = max(chain, in_turn * k_share * _LATENCY_US / p.stages)
+        beside = _BESIDE_US if 2 * blocks <= sm_count else 0.0
         if beside and rotates and rows <= _FEW_ROWS:
             beside += _BESIDE_ATTENTION_US
         longest: float = sum(one**_NORM for one in (arithmetic, memory, from_l2, chain)) ** (1 / _NORM)
         # A block with one tile has nothing to hide it behind.
         in_turns = p.pingpong and tiles > made_by
-        write = 0.0 if in_turns else on_one * p.block_m * columns / warpgroups * model.write_us
+        write = 0.0 if in_turns else on_one * p.block_m * columns / warpgroups * _WRITE_US
         write *= integer_factor
         reduce = 0.0
         if p.split_k > 1:
@@ -219,16 +167,16 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int, model: Cost
             # 32, two of three blocks add up a half each. Llama-1B's down projection of 128 rows took 1.1 us less so
             # than with 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
             elements = min(p.block_m, rows) * p.block_n / accumulators / p.split_k
-            reduce = model.cluster_us + p.split_k * (model.share_us + elements * model.sum_us)
+            reduce = _CLUSTER_US + p.split_k * (_SHARE_US + elements * _SUM_US)
         idle = _IDLE_US if p.pingpong and not in_turns else 0.0
-        tiles_us = in_turn * model.tile_us * (model.shown if in_turns else 1.0)
+        tiles_us = in_turn * _TILE_US * (_SHOWN if in_turns else 1.0)
         if p.stream_k:
             tiles_us *= max(1.0, k_share / plan.k_tiles)
             write *= math.ceil(k_share / plan.k_tiles)
             # One part is handed over, and as many are added up as a tile takes besides.
             parts = 1 + max(1.0, plan.k_tiles / k_share)
             reduce = _STREAM_US + parts * min(p.block_m, rows) * p.block_n / p.consumers * _STREAM_SUM_US
-        total = longest + tiles_us + blocks / sm_count * model.block_us + write + reduce + idle - beside
+        total = longest + tiles_us + blocks / sm_count * _BLOCK_US + write + reduce + idle - beside
         if p.stream_k:
             total *= _STREAM_DOUBT
         if matmul.rows is not None and matmul.partials is not None:
