@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, flat_view
-from relaxtune.schedules.tir.blocks import narrow, shape_of
+from relaxtune.schedules.tir.blocks import Size, narrow, shape_of
 
 _THREADS = 256
 _SOURCE = """
@@ -94,7 +94,7 @@ def token_list_kernel(func: tirx.PrimFunc, kept: Sequence[int]) -> tirx.PrimFunc
     wanted = " || ".join(f"place == {place}" if place >= 0 else f"place == width - {-place}" for place in kept)
     source = _SOURCE.replace("THREADS", str(_THREADS)).replace("WANTED", wanted or "false")
 
-    def begin(params: list[tirx.Var]) -> EmitBody:
+    def begin(params: list[tirx.Var]) -> tuple[Size, EmitBody]:
         flat = [flat_view(param) for param in params]
 
         def emit(block: tirx.Expr, thread: tirx.Expr) -> None:
@@ -102,6 +102,6 @@ def token_list_kernel(func: tirx.PrimFunc, kept: Sequence[int]) -> tirx.PrimFunc
             sizes = [tirx.IntImm("int32", one) if isinstance(one, int) else narrow(one) for one in (batch, width)]
             T.evaluate(T.cuda.func_call("relaxtune_list_tokens", *at, *sizes, block, thread, source_code=source))
 
-        return emit
+        return narrow(batch), emit
 
-    return build_function(func, batch, _THREADS, False, begin)
+    return build_function(func, _THREADS, False, begin)

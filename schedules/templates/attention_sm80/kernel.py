@@ -6,10 +6,10 @@ import math
 from contextlib import nullcontext
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
+from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.mask import Rows
 from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, inverse_total, pack
@@ -21,8 +21,8 @@ from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
 from relaxtune.schedules.templates.attention_sm80.split_keys import SplitKeys
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import (
-    declare_params,
-    finish_kernel,
+    EmitBody,
+    build_function,
     shared_pool,
     wait_for_predecessor,
 )
@@ -32,7 +32,7 @@ from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 
 def build_kernel(func: tirx.PrimFunc, plan: AttentionPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
-    return finish_kernel(_Kernel(func, plan).build(), func, dependent=plan.parameters.dependent)
+    return build_function(func, plan.threads, plan.parameters.dependent, _Kernel(func, plan).begin)
 
 
 class _Kernel:
@@ -43,24 +43,22 @@ class _Kernel:
         self._plan, self._spec, self._p = plan, plan.spec, plan.parameters
         self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
 
-    def build(self) -> tirx.PrimFunc:
+    def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
+        self._params = params
+        return self._plan.blocks, self._emit
+
+    def _emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
         plan, p = self._plan, self._p
-        with IRBuilder() as builder, T.prim_func():
-            T.func_name("main")
-            self._params = declare_params(self._func)
-            T.device_entry()
-            block = T.cta_id([plan.blocks])
-            self._thread = T.thread_id([plan.threads])
-            self._warp, self._lane = self._thread // WARP, self._thread % WARP
-            pool = shared_pool()
-            self._tile_q = pool.alloc((plan.query_elements,), self._dtype, align=1024)
-            self._tile_k = pool.alloc((p.stages, p.block_k * plan.width * CHUNK), self._dtype, align=1024)
-            self._tile_v = pool.alloc((p.stages, p.block_k * plan.value_width * CHUNK), self._dtype, align=1024)
-            pool.commit()
-            wait_for_predecessor(p.dependent)
-            self._block = block
-            each_tile(plan, block, self._make)
-        return builder.get()
+        self._thread = thread
+        self._warp, self._lane = self._thread // WARP, self._thread % WARP
+        pool = shared_pool()
+        self._tile_q = pool.alloc((plan.query_elements,), self._dtype, align=1024)
+        self._tile_k = pool.alloc((p.stages, p.block_k * plan.width * CHUNK), self._dtype, align=1024)
+        self._tile_v = pool.alloc((p.stages, p.block_k * plan.value_width * CHUNK), self._dtype, align=1024)
+        pool.commit()
+        wait_for_predecessor(p.dependent)
+        self._block = block
+        each_tile(plan, block, self._make)
 
     def _make(self, tile: Tile) -> None:
         plan, p, spec = self._plan, self._p, self._spec

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
@@ -30,7 +29,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
 from relaxtune.schedules.templates.attention_sm90.producer import Producer
 from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin, uniform
-from relaxtune.schedules.templates.emit.kernel_frame import declare_params, finish_kernel
+from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function
 
 # Named barriers after those of `attention_sm90_output`: one for each warpgroup's turn.
 _TURN_BARRIER = 5
@@ -38,8 +37,8 @@ _TURN_BARRIER = 5
 
 def build_kernel(func: tirx.PrimFunc, plan: AttentionPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
-    made = _Kernel(func, plan).build()
-    return finish_kernel(made, func, dependent=plan.parameters.dependent)
+    p = plan.parameters
+    return build_function(func, plan.threads, p.dependent, _Kernel(func, plan).begin, p.split)
 
 
 class _Kernel:
@@ -52,38 +51,35 @@ class _Kernel:
         self._p = plan.parameters
         self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
 
-    def build(self) -> tirx.PrimFunc:
+    def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
+        plan = self._plan
+        self._params = params
+        self._maps = self._encode_maps()
+        if plan.symbolic:
+            self._spec = bind_sizes(self._spec, self._func)
+            plan = replace(plan, spec=self._spec)
+            self._plan = plan = replace(plan, divisor=Divisor.of(plan.head_items))
+        return plan.blocks, self._emit
+
+    def _emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
         plan, p = self._plan, self._p
-        with IRBuilder() as builder, T.prim_func():
-            T.func_name("main")
-            self._params = declare_params(self._func)
-            self._maps = self._encode_maps()
-            if plan.symbolic:
-                self._spec = bind_sizes(self._spec, self._func)
-                plan = replace(plan, spec=self._spec)
-                self._plan = plan = replace(plan, divisor=Divisor.of(plan.head_items))
-            T.device_entry()
-            self._block = T.cta_id([plan.blocks])
-            if p.split > 1:
-                T.cta_id_in_cluster([p.split])
-            self._thread = T.thread_id([plan.threads])
-            if plan.spec.spans is not None:
-                self._plan = plan = replace(plan, spans=flat_view(self._params[plan.spec.spans]))
-            self._memory = Memory(plan, self._dtype)
-            self._fetch_maps()
-            self._initialise()
-            if p.dependent:
-                T.evaluate(T.ptx.griddepcontrol.launch_dependents())
-            # setmaxnreg takes effect in a kernel whose registers are capped at its start.
-            with T.attr({MIN_BLOCKS_ATTR: p.residents}), T.If(uniform(self._thread // WARPGROUP) >= p.consumers):
-                with T.Then():
-                    self._take_registers("dec", 1)
-                    with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
-                        self._producer().produce(self._block)
-                with T.Else():
-                    self._take_registers("inc", 0)
-                    self._consume()
-        return builder.get()
+        self._block, self._thread = block, thread
+        if plan.spec.spans is not None:
+            self._plan = plan = replace(plan, spans=flat_view(self._params[plan.spec.spans]))
+        self._memory = Memory(plan, self._dtype)
+        self._fetch_maps()
+        self._initialise()
+        if p.dependent:
+            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+        # setmaxnreg takes effect in a kernel whose registers are capped at its start.
+        with T.attr({MIN_BLOCKS_ATTR: p.residents}), T.If(uniform(self._thread // WARPGROUP) >= p.consumers):
+            with T.Then():
+                self._take_registers("dec", 1)
+                with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
+                    self._producer().produce(self._block)
+            with T.Else():
+                self._take_registers("inc", 0)
+                self._consume()
 
     def _producer(self) -> Producer:
         growth = self._spec.growth

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -58,38 +58,30 @@ class Frame:
         return access.buffer in self._constant and all(self.is_constant(inner) for inner, _ in access.inner.values())
 
 
-Emit = Callable[[Frame, tirx.Expr, tirx.Expr], None]
-
-
-def build_kernel(
-    func: tirx.PrimFunc, flow: Dataflow, blocks: Size, threads: int, dependent: bool, emit: Emit
-) -> tirx.PrimFunc:
-    """Return a kernel with the parameters and attributes of the memory-bound function it computes.
-
-    It has `blocks` blocks (a number, or an expression of symbolic sizes) of `threads` threads; `dependent` kernels may
-    start before the kernel before has ended. `emit` gets the frame, the block's and the thread's index, and emits the
-    body.
-    """
-    return build_function(func, blocks, threads, dependent, lambda params: partial(emit, Frame(func, flow, params)))
-
-
 EmitBody = Callable[[tirx.Expr, tirx.Expr], None]
 
 
 def build_function(
-    func: tirx.PrimFunc, blocks: Size, threads: int, dependent: bool, begin: Callable[[list[tirx.Var]], EmitBody]
+    func: tirx.PrimFunc,
+    threads: int,
+    dependent: bool,
+    begin: Callable[[list[tirx.Var]], tuple[Size, EmitBody]],
+    cluster: int = 1,
 ) -> tirx.PrimFunc:
-    """Return a kernel with the parameters and attributes of any function; see `build_kernel`.
+    """Return a kernel with the parameters and attributes of the function it computes.
 
-    `begin` gets the kernel's parameters; it returns what gets the block's and the thread's index and emits the body.
+    `begin` gets the kernel's parameters and emits code of the host; it returns the blocks of the grid, of `threads`
+    threads each, and what gets the block's and the thread's index and emits the body. `dependent` kernels may start
+    before the kernel before has ended; `cluster` blocks share their memory.
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("main")
-        emit = begin(declare_params(func))
+        blocks, emit = begin(declare_params(func))
         T.device_entry()
-        block = T.cta_id([narrow(blocks)])
-        thread = T.thread_id([threads])
-        emit(block, thread)
+        block = T.cta_id([blocks])
+        if cluster > 1:
+            T.cta_id_in_cluster([cluster])
+        emit(block, T.thread_id([threads]))
     return finish_kernel(builder.get(), func, dependent=dependent)
 
 
@@ -110,7 +102,7 @@ def bind_rows(matmul: MatmulFunction) -> MatmulFunction:
 
 
 def finish_kernel(made: tirx.PrimFunc, func: tirx.PrimFunc, *, dependent: bool) -> tirx.PrimFunc:
-    """Return a kernel with the attributes of the function it computes; see `build_kernel` for `dependent`."""
+    """Return a kernel with the attributes of the function it computes."""
     for key, value in func.attrs.items() if func.attrs else ():
         if key not in (BLOCKS_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR):
             made = made.with_attr(key, value)

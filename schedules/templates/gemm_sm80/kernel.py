@@ -7,11 +7,10 @@ from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
-from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel, shared_pool
+from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function, shared_pool
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.split_sum import SplitSum
 from relaxtune.schedules.templates.emit.tile_order import tile_place
@@ -22,7 +21,7 @@ from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan, i
 from relaxtune.schedules.templates.gemm_sm80.tile_copies import TileCopies
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics
-from relaxtune.schedules.tir.blocks import element_bytes
+from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 
@@ -33,8 +32,8 @@ def build_kernel(
 
     `constants` are positions of the parameters that no kernel writes.
     """
-    made = _Kernel(func, matmul, plan, constants).build()
-    return finish_kernel(made, func, dependent=plan.parameters.dependent)
+    kernel = _Kernel(func, matmul, plan, constants)
+    return build_function(func, plan.threads, plan.parameters.dependent, kernel.begin)
 
 
 class _Kernel:
@@ -46,56 +45,54 @@ class _Kernel:
         self._func, self._constants = func, constants
         self._matmul, self._plan, self._p = matmul, plan, plan.parameters
 
-    def build(self) -> tirx.PrimFunc:
+    def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
         plan, p = self._plan, self._p
-        with IRBuilder() as builder, T.prim_func():
-            T.func_name("main")
-            params = declare_params(self._func)
-            self._matmul = matmul = bind_rows(self._matmul)
-            rows = matmul.extent
-            tiles_m = plan.tiles_m if isinstance(rows, int) else T.Bind((rows + (p.block_m - 1)) // p.block_m)
-            output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants, uniform_rows=False)
-            T.device_entry()
-            block = T.cta_id([tiles_m * plan.tiles_n * p.split_k])
-            thread = T.thread_id([plan.threads])
-            tile, part = (block, 0) if p.split_k == 1 else (block // p.split_k, block % p.split_k)
-            self._first_k_tile = part * plan.k_tiles
-            row, column = (in_register(place, "int32") for place in tile_place(tile, tiles_m, plan.tiles_n, p.group))
-            pool = shared_pool()
-            # Rows of shared memory start where all banks do: at multiples of 128 bytes.
-            dtypes = matmul.input_dtype, *((matmul.b_dtype,) if matmul.stored is None else ("uint8", "float16"))
-            tiles = [
-                pool.alloc((p.stages, size // element_bytes(dtype)), dtype, align=1024)
-                for size, dtype in zip(plan.tile_bytes, dtypes, strict=False)
-            ]
-            output.allocate(pool)
-            pool.commit()
-            self._copies = TileCopies(matmul, plan, params, tiles, thread)
-            self._copies.begin(row * p.block_m, column * p.block_n)
-            self._multiply = self._multiply_by(tiles, thread)
-            self._fill()
-            warp, lane = thread // WARP, thread % WARP
-            first_row = row * p.block_m + warp % p.warps_m * (p.block_m // p.warps_m)
-            each = matmul.epilogue.accumulators
-            first_column = column * (p.block_n // each) + warp // p.warps_m * plan.shares.columns
-            ragged = not isinstance(rows, int) or rows % p.block_m != 0
-            output.begin(first_row, first_column, warp, lane, ragged_rows=ragged)
-            if matmul.norm is not None:
-                partials = params[matmul.norm.partials]
-                statistics = RowStatistics(matmul, matmul.norm, partials, plan.m_steps, ROWS)
-                # No sum is held yet.
-                statistics.make(first_row, lane, plan.accumulators)
-                output.take_statistics(matmul.norm.buffer, statistics.statistic)
-                if matmul.norm.output is not None:
-                    with when([column == 0, warp < p.warps_m, *([part == 0] if p.split_k > 1 else [])]):
-                        statistics.write(params[matmul.norm.output])
-            self._sum()
-            accumulators = self._multiply.accumulators
-            blocks = plan.tiles_m * plan.tiles_n * p.split_k
-            split = SplitSum(p.split_k, blocks, plan.threads, thread, block)
-            with split.of_the_last(accumulators, plan.accumulators) if p.split_k > 1 else nullcontext():
-                output.write(accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns)
-        return builder.get()
+        self._params = params
+        self._matmul = matmul = bind_rows(self._matmul)
+        rows = matmul.extent
+        self._tiles_m = plan.tiles_m if isinstance(rows, int) else T.Bind((rows + (p.block_m - 1)) // p.block_m)
+        self._output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants, uniform_rows=False)
+        return self._tiles_m * plan.tiles_n * p.split_k, self._emit
+
+    def _emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
+        plan, p, matmul, output = self._plan, self._p, self._matmul, self._output
+        tile, part = (block, 0) if p.split_k == 1 else (block // p.split_k, block % p.split_k)
+        self._first_k_tile = part * plan.k_tiles
+        row, column = (in_register(place, "int32") for place in tile_place(tile, self._tiles_m, plan.tiles_n, p.group))
+        pool = shared_pool()
+        # Rows of shared memory start where all banks do: at multiples of 128 bytes.
+        dtypes = matmul.input_dtype, *((matmul.b_dtype,) if matmul.stored is None else ("uint8", "float16"))
+        tiles = [
+            pool.alloc((p.stages, size // element_bytes(dtype)), dtype, align=1024)
+            for size, dtype in zip(plan.tile_bytes, dtypes, strict=False)
+        ]
+        output.allocate(pool)
+        pool.commit()
+        self._copies = TileCopies(matmul, plan, self._params, tiles, thread)
+        self._copies.begin(row * p.block_m, column * p.block_n)
+        self._multiply = self._multiply_by(tiles, thread)
+        self._fill()
+        warp, lane = thread // WARP, thread % WARP
+        first_row = row * p.block_m + warp % p.warps_m * (p.block_m // p.warps_m)
+        each = matmul.epilogue.accumulators
+        first_column = column * (p.block_n // each) + warp // p.warps_m * plan.shares.columns
+        ragged = not isinstance(matmul.extent, int) or matmul.extent % p.block_m != 0
+        output.begin(first_row, first_column, warp, lane, ragged_rows=ragged)
+        if matmul.norm is not None:
+            partials = self._params[matmul.norm.partials]
+            statistics = RowStatistics(matmul, matmul.norm, partials, plan.m_steps, ROWS)
+            # No sum is held yet.
+            statistics.make(first_row, lane, plan.accumulators)
+            output.take_statistics(matmul.norm.buffer, statistics.statistic)
+            if matmul.norm.output is not None:
+                with when([column == 0, warp < p.warps_m, *([part == 0] if p.split_k > 1 else [])]):
+                    statistics.write(self._params[matmul.norm.output])
+        self._sum()
+        accumulators = self._multiply.accumulators
+        blocks = plan.tiles_m * plan.tiles_n * p.split_k
+        split = SplitSum(p.split_k, blocks, plan.threads, thread, block)
+        with split.of_the_last(accumulators, plan.accumulators) if p.split_k > 1 else nullcontext():
+            output.write(accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns)
 
     def _multiply_by(self, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> Multiply | MultiplyFloat | MultiplyStored:
         matmul, plan = self._matmul, self._plan

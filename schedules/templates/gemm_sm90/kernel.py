@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.marks import MIN_BLOCKS_ATTR
@@ -18,7 +17,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     uniform,
     wait_for_cluster,
 )
-from relaxtune.schedules.templates.emit.kernel_frame import bind_rows, declare_params, finish_kernel
+from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function
 from relaxtune.schedules.templates.gemm_sm90.cluster import ClusterSum
 from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
@@ -36,6 +35,7 @@ from relaxtune.schedules.templates.gemm_sm90.tile_statistics import TileStatisti
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics
+from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import RowNorm
 
@@ -47,8 +47,8 @@ def build_kernel(
 
     `constants` are positions of the parameters that no kernel writes.
     """
-    made = _Kernel(func, matmul, plan, constants).build()
-    return finish_kernel(made, func, dependent=plan.parameters.dependent)
+    kernel = _Kernel(func, matmul, plan, constants)
+    return build_function(func, plan.threads, plan.parameters.dependent, kernel.begin, plan.cluster)
 
 
 class _Kernel:
@@ -65,63 +65,58 @@ class _Kernel:
         self._block_k = plan.operands.block_k
         self._norm: RowNorm | None = matmul.norm
 
-    def build(self) -> tirx.PrimFunc:
+    def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
         plan = self._plan
-        with IRBuilder() as builder, T.prim_func():
-            T.func_name("main")
-            self._params = declare_params(self._func)
-            self._matmul = matmul = bind_rows(self._matmul)
-            sizes = GridSizes.of(plan, matmul.extent)
-            self._output = OutputTile(
-                matmul, self._func.params, self._params, plan.shares, self._constants, uniform_rows=True
-            )
-            maps = self._encode_maps()
-            T.device_entry()
-            block = T.cta_id([sizes.blocks * plan.cluster])
-            if plan.cluster > 1:
-                T.cta_id_in_cluster([plan.cluster])
-            self._thread = T.thread_id([plan.threads])
-            warpgroup = T.alloc_local([1], "int32")
-            T.buffer_store(warpgroup, uniform(self._thread // WARPGROUP), [0])
-            self._group = warpgroup[0]
-            self._rank = block % plan.cluster
-            if self._p.stream_k:
-                self._tiles: Tiles = StreamTiles(plan, block)
-                self._stream_sum = StreamSum(plan, self._output, self._thread, block)
-            else:
-                self._tiles = Tiles(plan, sizes, block // plan.cluster, self._rank)
-            self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
-            self._memory = Memory(plan, self._allocate_for_output)
-            self._producer = Producer(matmul, plan, self._tiles, self._memory, maps, self._rank)
-            self._tile_statistics: TileStatistics | None = None
-            if self._norm is not None and plan.statistics_apart:
-                partials = self._params[self._norm.partials]
-                self._tile_statistics = TileStatistics(matmul, self._norm, partials, plan, self._tiles, self._memory)
-            self._initialise()
-            if self._p.dependent:
-                T.evaluate(T.ptx.griddepcontrol.launch_dependents())
-            # setmaxnreg takes effect in a kernel whose registers are capped at its start.
-            with (
-                T.attr({MIN_BLOCKS_ATTR: 1}),
-                T.If(self._group == self._p.consumers),
-            ):
-                with T.Then():
-                    self._take_registers("dec", PRODUCER_REGISTERS)
-                    first = self._p.consumers * WARPGROUP
-                    with T.If(self._thread == first), T.Then():
-                        self._producer.produce()
-                    if self._tile_statistics is not None:
-                        # Not those of the warp that loads.
-                        making = self._thread - (plan.threads - STATISTICS_WARPS * 32)
-                        with T.If(making >= 0), T.Then():
-                            self._tile_statistics.make(making)
-                with T.Else():
-                    self._take_registers("inc", CONSUMER_REGISTERS)
-                    self._consume()
-            if self._p.multicast > 1:
-                # The others may still write to this block's shared memory and arrive at its barriers.
-                wait_for_cluster()
-        return builder.get()
+        self._params = params
+        self._matmul = matmul = bind_rows(self._matmul)
+        self._sizes = GridSizes.of(plan, matmul.extent)
+        self._output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants, uniform_rows=True)
+        self._maps = self._encode_maps()
+        return self._sizes.blocks * plan.cluster, self._emit
+
+    def _emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
+        plan, matmul = self._plan, self._matmul
+        self._thread = thread
+        warpgroup = T.alloc_local([1], "int32")
+        T.buffer_store(warpgroup, uniform(self._thread // WARPGROUP), [0])
+        self._group = warpgroup[0]
+        self._rank = block % plan.cluster
+        if self._p.stream_k:
+            self._tiles: Tiles = StreamTiles(plan, block)
+            self._stream_sum = StreamSum(plan, self._output, self._thread, block)
+        else:
+            self._tiles = Tiles(plan, self._sizes, block // plan.cluster, self._rank)
+        self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
+        self._memory = Memory(plan, self._allocate_for_output)
+        self._producer = Producer(matmul, plan, self._tiles, self._memory, self._maps, self._rank)
+        self._tile_statistics: TileStatistics | None = None
+        if self._norm is not None and plan.statistics_apart:
+            partials = self._params[self._norm.partials]
+            self._tile_statistics = TileStatistics(matmul, self._norm, partials, plan, self._tiles, self._memory)
+        self._initialise()
+        if self._p.dependent:
+            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+        # setmaxnreg takes effect in a kernel whose registers are capped at its start.
+        with (
+            T.attr({MIN_BLOCKS_ATTR: 1}),
+            T.If(self._group == self._p.consumers),
+        ):
+            with T.Then():
+                self._take_registers("dec", PRODUCER_REGISTERS)
+                first = self._p.consumers * WARPGROUP
+                with T.If(self._thread == first), T.Then():
+                    self._producer.produce()
+                if self._tile_statistics is not None:
+                    # Not those of the warp that loads.
+                    making = self._thread - (plan.threads - STATISTICS_WARPS * 32)
+                    with T.If(making >= 0), T.Then():
+                        self._tile_statistics.make(making)
+            with T.Else():
+                self._take_registers("inc", CONSUMER_REGISTERS)
+                self._consume()
+        if self._p.multicast > 1:
+            # The others may still write to this block's shared memory and arrive at its barriers.
+            wait_for_cluster()
 
     def _take_registers(self, change: str, count: int) -> None:
         if self._p.consumers > 1:

@@ -17,6 +17,7 @@ from relaxtune.schedules.templates.emit.async_copy import (
 )
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
+    EmitBody,
     build_function,
     flat_view,
     keep_loads_before,
@@ -37,10 +38,11 @@ _VECTOR = 8
 
 def build_gemv_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
-    blocks, dependent = plan.blocks, plan.parameters.dependent
-    return build_function(
-        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, matmul, plan, params).emit
-    )
+
+    def begin(params: list[tirx.Var]) -> tuple[int, EmitBody]:
+        return plan.blocks, _Kernel(func, matmul, plan, params).emit
+
+    return build_function(func, plan.threads, plan.parameters.dependent, begin)
 
 
 class _Kernel:

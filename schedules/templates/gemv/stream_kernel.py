@@ -9,6 +9,7 @@ from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
+    EmitBody,
     build_function,
     flat_view,
     keep_loads_before,
@@ -32,10 +33,11 @@ _WORDS = LOAD_BYTES // 4
 
 def build_gemv_stream_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvStreamPlan) -> tirx.PrimFunc:
     """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
-    blocks, dependent = plan.parameters.blocks, plan.parameters.dependent
-    return build_function(
-        func, blocks, plan.threads, dependent, lambda params: _Kernel(func, matmul, plan, params).emit
-    )
+
+    def begin(params: list[tirx.Var]) -> tuple[int, EmitBody]:
+        return plan.parameters.blocks, _Kernel(func, matmul, plan, params).emit
+
+    return build_function(func, plan.threads, plan.parameters.dependent, begin)
 
 
 class _Kernel:

@@ -48,7 +48,7 @@ from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
 from relaxtune.schedules.templates.launch_table import element_checks, launch_first
 from relaxtune.schedules.templates.rows.dataflow_template import DataflowTemplate, accesses_of
-from relaxtune.schedules.tir.blocks import element_bytes, is_multiple, narrow, shape_of
+from relaxtune.schedules.tir.blocks import Size, element_bytes, is_multiple, narrow, shape_of
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow, with_multiple_columns
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, constant_value, substitute
 
@@ -242,14 +242,13 @@ class _Kernel:
         self._total = math.prod(axis.size for axis in self._order)
 
     def build(self) -> tirx.PrimFunc:
-        p = self._p
-        each = p.threads * p.vectors
-        blocks = (self._total + (each - 1)) // each
-        return build_function(self._func, blocks, p.threads, p.dependent, self._begin)
+        return build_function(self._func, self._p.threads, self._p.dependent, self._begin)
 
-    def _begin(self, params: list[tirx.Var]) -> EmitBody:
+    def _begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
+        each = self._p.threads * self._p.vectors
         self._divisors = {axis.var: Divisor.of(axis.size) for axis in self._order[1:]}
-        return partial(self._emit, Frame(self._func, self._flow, params))
+        blocks = narrow((self._total + (each - 1)) // each)
+        return blocks, partial(self._emit, Frame(self._func, self._flow, params))
 
     def _emit(self, frame: Frame, block: tirx.Expr, thread: tirx.Expr) -> None:
         p, flow = self._p, self._flow

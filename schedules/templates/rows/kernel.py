@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.accesses import Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import (
+    EmitBody,
     Frame,
-    build_kernel,
+    build_function,
     shared_pool,
     unflatten,
     wait_for_predecessor,
 )
 from relaxtune.schedules.templates.emit.registers import Lanes, tree, when
 from relaxtune.schedules.templates.rows.plan import RowsPlan
-from relaxtune.schedules.tir.blocks import narrow
+from relaxtune.schedules.tir.blocks import Size, narrow
 from relaxtune.schedules.tir.dataflow import Dataflow, Output, Reduction
 from relaxtune.schedules.tir.expressions import dtype_of
 
@@ -36,7 +38,11 @@ def build_rows_kernel(func: tirx.PrimFunc, flow: Dataflow, accesses: Accesses, p
     kernel = _Kernel(func, flow, accesses, plan)
     rows, each = flow.rows, plan.parameters.rows
     blocks = plan.blocks if isinstance(rows, int) else (rows + (each - 1)) // each
-    return build_kernel(func, flow, blocks, plan.threads, plan.parameters.dependent, kernel.emit)
+
+    def begin(params: list[tirx.Var]) -> tuple[Size, EmitBody]:
+        return narrow(blocks), partial(kernel.emit, Frame(func, flow, params))
+
+    return build_function(func, plan.threads, plan.parameters.dependent, begin)
 
 
 @dataclass(frozen=True)
