@@ -53,20 +53,12 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class CublasLtParameters(Parameters):
-    """Which algorithm multiplies, and who does the rest.
-
-    Attributes
-    ----------
-    algorithm
-        Place in the list of `cublasLtMatmulAlgoGetHeuristic`, 0 its favourite.
-    epilogue
-        "library": the algorithm does it; "kernel": a kernel of our own after it.
-    """
+    """Which algorithm multiplies, and who does the rest."""
 
     template: ClassVar[str] = "cublaslt"
 
-    algorithm: int = 0
-    epilogue: str = _BY_LIBRARY
+    algorithm: int = 0  # Place in the list of `cublasLtMatmulAlgoGetHeuristic`, 0 its favourite.
+    epilogue: str = _BY_LIBRARY  # "library": the algorithm does it; "kernel": a kernel of our own after it.
 
 
 @dataclass(frozen=True)

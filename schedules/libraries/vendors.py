@@ -11,30 +11,14 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class VendorLibrary:
-    """A shared library that is opened when a kernel first calls it.
+    """A shared library that is opened when a kernel first calls it."""
 
-    Attributes
-    ----------
-    title
-        Its name in messages.
-    file
-        What the loader looks for.
-    variable
-        Environment variable with its path, for a process whose loader does not find it.
-    distribution
-        Package of PyPI that has it.
-    source
-        C source in this folder that opens and calls it.
-    oldest
-        Version from which on it is taken; empty where the file's name says enough.
-    """
-
-    title: str
-    file: str
-    variable: str
-    distribution: str
-    source: str
-    oldest: str = ""
+    title: str  # Its name in messages.
+    file: str  # What the loader looks for.
+    variable: str  # Environment variable with its path, for a process whose loader does not find it.
+    distribution: str  # Package of PyPI that has it.
+    source: str  # C source in this folder that opens and calls it.
+    oldest: str = ""  # Version from which on it is taken; empty where the file's name says enough.
 
     @property
     def missing(self) -> str:

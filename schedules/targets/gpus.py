@@ -27,31 +27,15 @@ from relaxtune.schedules.errors import TargetError
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU has.
+    """What a GPU has."""
 
-    Attributes
-    ----------
-    name
-        As its driver calls it, without the maker and the form.
-    compute
-        Its compute capability.
-    multiprocessors
-        How many there are.
-    clock_mhz
-        Boost clock.
-    bandwidth_gb_s
-        Of its memory.
-    multiply_adds, float_multiply_adds
-        Of halves with sums in float32, by `mma.sync`, and of float32, for each multiprocessor and cycle.
-    """
-
-    name: str
-    compute: str
-    multiprocessors: int
-    clock_mhz: int
-    bandwidth_gb_s: int
-    multiply_adds: int
-    float_multiply_adds: int = 128
+    name: str  # As its driver calls it, without the maker and the form.
+    compute: str  # Its compute capability.
+    multiprocessors: int  # How many there are.
+    clock_mhz: int  # Boost clock.
+    bandwidth_gb_s: int  # Of its memory.
+    multiply_adds: int  # Of halves with sums in float32, by `mma.sync`; a multiprocessor, a cycle.
+    float_multiply_adds: int = 128  # Of float32; a multiprocessor, a cycle.
 
 
 A100_40 = Gpu("A100 40GB", "8.0", 108, 1410, 1555, 1024, 64)

@@ -95,27 +95,13 @@ TargetLimits = CpuLimits | CudaLimits
 
 @dataclass(frozen=True)
 class ResolvedTarget:
-    """A complete target.
+    """A complete target."""
 
-    Attributes
-    ----------
-    target : tvm.target.Target
-        With its host set.
-    source : str
-        How it was found, for logs and reports.
-    kind : str
-        `llvm` or `cuda`.
-    arch : str
-        The CPU name as LLVM calls it, or the GPU architecture such as `sm_90a`.
-    limits : CpuLimits or CudaLimits
-        What schedules may use.
-    """
-
-    target: Target
-    source: str
-    kind: str
-    arch: str
-    limits: TargetLimits
+    target: Target  # With its host set.
+    source: str  # How it was found, for logs and reports.
+    kind: str  # `llvm` or `cuda`.
+    arch: str  # The CPU name as LLVM calls it, or the GPU architecture such as `sm_90a`.
+    limits: TargetLimits  # What schedules may use.
 
     # Asked for with every kernel whose time is predicted.
     @cached_property

@@ -38,33 +38,17 @@ class TileParameters(Protocol):
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Sizes of tiles: numbers, or where they are symbolic int32 expressions of the host.
+    """Sizes of tiles: numbers, or where they are symbolic int32 expressions of the host."""
 
-    Attributes
-    ----------
-    spec, parameters
-        What it computes, and what it is made from.
-    group
-        Heads in one tile of queries.
-    tile_queries
-        Queries of a tile.
-    heads
-        Groups of heads of one batch element.
-    section
-        Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
-    spans
-        The kernel's flat view of the spans of keys, once there is a kernel.
-    divisor
-        What divides by `head_items`, once there is a kernel, where they are symbolic.
-    """
-
-    spec: AttentionSpec
-    parameters: TileParameters
-    group: int
-    tile_queries: int
-    heads: int
-    section: int
+    spec: AttentionSpec  # The attention that it computes.
+    parameters: TileParameters  # The parameters that it is made from.
+    group: int  # Heads in one tile of queries.
+    tile_queries: int  # Queries of a tile.
+    heads: int  # Groups of heads of one batch element.
+    section: int  # Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
+    # The kernel's flat view of the spans of keys, once there is a kernel.
     spans: tirx.Var | None = field(default=None, kw_only=True)
+    # What divides by `head_items`, once there is a kernel, where they are symbolic.
     divisor: Divisor | None = field(default=None, kw_only=True)
 
     def span(self, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:

@@ -14,30 +14,18 @@ from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile of queries, and the part of its keys that one thread block sums.
+    """A tile of queries, and the part of its keys that one thread block sums."""
 
-    Attributes
-    ----------
-    turn
-        The tile's number among those of its thread block.
-    batch, head, query
-        Its batch element, first head and first query.
-    kv_head
-        Head of K and V.
-    first_block, block_count
-        Blocks of keys; at least one.
-    key_end
-        No key from here on is seen.
-    """
-
-    turn: tirx.Expr
+    turn: tirx.Expr  # The tile's number among those of its thread block.
+    # Its batch element, first head and first query.
     batch: tirx.Expr
     head: tirx.Expr
     query: tirx.Expr
-    kv_head: tirx.Expr
+    kv_head: tirx.Expr  # Head of K and V.
+    # Blocks of keys; at least one.
     first_block: tirx.Expr
     block_count: tirx.Expr
-    key_end: tirx.Expr | int
+    key_end: tirx.Expr | int  # No key from here on is seen.
 
     def end_at(self, plan: TilePlan, position: tirx.Expr) -> tirx.Expr | int:
         """Return the key after the last that a query at a position among the keys sees."""

@@ -29,35 +29,17 @@ _HELD_MAX = 32
 
 @dataclass(frozen=True)
 class AttentionParameters(Parameters):
-    """Tile sizes of one kernel.
-
-    Attributes
-    ----------
-    warps
-        Warps of a block.
-    m_steps
-        Times 16 rows of queries that a warp has.
-    block_k
-        Keys at a time.
-    stages
-        Blocks of keys in shared memory.
-    pack
-        Whether the heads that share a head of K and V are rows of one tile.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    split
-        Blocks that share the keys of a tile.
-    """
+    """Tile sizes of one kernel."""
 
     template: ClassVar[str] = "attention_sm80"
 
-    warps: int = 4
-    m_steps: int = 1
-    block_k: int = 64
-    stages: int = 2
-    pack: bool = False
-    dependent: bool = False
-    split: int = added(1)
+    warps: int = 4  # Warps of a block.
+    m_steps: int = 1  # Times 16 rows of queries that a warp has.
+    block_k: int = 64  # Keys at a time.
+    stages: int = 2  # Blocks of keys in shared memory.
+    pack: bool = False  # Whether the heads that share a head of K and V are rows of one tile.
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
+    split: int = added(1)  # Blocks that share the keys of a tile.
 
     @property
     def blocks(self) -> int:
@@ -67,26 +49,14 @@ class AttentionParameters(Parameters):
 
 @dataclass(frozen=True)
 class AttentionPlan(TilePlan):
-    """Sizes of one kernel.
-
-    Attributes
-    ----------
-    width, value_width
-        Chunks of a row of Q and K, and of V and O, in shared memory.
-    threads
-        Of a block.
-    holds_queries
-        Whether the fragments of Q stay in registers.
-    registers
-        Of a thread, about.
-    """
+    """Sizes of one kernel."""
 
     parameters: AttentionParameters
-    width: int
-    value_width: int
-    threads: int
-    holds_queries: bool
-    registers: int
+    width: int  # Chunks of a row of Q and K in shared memory.
+    value_width: int  # Chunks of a row of V and O.
+    threads: int  # Of a block.
+    holds_queries: bool  # Whether the fragments of Q stay in registers.
+    registers: int  # Of a thread, about.
 
     @property
     def rows(self) -> int:

@@ -36,65 +36,33 @@ _RESIDENTS_MAX = 4
 
 @dataclass(frozen=True)
 class AttentionParameters(Parameters):
-    """Tile sizes and roles of one kernel.
-
-    Attributes
-    ----------
-    consumers
-        Warpgroups that compute, 64 rows of queries each.
-    block_k
-        Keys at a time.
-    stages
-        Depth of the rings of K and of V in shared memory.
-    split
-        Blocks, one cluster, that share the keys of a tile of queries.
-    pack
-        Whether the heads that share a head of K and V are rows of one tile.
-    overlap
-        Whether the scores of the next keys are multiplied while the softmax of the last is computed.
-    pingpong
-        Whether the warpgroups take turns to multiply, one while the others compute their softmax.
-    blocks
-        Thread blocks; each makes every `blocks`-th tile. 0 for a block (with `split`, a cluster) per tile.
-    residents
-        Blocks a multiprocessor should hold at a time: fewer registers a thread.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    """
+    """Tile sizes and roles of one kernel."""
 
     template: ClassVar[str] = "attention_sm90"
 
-    consumers: int = 2
-    block_k: int = 128
-    stages: int = 2
-    split: int = 1
-    pack: bool = False
+    consumers: int = 2  # Warpgroups that compute, 64 rows of queries each.
+    block_k: int = 128  # Keys at a time.
+    stages: int = 2  # Depth of the rings of K and of V in shared memory.
+    split: int = 1  # Blocks, one cluster, that share the keys of a tile of queries.
+    pack: bool = False  # Whether the heads that share a head of K and V are rows of one tile.
+    # Whether the scores of the next keys are multiplied while the softmax of the last is computed.
     overlap: bool = True
-    pingpong: bool = False
+    pingpong: bool = False  # Whether the warpgroups take turns to multiply, one while the others compute their softmax.
+    # Thread blocks; each makes every `blocks`-th tile. 0 for a block (with `split`, a cluster) per tile.
     blocks: int = 0
-    residents: int = 1
-    dependent: bool = True
+    residents: int = 1  # Blocks a multiprocessor should hold at a time: fewer registers a thread.
+    dependent: bool = True  # Whether the kernel may start before the one before it has ended.
 
 
 @dataclass(frozen=True)
 class AttentionPlan(TilePlan):
-    """Sizes of one kernel.
-
-    Attributes
-    ----------
-    chunks, value_chunks
-        Parts of 64 columns of a head of Q and K, and of V and O.
-    columns
-        Columns of a head of Q and K, rounded up to what an instruction sums.
-    threads
-        Of a block: the consumers, and a warp or a warpgroup for the producer.
-    """
+    """Sizes of one kernel."""
 
     parameters: AttentionParameters
-    chunks: int
-    value_chunks: int
-    columns: int
-    threads: int
+    chunks: int  # Parts of 64 columns of a head of Q and K.
+    value_chunks: int  # Parts of 64 columns of a head of V and O.
+    columns: int  # Columns of a head of Q and K, rounded up to what an instruction sums.
+    threads: int  # Of a block: the consumers, and a warp or a warpgroup for the producer.
 
     @property
     def rows(self) -> int:

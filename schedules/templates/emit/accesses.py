@@ -37,32 +37,20 @@ Guard = tuple[tirx.Expr, bool]
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """One load, for all lanes of a thread.
+    """One load, for all lanes of a thread."""
 
-    Attributes
-    ----------
-    buffer, dtype
-        What is loaded from.
-    width
-        Elements that one instruction reads: 0 when one element serves all lanes.
-    indices
-        Of the first lane alone where one element serves all or lanes are neighbours, else of each; over the outer
-        axes, `vector`, and the variables of `inner`.
-    conditions
-        Under which the load is made, none where it always is; one for all lanes or one a lane, like `indices`.
-    inner
-        A variable in `indices` or `conditions` -> the load, and its lane, that it stands for.
-    per_row
-        Whether it is the same for all vectors of a row.
-    """
-
+    # What is loaded from.
     buffer: tirx.Var
     dtype: str
-    width: int
+    width: int  # Elements that one instruction reads: 0 when one element serves all lanes.
+    # Of the first lane alone where one element serves all or lanes are neighbours, else of each; over the outer axes,
+    # `vector`, and the variables of `inner`.
     indices: tuple[tirx.Expr, ...]
+    # Under which the load is made, none where it always is; one for all lanes or one a lane, like `indices`.
     conditions: tuple[tirx.Expr, ...]
+    # A variable in `indices` or `conditions` -> the load, and its lane, that it stands for.
     inner: Mapping[tirx.Var, tuple[Access, int]]
-    per_row: bool
+    per_row: bool  # Whether it is the same for all vectors of a row.
 
     @property
     def scattered(self) -> bool:

@@ -24,26 +24,15 @@ _EARLY_PER_SM = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What the time of a kernel depends on.
+    """What the time of a kernel depends on."""
 
-    Attributes
-    ----------
-    moved_bytes
-        Read and written.
-    blocks, threads, registers
-        Of the grid, of a block, of a thread.
-    accesses
-        Elements of tensors that a thread reads.
-    waste
-        1 plus what is lost to idle threads and to threads that wait for each other.
-    """
-
-    moved_bytes: float
+    moved_bytes: float  # Read and written.
+    # Of the grid, of a block, of a thread.
     blocks: int
     threads: int
     registers: int
-    accesses: float
-    waste: float = 1.0
+    accesses: float  # Elements of tensors that a thread reads.
+    waste: float = 1.0  # 1 plus what is lost to idle threads and to threads that wait for each other.
 
 
 def predicted_us(shape: Shape, sm_count: int) -> float:

@@ -42,82 +42,42 @@ _BATCH, _SMALL_BATCH, _LEAST_BATCH = 32, 16, 8
 
 @dataclass(frozen=True)
 class GemmParameters(Parameters):
-    """Tile sizes and warps of one kernel.
-
-    Attributes
-    ----------
-    block_m, block_n, block_k
-        Tile of C that a block makes, and the depth of a stage.
-    stages
-        Of the ring of tiles in shared memory.
-    warps_m, warps_n
-        Warps of a block along the rows and the columns of its tile.
-    group
-        Rows of tiles that are made column by column before the next ones are begun.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    split_k
-        Blocks that share the sum of a tile.
-    """
+    """Tile sizes and warps of one kernel."""
 
     template: ClassVar[str] = "gemm_sm80"
 
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 32
-    stages: int = 4
+    block_m: int = 128  # Rows of the tile of C that a block makes.
+    block_n: int = 128  # Its columns.
+    block_k: int = 32  # Depth of a stage.
+    stages: int = 4  # Of the ring of tiles in shared memory.
+    # Warps of a block along the rows and the columns of its tile.
     warps_m: int = 2
     warps_n: int = 2
-    group: int = 1
-    dependent: bool = False
-    split_k: int = added(1)
+    group: int = 1  # Rows of tiles that are made column by column before the next ones are begun.
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
+    split_k: int = added(1)  # Blocks that share the sum of a tile.
 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """Sizes of one kernel.
+    """Sizes of one kernel."""
 
-    Attributes
-    ----------
-    parameters
-        What it is made from.
-    threads
-        Of a block.
-    tiles_m, tiles_n
-        Rows and columns of tiles; of a symbolic number of rows, those of the number that was planned for.
-    k_tiles
-        Tiles of K of a block's sum.
-    depth
-        Of a step along K.
-    m_steps, n_steps
-        Instructions, or parts of their size, that make a warp's rows and columns.
-    shares
-        Who writes what of a tile.
-    registers
-        Of a thread, about.
-    tile_bytes
-        Of A, of B and of its scales in one stage.
-    scale_rows
-        Rows of scales in a stage, 0 where B is not quantised.
-    shared_bytes
-        Of a block.
-    sums_outside
-        Whether a stage's sums are added up outside the tensor cores, which keep too few bits of those of float8.
-    """
-
-    parameters: GemmParameters
-    threads: int
+    parameters: GemmParameters  # What it is made from.
+    threads: int  # Of a block.
+    # Rows and columns of tiles; of a symbolic number of rows, those of the number that was planned for.
     tiles_m: int
     tiles_n: int
-    k_tiles: int
-    depth: int
+    k_tiles: int  # Tiles of K of a block's sum.
+    depth: int  # Of a step along K.
+    # Instructions, or parts of their size, that make a warp's rows and columns.
     m_steps: int
     n_steps: int
-    shares: Shares
-    registers: int
-    tile_bytes: tuple[int, int, int]
-    scale_rows: int
-    shared_bytes: int
+    shares: Shares  # Who writes what of a tile.
+    registers: int  # Of a thread, about.
+    tile_bytes: tuple[int, int, int]  # Of A, of B and of its scales in one stage.
+    scale_rows: int  # Rows of scales in a stage, 0 where B is not quantised.
+    shared_bytes: int  # Of a block.
+    # Whether a stage's sums are added up outside the tensor cores, which keep too few bits of those of float8.
     sums_outside: bool
 
     @property

@@ -47,148 +47,75 @@ _BATCH, _SMALL_BATCH = 64, 16
 
 @dataclass(frozen=True)
 class GemmParameters(Parameters):
-    """Tile sizes and roles of one kernel.
-
-    Attributes
-    ----------
-    block_m, block_n
-        Tile of C that a block (with `pingpong`, a warpgroup) makes at a time.
-    stages
-        Depth of the ring of tiles in shared memory.
-    consumers
-        Warpgroups that compute.
-    blocks
-        Thread blocks; each makes every `blocks`-th tile. 0 for a block per tile.
-    split_k
-        Blocks, one cluster, that share the sum over K of a tile.
-    pingpong
-        Whether two warpgroups take turns to make whole tiles, instead of each a half.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    multicast
-        Blocks, one cluster, that make tiles one below the other; each loads a part of B for all.
-    group
-        Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
-    stream_k
-        Whether the blocks share the sums of all tiles evenly, wherever in a sum that cuts, instead of making tiles.
-    """
+    """Tile sizes and roles of one kernel."""
 
     template: ClassVar[str] = "gemm_sm90"
     loads_boxes: ClassVar[bool] = True
 
+    # Tile of C that a block (with `pingpong`, a warpgroup) makes at a time.
     block_m: int = 128
     block_n: int = 128
-    stages: int = 4
-    consumers: int = 2
-    blocks: int = 0
-    split_k: int = 1
-    pingpong: bool = False
-    dependent: bool = False
-    multicast: int = 1
+    stages: int = 4  # Depth of the ring of tiles in shared memory.
+    consumers: int = 2  # Warpgroups that compute.
+    blocks: int = 0  # Thread blocks; each makes every `blocks`-th tile. 0 for a block per tile.
+    split_k: int = 1  # Blocks, one cluster, that share the sum over K of a tile.
+    pingpong: bool = False  # Whether two warpgroups take turns to make whole tiles, instead of each a half.
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
+    multicast: int = 1  # Blocks, one cluster, that make tiles one below the other; each loads a part of B for all.
+    # Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
     group: int = 1
+    # Whether the blocks share the sums of all tiles evenly, wherever in a sum that cuts, instead of making tiles.
     stream_k: bool = added(default=False)
 
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a TMA load reads: a tensor, a box at a time; axes with the contiguous one first.
+    """What a TMA load reads: a tensor, a box at a time; axes with the contiguous one first."""
 
-    Attributes
-    ----------
-    name
-        Of the kernel's parameter.
-    param
-        Position of the tensor among the function's parameters.
-    sizes, box
-        Elements along each axis of the tensor, and of a box.
-    strides
-        Bytes from one element to the next along each axis but the first.
-    swizzle
-        TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
-    """
-
-    name: str
-    param: int
-    sizes: tuple[Size, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
+    name: str  # Of the kernel's parameter.
+    param: int  # Position of the tensor among the function's parameters.
+    sizes: tuple[Size, ...]  # Elements along each axis of the tensor.
+    strides: tuple[int, ...]  # Bytes from one element to the next along each axis but the first.
+    box: tuple[int, ...]  # Elements along each axis of a box.
+    swizzle: int  # TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """Sizes of one kernel.
+    """Sizes of one kernel."""
 
-    Attributes
-    ----------
-    parameters
-        What it is made from.
-    operands
-        What is multiplied.
-    columns
-        N of an instruction: the tile's, or half of them.
-    threads
-        Of a block: the consumers, and a warp or a warpgroup for the producer.
-    cluster
-        Blocks of a cluster.
-    symbolic
-        Whether the number of rows is known only when the kernel is called. `tiles_m`, `blocks` and, with them, `tiles`
-        are then of the number that was planned for, and the kernel's own are of `GridSizes`.
-    tiles_m, tiles_n
-        Rows and columns of tiles of C; with `multicast`, a row is what a cluster makes.
-    blocks
-        Clusters of the grid.
-    k_tiles, k_share
-        Tiles of K, and those that one block sums at most: of a tile, or with `stream_k` of all.
-    m_blocks
-        Instructions of 64 rows a warpgroup needs for its part of a tile.
-    groups
-        Warpgroups that read a stage.
-    rows_a
-        Rows of A that are loaded: fewer than the tile's where A has fewer. The instructions then read whatever follows
-        in shared memory as the other rows, and what they make of it is not written.
-    chunk
-        Columns of B in one swizzled row of shared memory.
-    chunked
-        Whether such chunks divide B.
-    rows_b
-        Rows of K of B as [K, N] that one block loads at a time: all of a tile's, or its part of the cluster's.
-    early
-        Tiles of K of a block's first tile whose B is loaded before the kernel waits for the one before it.
-    statistics_apart
-        Whether warps of the producer's warpgroup make the statistics of a tile's rows, into shared memory.
-    hold_partials
-        Else, whether partial sums of rows stay in registers until the tile's sum is made; they are added up before it
-        where they do not.
-    shares
-        Who writes what of a tile.
-    stage_bytes, shared_bytes
-        Of the tiles of A and B in one stage; of a block's dynamic shared memory.
-    """
-
-    parameters: GemmParameters
-    operands: Operands
-    columns: int
-    threads: int
-    cluster: int
+    parameters: GemmParameters  # What it is made from.
+    operands: Operands  # What is multiplied.
+    columns: int  # N of an instruction: the tile's, or half of them.
+    threads: int  # Of a block: the consumers, and a warp or a warpgroup for the producer.
+    cluster: int  # Blocks of a cluster.
+    # Whether the number of rows is known only when the kernel is called. `tiles_m`, `blocks` and, with them, `tiles`
+    # are then of the number that was planned for, and the kernel's own are of `GridSizes`.
     symbolic: bool
+    # Rows and columns of tiles of C; with `multicast`, a row is what a cluster makes.
     tiles_m: int
     tiles_n: int
-    blocks: int
-    k_tiles: int
-    k_share: int
-    m_blocks: int
-    groups: int
+    blocks: int  # Clusters of the grid.
+    k_tiles: int  # Tiles of K.
+    k_share: int  # Tiles of K that one block sums at most: of a tile, or with `stream_k` of all.
+    m_blocks: int  # Instructions of 64 rows a warpgroup needs for its part of a tile.
+    groups: int  # Warpgroups that read a stage.
+    # Rows of A that are loaded: fewer than the tile's where A has fewer. The instructions then read whatever follows in
+    # shared memory as the other rows, and what they make of it is not written.
     rows_a: int
-    chunk: int
-    chunked: bool
+    chunk: int  # Columns of B in one swizzled row of shared memory.
+    chunked: bool  # Whether such chunks divide B.
+    # Rows of K of B as [K, N] that one block loads at a time: all of a tile's, or its part of the cluster's.
     rows_b: int
-    early: int
+    early: int  # Tiles of K of a block's first tile whose B is loaded before the kernel waits for the one before it.
+    # Whether warps of the producer's warpgroup make the statistics of a tile's rows, into shared memory.
     statistics_apart: bool
+    # Else, whether partial sums of rows stay in registers until the tile's sum is made; they are added up before it
+    # where they do not.
     hold_partials: bool
-    shares: Shares
-    stage_bytes: int
-    shared_bytes: int
+    shares: Shares  # Who writes what of a tile.
+    stage_bytes: int  # Of the tiles of A and B in one stage.
+    shared_bytes: int  # Of a block's dynamic shared memory.
 
     @property
     def tiles(self) -> int:

@@ -29,32 +29,17 @@ _REGISTERS_BESIDE = 40
 
 @dataclass(frozen=True)
 class GemvParameters(Parameters):
-    """Shares of one kernel.
-
-    Attributes
-    ----------
-    tiles
-        Of 16 rows of W, that a warp makes.
-    warps
-        Of a block, which share the sum over K.
-    unroll
-        Steps along K whose loads are in flight together.
-    staged
-        Whether the part of x that a round of loads needs is copied to shared memory; else each warp reads its own.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    split
-        Blocks that share the sum over K.
-    """
+    """Shares of one kernel."""
 
     template: ClassVar[str] = "gemv"
 
-    tiles: int = 1
-    warps: int = 8
-    unroll: int = 4
+    tiles: int = 1  # Of 16 rows of W, that a warp makes.
+    warps: int = 8  # Of a block, which share the sum over K.
+    unroll: int = 4  # Steps along K whose loads are in flight together.
+    # Whether the part of x that a round of loads needs is copied to shared memory; else each warp reads its own.
     staged: bool = True
-    dependent: bool = False
-    split: int = added(1)
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
+    split: int = added(1)  # Blocks that share the sum over K.
 
 
 class Tiled(Protocol):
@@ -90,39 +75,19 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class GemvPlan(StepSizes):
-    """Sizes of one kernel.
+    """Sizes of one kernel."""
 
-    Attributes
-    ----------
-    parameters
-        What it is made from.
-    length
-        Weights of a row that a lane reads with one load.
-    k
-        Of the sum over K, what a block makes.
-    steps, turns
-        Steps along it (4 loads of each row), and those of one warp.
-    column_tiles
-        Tiles of 8 rows of x.
-    blocks, threads
-        Of the grid, and of a block.
-    registers, shared_bytes
-        Of a thread, estimated; of a block.
-    grouped
-        Whether a step is within a group of scales, so that sums are scaled; else weights are.
-    """
-
-    parameters: GemvParameters
-    length: int
-    k: int
-    steps: int
-    turns: int
-    column_tiles: int
-    blocks: int
-    threads: int
-    registers: int
-    shared_bytes: int
-    grouped: bool
+    parameters: GemvParameters  # What it is made from.
+    length: int  # Weights of a row that a lane reads with one load.
+    k: int  # Of the sum over K, what a block makes.
+    steps: int  # Steps along it: 4 loads of each row.
+    turns: int  # Steps of one warp.
+    column_tiles: int  # Tiles of 8 rows of x.
+    blocks: int  # Of the grid.
+    threads: int  # Of a block.
+    registers: int  # Of a thread, estimated.
+    shared_bytes: int  # Of a block.
+    grouped: bool  # Whether a step is within a group of scales, so that sums are scaled; else weights are.
 
     @property
     def rounds(self) -> int:

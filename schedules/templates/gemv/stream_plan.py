@@ -35,42 +35,23 @@ _REGISTERS_BESIDE, _PLAIN_REGISTERS_BESIDE = 52, 44
 
 @dataclass(frozen=True)
 class GemvStreamParameters(Parameters):
-    """Shares of one kernel.
-
-    Attributes
-    ----------
-    tiles
-        Of 16 rows of W, that a warp makes together.
-    warps
-        Of a block, which share the sum over K.
-    depth
-        Steps of W on their way to a warp's shared memory.
-    blocks
-        Of the grid, which share the tiles.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    early
-        Steps that are asked for before x, which waits for the kernel before; 0 for all. What is asked for first comes
-        first.
-    collected
-        Whether the sums of all tiles of a block wait in shared memory until its last one, so that its warps wait for
-        each other but once.
-    split
-        Neighbours among the blocks that share the sum over K.
-    held
-        Steps of x that a warp keeps in registers, each of which makes room for a later one; 0 for all.
-    """
+    """Shares of one kernel."""
 
     template: ClassVar[str] = "gemv_stream"
 
-    tiles: int = 1
-    warps: int = 8
-    depth: int = 8
-    blocks: int = 132
-    dependent: bool = False
+    tiles: int = 1  # Of 16 rows of W, that a warp makes together.
+    warps: int = 8  # Of a block, which share the sum over K.
+    depth: int = 8  # Steps of W on their way to a warp's shared memory.
+    blocks: int = 132  # Of the grid, which share the tiles.
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
+    # Steps that are asked for before x, which waits for the kernel before; 0 for all. What is asked for first comes
+    # first.
     early: int = added(0)
+    # Whether the sums of all tiles of a block wait in shared memory until its last one, so that its warps wait for each
+    # other but once.
     collected: bool = added(False)
-    split: int = added(1)
+    split: int = added(1)  # Neighbours among the blocks that share the sum over K.
+    # Steps of x that a warp keeps in registers, each of which makes room for a later one; 0 for all.
     held: int = added(0)
 
     @property
@@ -81,47 +62,24 @@ class GemvStreamParameters(Parameters):
 
 @dataclass(frozen=True)
 class GemvStreamPlan(StepSizes):
-    """Sizes of one kernel.
+    """Sizes of one kernel."""
 
-    Attributes
-    ----------
-    parameters
-        What it is made from.
-    stored
-        How W is; None where it is of x's dtype.
-    length
-        Weights of a row that a lane reads with one load.
-    k
-        Of the sum over K, what a block makes.
-    steps, turns, held
-        Steps along it (4 loads of each row), those of one warp, and those whose x it keeps in registers.
-    column_tiles
-        Tiles of 8 rows of x.
-    row_tiles, rounds
-        Tiles of the matrix, and of a block at most.
-    scale_rows
-        Rows of scales in a step; 0 where W has none.
-    levels
-        Whether products are of levels as they lie (`gemv_multiply`): of 4 bits, where there are registers for it. Of 8
-        it was no faster, and more registers keep a second block from a multiprocessor.
-    registers, shared_bytes
-        Of a thread, estimated; of a block.
-    """
-
-    parameters: GemvStreamParameters
-    stored: Quantisation | None
-    length: int
-    k: int
-    steps: int
-    turns: int
-    held: int
-    column_tiles: int
-    row_tiles: int
-    rounds: int
-    scale_rows: int
+    parameters: GemvStreamParameters  # What it is made from.
+    stored: Quantisation | None  # How W is; None where it is of x's dtype.
+    length: int  # Weights of a row that a lane reads with one load.
+    k: int  # Of the sum over K, what a block makes.
+    steps: int  # Steps along it: 4 loads of each row.
+    turns: int  # Steps of one warp.
+    held: int  # Steps whose x a warp keeps in registers.
+    column_tiles: int  # Tiles of 8 rows of x.
+    row_tiles: int  # Tiles of the matrix.
+    rounds: int  # Tiles of a block at most.
+    scale_rows: int  # Rows of scales in a step; 0 where W has none.
+    # Whether products are of levels as they lie (`gemv_multiply`): of 4 bits, where there are registers for it. Of 8 it
+    # was no faster, and more registers keep a second block from a multiprocessor.
     levels: bool
-    registers: int
-    shared_bytes: int
+    registers: int  # Of a thread, estimated.
+    shared_bytes: int  # Of a block.
 
     @property
     def threads(self) -> int:

@@ -27,36 +27,17 @@ _PAIRED_INTEGERS = ("int32", "int8", "uint8")
 
 @dataclass(frozen=True)
 class Shares:
-    """How much of a tile is written by whom.
+    """How much of a tile is written by whom."""
 
-    Attributes
-    ----------
-    warps
-        Warps that write.
-    m_blocks
-        Times 16 rows, `row_step` apart, which a warp writes.
-    columns
-        Columns that a warp writes of each row: a multiple of `share_unit`.
-    prefetched
-        Whether residuals are read before the sum is made.
-    accumulators
-        Columns of the product that a column is made of: 1, or 2 that are 8 apart.
-    batch
-        Columns that are evaluated side by side: a multiple of 8. Many hide latencies, and take registers.
-    row_step
-        From the first row of a warp's 16 rows to the first of its next ones.
-    group_warps
-        Warps, one after another, that write the same columns; they share copies of row vectors.
-    """
-
-    warps: int
-    m_blocks: int
-    columns: int
-    prefetched: bool
-    accumulators: int = 1
+    warps: int  # Warps that write.
+    m_blocks: int  # Times 16 rows, `row_step` apart, which a warp writes.
+    columns: int  # Columns that a warp writes of each row: a multiple of `share_unit`.
+    prefetched: bool  # Whether residuals are read before the sum is made.
+    accumulators: int = 1  # Columns of the product that a column is made of: 1, or 2 that are 8 apart.
+    # Columns that are evaluated side by side: a multiple of 8. Many hide latencies, and take registers.
     batch: int = PATCH_WIDTH_MAX
-    row_step: int = 64
-    group_warps: int = 4
+    row_step: int = 64  # From the first row of a warp's 16 rows to the first of its next ones.
+    group_warps: int = 4  # Warps, one after another, that write the same columns; they share copies of row vectors.
 
     @property
     def width(self) -> int:

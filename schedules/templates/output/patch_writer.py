@@ -29,30 +29,19 @@ def patch_vectors(lane: tirx.Expr, dtype: str, width: int) -> list[tuple[tirx.Ex
 
 @dataclass(frozen=True)
 class PatchWriter:
-    """Emits the writing of patches into the current IRBuilder.
+    """Emits the writing of patches into the current IRBuilder."""
 
-    Attributes
-    ----------
-    matmul
-        Whose output it is.
-    output, patch
-        The output as a matrix; the patches of all warps.
-    warp, lane
-        Of the thread.
-    row_end, column_end
-        What lies from here on is left out; None where nothing does.
-    uniform_rows
-        Whether a warp whose rows all exist has code of its own where it writes element by element.
-    """
-
-    matmul: MatmulFunction
+    matmul: MatmulFunction  # Whose output it is.
+    # The output as a matrix; the patches of all warps.
     output: tirx.Var
     patch: tirx.Var
+    # Of the thread.
     warp: tirx.Expr
     lane: tirx.Expr
+    # What lies from here on is left out; None where nothing does.
     row_end: Size | None
     column_end: Size | None
-    uniform_rows: bool
+    uniform_rows: bool  # Whether a warp whose rows all exist has code of its own where it writes element by element.
 
     def write(self, row: tirx.Expr, column: tirx.Expr, width: int) -> None:
         """Emit the writing of so many columns of a patch, its first row and column given as the output's."""

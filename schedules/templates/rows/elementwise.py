@@ -68,26 +68,14 @@ _OPEN_LANES_MIN = 4
 
 @dataclass(frozen=True)
 class ElementwiseParameters(Parameters):
-    """Shares of one kernel.
-
-    Attributes
-    ----------
-    lanes
-        Neighbouring elements that a thread makes together.
-    vectors
-        Times that many, `threads` apart, which a thread makes.
-    threads
-        Of a block.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    """
+    """Shares of one kernel."""
 
     template: ClassVar[str] = "elementwise"
 
-    lanes: int = 8
-    vectors: int = 1
-    threads: int = 256
-    dependent: bool = False
+    lanes: int = 8  # Neighbouring elements that a thread makes together.
+    vectors: int = 1  # Times that many, `threads` apart, which a thread makes.
+    threads: int = 256  # Of a block.
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
 
 
 class Elementwise(DataflowTemplate[ElementwiseParameters]):

@@ -27,59 +27,30 @@ _REGISTERS_PER_ELEMENT = 0.1
 
 @dataclass(frozen=True)
 class RowsParameters(Parameters):
-    """Shares of one kernel.
-
-    Attributes
-    ----------
-    lanes
-        Neighbouring elements that a thread loads together.
-    threads
-        That share a row: a power of two up to 32, or whole warps.
-    rows
-        Of a block.
-    held
-        Whether a thread keeps its part of a row in registers; else it is read again for each reduction and the output.
-    dependent
-        Whether the kernel may start before the one before it has ended.
-    """
+    """Shares of one kernel."""
 
     template: ClassVar[str] = "rows"
 
-    lanes: int = 8
-    threads: int = 32
-    rows: int = 4
+    lanes: int = 8  # Neighbouring elements that a thread loads together.
+    threads: int = 32  # That share a row: a power of two up to 32, or whole warps.
+    rows: int = 4  # Of a block.
+    # Whether a thread keeps its part of a row in registers; else it is read again for each reduction and the output.
     held: bool = True
-    dependent: bool = False
+    dependent: bool = False  # Whether the kernel may start before the one before it has ended.
 
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """Sizes of one kernel.
+    """Sizes of one kernel."""
 
-    Attributes
-    ----------
-    parameters
-        What it is made from.
-    vectors, chunks
-        Vectors of a row, and those that one thread makes at most.
-    together
-        Chunks that are read before anything is computed from them.
-    warps
-        That share a row, 1 where a part of one does.
-    blocks, threads
-        Of the grid, and of a block.
-    registers
-        Of a thread, estimated.
-    """
-
-    parameters: RowsParameters
-    vectors: int
-    chunks: int
-    together: int
-    warps: int
-    blocks: int
-    threads: int
-    registers: int
+    parameters: RowsParameters  # What it is made from.
+    vectors: int  # Vectors of a row.
+    chunks: int  # Vectors that one thread makes at most.
+    together: int  # Chunks that are read before anything is computed from them.
+    warps: int  # That share a row, 1 where a part of one does.
+    blocks: int  # Of the grid.
+    threads: int  # Of a block.
+    registers: int  # Of a thread, estimated.
 
 
 def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: CudaLimits) -> RowsPlan | Refusal:
