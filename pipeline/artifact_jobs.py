@@ -34,7 +34,7 @@ from relaxtune.pipeline.validate.validation import (
     sample_inputs,
     validate,
 )
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 
 Arrays = Mapping[str, np.ndarray]
@@ -122,7 +122,7 @@ def validate_artifact(
     module = Module.load(directory)
     model = reference_model(module, source)
     # Opened first: a database that cannot be had is told before the work.
-    with nullcontext() if asked.database is None else SqlDatabase.open(asked.database) as database:
+    with nullcontext() if asked.database is None else TuningDatabase.open(asked.database) as database:
         if module.manifest.buckets is not None:
             module = try_and_record(directory, module, model)
         inputs: Sequence[Arrays] = route_inputs(module, model, samples=asked.samples, seed=asked.seed)
@@ -169,7 +169,7 @@ def bench_artifact(
     routes: Mapping[str, Mapping[str, int]] = {"": asked.dims} if asked.dims else route_sizes(module, model) or {"": {}}
     reports: dict[str, BenchmarkReport] = {}
     with (
-        nullcontext() if database is None else SqlDatabase.open(database) as opened,
+        nullcontext() if database is None else TuningDatabase.open(database) as opened,
         side_by_side(artifact, model, asked) as peers,
     ):
         for name, dims in routes.items():

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, canonical_json, utc_now
+from relaxtune.tuning_db.store import TuningDatabase
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.bench.measure import BenchmarkReport

@@ -46,9 +46,9 @@ from relaxtune.pipeline.validate.acceptance import FAILED, NO_LIMITS, Limits, ch
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,8 @@ from relaxtune.pipeline.tuning.plan.feed import TaskFeed
 from relaxtune.pipeline.tuning.progress import ProgressListener
 from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route
+from relaxtune.tuning_db.store import TuningDatabase
 
 # What the kernels of a model say that ships without its records.
 UNTUNED = "untuned: the model is no faster with tuned kernels"

@@ -47,10 +47,9 @@ from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_f
 from relaxtune.pipeline.validate.comparison import Comparison
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.schedules.errors import ScheduleError
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 __all__ = [
@@ -322,7 +321,7 @@ def gate(
     Both run here, alternately. `inputs` is what they run on, one call or several, random if not given; `model` is where
     the ONNX model is, if not where it was. The report is kept in `database`, passed or refused.
     """
-    with nullcontext() if database is None else SqlDatabase.open(database) as opened:
+    with nullcontext() if database is None else TuningDatabase.open(database) as opened:
         return run_gate(Path(new), Path(baseline), limits, source=model, inputs=inputs, database=opened)
 
 
@@ -355,13 +354,13 @@ def report(directory: str | Path, *, database: str | Path | None = None) -> Repo
 
 def open_database(url: str | Path, *, mode: Mode | str = Mode.READ_ONLY, create: bool = False) -> TuningDatabase:
     """Return the tuning database at a file or URL, to read unless `mode` says `tune`; a context manager."""
-    return SqlDatabase.open(url, mode=Mode(mode), create=create)
+    return TuningDatabase.open(url, mode=Mode(mode), create=create)
 
 
 @contextmanager
 def open_registry(store: str | Path, database: str | Path) -> Iterator[Registry]:
     """Give the artifacts of a folder or URL and their tags, whose history a database has; both are made if missing."""
-    with SqlDatabase.open(database) as opened:
+    with TuningDatabase.open(database) as opened:
         yield Registry(store, opened)
 
 

@@ -24,13 +24,13 @@ from relaxtune.tuning_db.cell_states import (
     Driver,
     TransitionError,
 )
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import content_key, utc_now
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
 from relaxtune.tuning_db.sql.rows import to_value
 from relaxtune.tuning_db.sql.schema import AttemptRow, BatchRow, CellRow
 from relaxtune.tuning_db.sql.writing import require_jobs
+from relaxtune.tuning_db.store import TuningDatabase
 
 _FACTS = tuple(field.name for field in fields(CellFacts))
 DIED = "its driver died"

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from sqlalchemy import delete, func, insert, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
 from relaxtune.tuning_db.lookup import target_is_lower, target_matches
 from relaxtune.tuning_db.records import Status, TargetKey
@@ -25,6 +24,7 @@ from relaxtune.tuning_db.sql.column_types import read_as
 from relaxtune.tuning_db.sql.schema import FeatureRow, RecordRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import read_places
 from relaxtune.tuning_db.sql.writing import chunks
+from relaxtune.tuning_db.store import TuningDatabase
 
 #: Candidates that `list_features` returns by default: what a cost model is trained on in seconds.
 DEFAULT_LIMIT = 4096

@@ -11,11 +11,11 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session, aliased
 
 from relaxtune.tuning_db.artifacts import Artifact
-from relaxtune.tuning_db.contract import TuningDatabase, question
 from relaxtune.tuning_db.records import canonical_text, clean_text, require_utc, utc_now
 from relaxtune.tuning_db.sql import artifact_rows
 from relaxtune.tuning_db.sql.schema import ArtifactRow, GateRow
 from relaxtune.tuning_db.sql.writing import chunks
+from relaxtune.tuning_db.store import TuningDatabase, question
 
 
 @dataclass(frozen=True)

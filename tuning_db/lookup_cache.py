@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Status, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 class LookupCache:

@@ -15,11 +15,11 @@ from enum import StrEnum
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
 from relaxtune.tuning_db.records import clean_text, require_utc, utc_now
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
 from relaxtune.tuning_db.sql.schema import ArtifactRow, TagMoveRow
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 class MoveKind(StrEnum):

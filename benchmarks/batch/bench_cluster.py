@@ -72,7 +72,7 @@ from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.tuning_db.batches import list_cells as list_rows
 from relaxtune.tuning_db.cell_states import CellState
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import running_server
 
 _OBJECT_STORE = 800 << 20
@@ -197,7 +197,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         workers = WaitingWorkers(actors, builders, paths, numbers)
         driver.open_executors = lambda *_, **__: WaitingExecutors(opened, workers)  # type: ignore[assignment]
         result = driver.run_batch(plan, on_event=count)
-        with SqlDatabase.open(url) as database:
+        with TuningDatabase.open(url) as database:
             records, database_bytes = database.count_records(), database.info().size_bytes
             states = [row.state for row in list_rows(database, result.batch_id)]
     over.set()

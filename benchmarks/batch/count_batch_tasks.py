@@ -26,7 +26,7 @@ from relaxtune.pipeline.batch.plan import Plan, parse_plan
 from relaxtune.pipeline.batch.prediction import read_history
 from relaxtune.pipeline.batch.tasks import CellTasks, group_cells, prepare_cell, trials_of
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 _TEXT_MODELS = ["bert-base-2-layers", "bert-large-2-layers", "gpt2-small-2-layers", "t5-small-2-layers", "bert-tiny"]
 _TEXT_MODELS += ["llama-tiny"]
@@ -122,7 +122,7 @@ def predict(db: str, cell: Cell, candidates: int, cells: int) -> dict[str, objec
     one = prepare_cell(cell)
     if not isinstance(one, CellTasks):
         return {"prediction": one.note}
-    with SqlDatabase.open(db, mode=Mode.READ_ONLY, create=False) as database:
+    with TuningDatabase.open(db, mode=Mode.READ_ONLY, create=False) as database:
         history = read_history(database, group_cells([one])[0])
     tuning_s = None if history.candidate_s is None else candidates * history.candidate_s
     finishing_s = None if history.cell_s is None else cells * history.cell_s

@@ -32,7 +32,7 @@ from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.batches import move_cell
 from relaxtune.tuning_db.cell_states import CellFacts, CellState
 from relaxtune.tuning_db.records import Environment, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 BUILDING_ACTORS = 4
 
@@ -166,7 +166,7 @@ def finish(request: FinishRequest) -> FinishedCell:
     """Let a cell be validated, in a process of its own as a real one does."""
     time.sleep(_FINISH_S)
     if str(request.database) not in _databases:
-        _databases[str(request.database)] = SqlDatabase.open(request.database, create=False)
+        _databases[str(request.database)] = TuningDatabase.open(request.database, create=False)
     move_cell(_databases[str(request.database)], request.batch_id, request.cell.name, CellState.VALIDATING)
     return FinishedCell(CellState.DONE, CellFacts())
 
@@ -177,7 +177,7 @@ TARGET = resolve_target("cuda:sm_90a")
 ENVIRONMENT = replace(detect_environment(TARGET), device_name="a device that waits")
 
 
-_databases: dict[str, SqlDatabase] = {}
+_databases: dict[str, TuningDatabase] = {}
 
 
 def renamed(found: CellTasks, cell: Cell, again: int) -> CellTasks:

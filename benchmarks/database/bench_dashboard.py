@@ -28,7 +28,7 @@ from benchmarks.this_run import run_facts
 from relaxtune.pipeline.dashboard.server import create_app
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 ASKED = 10
 _LINK = re.compile(r'href="(/(?:(?:jobs|tasks|models)/[^"]+|coverage|cost))"')
@@ -36,7 +36,7 @@ _AGAIN = re.compile(r'http-equiv="refresh" content="(\d+)"')
 
 
 @contextmanager
-def serving(database: SqlDatabase) -> Iterator[str]:
+def serving(database: TuningDatabase) -> Iterator[str]:
     """Serve the dashboard on a free port inside the block; yields its address."""
     server = uvicorn.Server(uvicorn.Config(create_app(database), port=0, log_level="warning"))
     socket = server.config.bind_socket()
@@ -85,9 +85,9 @@ def main() -> None:
     with temporary_folder() as folder:
         path = arguments.database or Path(folder) / "records.db"
         if not path.exists():
-            with SqlDatabase.open(path) as database:
+            with TuningDatabase.open(path) as database:
                 fill(database, arguments.records, None)
-        with SqlDatabase.open(path, mode=Mode.READ_ONLY, create=False) as database, serving(database) as address:
+        with TuningDatabase.open(path, mode=Mode.READ_ONLY, create=False) as database, serving(database) as address:
             asked = ["/"]
             for page in asked:
                 first, ready, text = shown(address + page)

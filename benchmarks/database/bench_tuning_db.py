@@ -34,7 +34,6 @@ sys.path.insert(0, str(ROOT))
 
 import psutil  # noqa: E402
 
-from relaxtune.tuning_db.contract import TuningDatabase  # noqa: E402
 from relaxtune.tuning_db.jobs import JobTask  # noqa: E402
 from relaxtune.tuning_db.lookup import Question  # noqa: E402
 from relaxtune.tuning_db.questions import insights  # noqa: E402
@@ -47,7 +46,7 @@ from relaxtune.tuning_db.records import (  # noqa: E402
     TuningRecord,
     Workload,
 )
-from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 WORKLOADS = 500
 MODELS = 20
@@ -140,15 +139,15 @@ def fill(database: TuningDatabase, total: int, before_last: Callable[[], None] |
 
 
 def measure_ours(url: str, total: int, repeats: int, realtime: bool) -> dict[str, object]:
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         jobs, batches = fill(database, total, (lambda: take_processor(url)) if realtime else None)
         size = database.info().size_bytes
     opens = []
     for _ in range(10):
         began = time.perf_counter()
-        SqlDatabase.open(url).close()
+        TuningDatabase.open(url).close()
         opens.append((time.perf_counter() - began) * 1e3)
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
 
         def question(number: int) -> Question:
             workload = make_workload(number * 37 % WORKLOADS)

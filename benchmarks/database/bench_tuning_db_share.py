@@ -47,7 +47,7 @@ from relaxtune.tuning_db.exchange.stock_json import RECORD_FILE, WORKLOAD_FILE  
 from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter, ir_from_json  # noqa: E402
 from relaxtune.tuning_db.records import RecordFilter, Route, Status  # noqa: E402
 from relaxtune.tuning_db.sql.transactions import Transactions  # noqa: E402
-from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 SIZE = 256
 STOCK_TIMEOUT_S = 300
@@ -131,9 +131,9 @@ def stock_run(folder: Path, url: str, trials: int, seed: int) -> dict[str, objec
     """Tune with stock MetaSchedule and both databases."""
     target = resolve_target("llvm")
     watch = Stopwatch()
-    SqlDatabase.open(url).close()
+    TuningDatabase.open(url).close()
     opening = time.perf_counter()
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         adapter = MetaScheduleAdapter(database, target_key(target), detect_environment(target), seed=seed)
         opened = time.perf_counter() - opening
         stock = watch.time("stock", lambda: open_stock(folder / "stock"))
@@ -194,9 +194,9 @@ def our_run(folder: Path, url: str, model: str, trials: int, seed: int) -> dict[
     """Tune a model with our engine, then give its candidates to stock's database."""
     prepared = prepare_model(ModelRequest(model, target="llvm"))
     watch = Stopwatch()
-    SqlDatabase.open(url).close()
+    TuningDatabase.open(url).close()
     began = time.perf_counter()
-    with timed_transactions(watch), SqlDatabase.open(url) as database:
+    with timed_transactions(watch), TuningDatabase.open(url) as database:
         target = target_key(prepared.target)
         job = database.start_job(model=prepared.model.name, model_sha256="0" * 64, target=target)
         options = replace(TuningOptions(), trials=trials, seed=seed)
@@ -211,7 +211,7 @@ def our_run(folder: Path, url: str, model: str, trials: int, seed: int) -> dict[
         )
         database.finish_job(job.id, "done")
     wall = time.perf_counter() - began
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         records = database.list_records(RecordFilter(route=Route.METASCHEDULE))
         total = database.count_records()
         texts = {record.workload_hash: database.get_workload(record.workload_hash).ir_json for record in records}

@@ -35,9 +35,8 @@ from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_mode
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.session import tune
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 COMPARED = (Route.LIBRARY, Route.TEMPLATE)
@@ -76,7 +75,7 @@ def run_shape(model: str, shape: str, seconds: float, directory: Path) -> Row:
     database_path = directory / f"{shape}.db"
     both = _request(model, shape, frozenset({*COMPARED, Route.FALLBACK}))
     prepared = prepare_model(both)
-    with SqlDatabase.open(database_path) as database:
+    with TuningDatabase.open(database_path) as database:
         summary = _tune(prepared, database, seconds)
         records = {
             task.workload_hash: database.list_records(RecordFilter(workload_hash=task.workload_hash))

@@ -31,7 +31,7 @@ from relaxtune.pipeline.tuned_model import TunedModel, untuned_kernels
 from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.schedules.marks import SCHEDULED_ATTR, as_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 RESULTS = Path(__file__).parents[1] / "results" / "after-search.json"
 
@@ -63,7 +63,7 @@ def one_run(asked: argparse.Namespace) -> dict[str, object]:
     shapes = {name: tuple(int(size) for size in sizes.split("x")) for name, sizes in asked.shape}
     prepared = prepare_model(ModelRequest(asked.model, shapes, asked.target))
     load = os.getloadavg()
-    with tempfile.TemporaryDirectory(dir=asked.folder) as folder, SqlDatabase.open("sqlite://") as database:
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder, TuningDatabase.open("sqlite://") as database:
         job = database.start_job(model=asked.model, model_sha256="0" * 64, target=target_key(prepared.target))
         nothing = TuningSummary((), 0.0, {}, interrupted=False)
         tuned = TunedModel(job.id, nothing, prepared, _one_made_otherwise(prepared))

@@ -28,7 +28,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.result_table import to_data
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets.host import physical_cores
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     stop = StopSignal()
     with (
         tempfile.TemporaryDirectory() as folder,
-        SqlDatabase.open(Path(folder) / "tuning.db") as database,
+        TuningDatabase.open(Path(folder) / "tuning.db") as database,
         this_machine(prepared.target, environment, options, stop, backend=backend) as machine,
     ):
         built_s: list[float] = []

@@ -29,7 +29,7 @@ from relaxtune.pipeline.tuning.result_table import to_data
 from relaxtune.pipeline.tuning.search import template_candidates
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets.host import physical_cores
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 _SAMPLE_S = 0.25
 
@@ -96,7 +96,7 @@ def _run(prepared: PreparedModel, count: int, cores: int, trials: int, *, by_dri
         template_candidates.TemplateCandidate.recipe = lambda self, target: made(self, target).make()  # type: ignore
     busy: dict[str, float] = {}
     try:
-        with tempfile.TemporaryDirectory() as folder, SqlDatabase.open(Path(folder) / "tuning.db") as database:
+        with tempfile.TemporaryDirectory() as folder, TuningDatabase.open(Path(folder) / "tuning.db") as database:
             began, own = time.monotonic(), time.thread_time()
             threading.Thread(target=sample, daemon=True).start()
             summary = tune(

@@ -42,9 +42,8 @@ from relaxtune.pipeline.tuned_model import TunedModel, tune_prepared, untuned_ke
 from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import Effort, options_for
 from relaxtune.pipeline.tuning.progress import SilentProgress
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 RESULTS = Path(__file__).parents[1] / "results" / "tuning-gain.json"
 Row = Mapping[str, object]
@@ -93,7 +92,7 @@ def row(name: str, effort: Effort, asked: argparse.Namespace, turn: Path | None)
         prepared = prepare_model(_requests(asked)[name])
         tuning = options_for(effort, None, asked.seconds)
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
-        with SqlDatabase.open("sqlite://") as database, taking_turns:
+        with TuningDatabase.open("sqlite://") as database, taking_turns:
             tuned = tune_prepared(prepared, tuning, database, SilentProgress())
             kernels = _kernels(tuned, untuned.choices, database)
         made = compile_module(tuned.prepared.lowered, tuned.choices, prepared.target, like=untuned)

@@ -42,7 +42,7 @@ from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
 from relaxtune.schedules.targets import resolve_target  # noqa: E402
 from relaxtune.tuning_db.records import Status  # noqa: E402
-from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-memory.json"
 EVERY = 50
@@ -105,7 +105,7 @@ def main() -> None:
     environment = detect_environment(target)
     samples = Samples()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as work, SqlDatabase.open(Path(work) / "tuning.db") as database:
+    with tempfile.TemporaryDirectory() as work, TuningDatabase.open(Path(work) / "tuning.db") as database:
         summary = tune(
             [make_matmul(64 * (number + 1)) for number in range(arguments.tasks)],
             target=target,

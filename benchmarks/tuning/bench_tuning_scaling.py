@@ -64,7 +64,7 @@ from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from relaxtune.pipeline.tuning.result_table import to_data  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
 from relaxtune.tuning_db.records import Route  # noqa: E402
-from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-scaling.json"
 STOCK_TRIALS = 1 << 16
@@ -183,7 +183,7 @@ def run_ours(
     folder: Path,
 ) -> None:
     """Tune with this project for some seconds and write what came of it."""
-    with SqlDatabase.open(folder / "tuning.db") as database:
+    with TuningDatabase.open(folder / "tuning.db") as database:
         moments = Moments(folder / "moments")
         summary = tune(
             tasks,

@@ -63,7 +63,7 @@ from relaxtune.schedules.fallback import apply_fallback  # noqa: E402
 from relaxtune.schedules.marks import SCHEDULED_ATTR  # noqa: E402
 from relaxtune.schedules.targets.host import physical_cores  # noqa: E402
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord  # noqa: E402
-from relaxtune.tuning_db.store import SqlDatabase  # noqa: E402
+from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "tuning-stock-cpu.json"
 MODELS = ("bert-tiny", "bert-base-layer")
@@ -258,7 +258,7 @@ def run_stock(model: str, trials: int, seed: int, work: Path, timeout_s: float) 
 def run_ours(model: str, trials: int, seed: int, work: Path) -> dict[str, Any]:
     """Tune with this project; return the seconds, the counts, and every kernel that was the best for a while."""
     prepared, kernels = prepare(model, frozenset())
-    with SqlDatabase.open(work / "tuning.db") as database:
+    with TuningDatabase.open(work / "tuning.db") as database:
         began = time.monotonic()
         summary = tune(
             kernels,

@@ -36,7 +36,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 WITHIN = 0.95
 
@@ -70,7 +70,7 @@ def tuned(prepared: PreparedModel, url: str, options: TuningOptions) -> dict[str
     """Tune and return the trajectory and the figures of one arm."""
     trajectory = Trajectory()
     began = time.perf_counter()
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         summary = tune(
             prepared.tasks,
             target=prepared.target,

@@ -34,7 +34,7 @@ from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_mode
 from relaxtune.pipeline.runtime.threads import configure_threads
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODELS = ("bert-tiny", "bert-base", "gpt2-small", "vit-base", "t5-small")
@@ -93,7 +93,7 @@ def measure_model(request: ModelRequest, name: str, url: str | None, runs: int) 
 
 def time_kernels(prepared: PreparedModel, url: str | None) -> list[dict[str, Any]]:
     """Return each kernel's calls, work and latencies, as an artifact has it; those that take most of the time first."""
-    database = SqlDatabase.open(url) if url is not None else None
+    database = TuningDatabase.open(url) if url is not None else None
     target = prepared.target.target
     choices = select_kernels(
         prepared.lowered,

@@ -48,7 +48,7 @@ from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
 from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.session import tune
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def tune_case(case: Case, arguments: argparse.Namespace) -> TuningSummary:
     if not prepared.can_measure:
         raise PipelineError(f"{case.name} is tuned on its device, and {prepared.target.arch} is not on this machine")
     arguments.artifacts.mkdir(parents=True, exist_ok=True)
-    with _turn(arguments), SqlDatabase.open(_database(arguments)) as database:
+    with _turn(arguments), TuningDatabase.open(_database(arguments)) as database:
         job = database.start_job(
             model=prepared.model.name,
             model_sha256=prepared.lowered.graph.source_sha256,
@@ -128,7 +128,7 @@ def rerank_case(case: Case, arguments: argparse.Namespace) -> RerankReport:
     """Try runners-up of the hottest kernels inside the whole model; what they gain is recorded."""
     plain = prepare_model(_request(case, arguments))
     tuning = TuningOptions(seed=arguments.seed, rerank=arguments.rerank)
-    with SqlDatabase.open(_database(arguments)) as database:
+    with TuningDatabase.open(_database(arguments)) as database:
         prepared, choices = select_as_measured(plain, database)
         model = measured_model(plain)
         return rerank_prepared(prepared, choices, database, tuning, model=model, turn=_turn(arguments))[1]

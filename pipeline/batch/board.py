@@ -13,8 +13,8 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener
 from relaxtune.tuning_db.batches import beat, list_cells, move_cell
 from relaxtune.tuning_db.cell_states import NO_FACTS, BatchHeldError, CellFacts, CellState, TransitionError
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, TuningDatabaseError
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db import batches
 from relaxtune.tuning_db.batches import batch_key
 from relaxtune.tuning_db.cell_states import Batch, CellFacts, CellSpec, CellState
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl, hide_secrets
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.plan.feed import Arrival
 from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Returns how many candidates a cell brings, of its tasks the part that no cell before it has; None is no limit.
 TrialsOf = Callable[[Cell, float], int | None]

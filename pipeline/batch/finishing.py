@@ -23,8 +23,8 @@ from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.plan.recorder import job_task
 from relaxtune.tuning_db.batches import move_cell
 from relaxtune.tuning_db.cell_states import CellFacts, CellState, TransitionError
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import TuningDatabaseError
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 

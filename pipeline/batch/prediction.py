@@ -33,12 +33,12 @@ from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
 from relaxtune.schedules.targets.host import physical_cores
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.questions.insights import count_candidates
 from relaxtune.tuning_db.records import Mode, RecordFilter
 from relaxtune.tuning_db.sql.engine import parse_location
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Jobs whose cost is looked at, the newest first.
 _JOBS_MAX = 100

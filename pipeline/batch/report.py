@@ -14,7 +14,7 @@ from relaxtune.pipeline.report.page import section
 from relaxtune.pipeline.report.report import report_artifact
 from relaxtune.tuning_db.batches import list_attempts, list_cells
 from relaxtune.tuning_db.cell_states import Attempt, Batch, BatchCell
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Models whose kernels are shown; each takes some 50 KB.
 _SECTIONS_MAX = 40

@@ -33,8 +33,8 @@ from relaxtune.pipeline.tasks.task import TaskFacts
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import find_done
 from relaxtune.tuning_db.cell_states import BatchCell
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Status, TargetKey, content_key
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -104,7 +104,7 @@ class CellWorker:
         from relaxtune.pipeline.batch.tasks import CellTasks, prepare_alike, prepare_cell
         from relaxtune.pipeline.jobs import make_beforehand
         from relaxtune.pipeline.tuning.measure.device_turn import turn_of
-        from relaxtune.tuning_db.store import SqlDatabase
+        from relaxtune.tuning_db.store import TuningDatabase
 
         if isinstance(request, PackedWork):
             work = pickle.loads(request.work)
@@ -131,7 +131,7 @@ class CellWorker:
             raise TypeError(f"expected work on a cell, got {type(request).__name__}")
         ready = self._ready.pop(request.cell.name, None)
         turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))
-        with SqlDatabase.open(request.request.database, create=False) as database, turn as held:
+        with TuningDatabase.open(request.request.database, create=False) as database, turn as held:
             return finish_cell(request.request, database, held, ready=ready)
 
     def _keep(self, cell: Cell, model: PreparedModel) -> None:

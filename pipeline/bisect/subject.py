@@ -26,7 +26,7 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Mode, Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ def _without_graph(
     lowered: LoweredModule, target: ResolvedTarget, manifest: Manifest, database: DatabasePlace | None
 ) -> Module:
     tasks = extract_tasks([lowered])
-    opened = None if database is None else SqlDatabase.open(database, mode=Mode.READ_ONLY, create=False)
+    opened = None if database is None else TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False)
     try:
         choices = select_kernels(
             lowered,

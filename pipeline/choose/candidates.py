@@ -14,7 +14,6 @@ from relaxtune.pipeline.choose.replay import without_stale_fallbacks
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import WORKLOAD_ROUTES, Question, device_of, why_not_true
 from relaxtune.tuning_db.lookup_cache import LookupCache
 from relaxtune.tuning_db.records import (
@@ -26,6 +25,7 @@ from relaxtune.tuning_db.records import (
     signature_key,
 )
 from relaxtune.tuning_db.standing import standing_records
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Told of each record of a task why it is not taken, or that it is (`TAKEN`).
 Told = Callable[[TuningTask, TuningRecord, str], None]

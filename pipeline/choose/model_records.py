@@ -15,7 +15,6 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.environment import code_version, target_key
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseOpenError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import (
@@ -30,6 +29,7 @@ from relaxtune.tuning_db.records import (
     content_key,
     utc_now,
 )
+from relaxtune.tuning_db.store import TuningDatabase
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.prepare import PreparedModel

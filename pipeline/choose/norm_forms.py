@@ -25,7 +25,7 @@ from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Experiment, Que
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

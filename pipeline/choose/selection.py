@@ -34,9 +34,9 @@ from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.ranges import symbolic_rows
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
 from relaxtune.tuning_db.standing import without_ties
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from relaxtune.pipeline.choose.replay import replay_record, without_stale_fallba
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import SIGNATURE_ROUTES
 from relaxtune.tuning_db.records import Environment, Status, TuningRecord
 from relaxtune.tuning_db.standing import standing_records
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -55,9 +55,9 @@ class RegistryOptions:
     def open(self) -> Iterator[Registry]:
         """Give the registry; the database is made if it is not there."""
         from relaxtune.pipeline.registry.registry import Registry
-        from relaxtune.tuning_db.store import SqlDatabase
+        from relaxtune.tuning_db.store import TuningDatabase
 
-        with SqlDatabase.open(self.db) as database:
+        with TuningDatabase.open(self.db) as database:
             yield Registry(self.store, database)
 
     def emit_move(self, move: TagMove) -> None:

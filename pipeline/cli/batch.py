@@ -202,10 +202,10 @@ def cancel(
 ) -> None:
     """Leave a cell out of a batch that goes on; its driver hears of it within seconds."""
     from relaxtune.tuning_db.batches import cancel_cell, get_batch
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
     place, start = _place(batch, db)
-    with SqlDatabase.open(place, create=False) as database:
+    with TuningDatabase.open(place, create=False) as database:
         found = get_batch(database, start)
         cancel_cell(database, found.id, cell)
     typer.echo(f"{cell} of {found.name} is cancelled")

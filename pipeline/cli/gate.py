@@ -106,14 +106,14 @@ def gate(
     from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
     from relaxtune.pipeline.registry.remote import open_store
     from relaxtune.pipeline.registry.store import find_artifact
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
     limits = options.limits(tolerance)
     kept = open_store(store)
     place, before = find_artifact(new, kept), find_artifact(baseline, kept)
     require_signed(verify_key, place, before)
     # Opened first: a database that cannot be written is told before the time is spent.
-    with nullcontext() if db is None else SqlDatabase.open(db) as database:
+    with nullcontext() if db is None else TuningDatabase.open(db) as database:
         report = run_gate(
             place, before, limits,
             source=model, inputs=read_calls(inputs), samples=samples, seed=seed, database=database,

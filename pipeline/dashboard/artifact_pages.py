@@ -15,10 +15,10 @@ from relaxtune.pipeline.pages.render import link, minute, number, table
 from relaxtune.pipeline.report.diff import diff_reports
 from relaxtune.pipeline.report.page import diff_section, section
 from relaxtune.pipeline.report.report import Report, report_artifact
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.gates import list_gates, newest_gates
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import TagMove, list_moves, stood_at
 
 # Other artifacts of the model that a page offers to compare with.

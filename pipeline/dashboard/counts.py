@@ -10,9 +10,9 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.questions.progress import count_by_status
 from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.store import TuningDatabase
 
 # A page that waits so long for a new count is painted within the 0.3 s in which it seems immediate.
 _WAIT_S = 0.1

@@ -11,9 +11,9 @@ from markupsafe import Markup
 
 from relaxtune.pipeline.dashboard.markup import Page, Section, sections
 from relaxtune.pipeline.pages.render import link, minute, table
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.gates import GateRun, list_gates
+from relaxtune.tuning_db.store import TuningDatabase
 
 _LISTED = 100
 # The verdict stands in front: on a narrow window the last columns are out of sight.

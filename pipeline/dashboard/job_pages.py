@@ -14,11 +14,11 @@ from relaxtune.pipeline.pages.render import code, link, minute, number, percent,
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
 from relaxtune.pipeline.report.page import roofline_chart
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.questions.insights import failures
 from relaxtune.tuning_db.questions.progress import JobProgress, TaskProgress, candidates_of_jobs, job_progress
 from relaxtune.tuning_db.records import RecordFilter
+from relaxtune.tuning_db.store import TuningDatabase
 
 #: The outcome of a job without one.
 OVER_OR_KILLED = "not over, or killed"

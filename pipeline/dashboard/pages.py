@@ -19,12 +19,12 @@ from relaxtune.pipeline.report.page import course_chart, shares_chart
 from relaxtune.pipeline.report.progress import Progress
 from relaxtune.tuning_db.batches import get_batch, list_batches, list_cells
 from relaxtune.tuning_db.cell_states import Batch
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.gates import list_gates
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
 from relaxtune.tuning_db.questions.progress import job_progress
 from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.store import TuningDatabase
 
 LISTED = 25
 

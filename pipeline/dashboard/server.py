@@ -30,8 +30,8 @@ from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.pages.render import page, render
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.ceilings import Ceilings
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from relaxtune.pipeline.dashboard.job_pages import job_list
 from relaxtune.pipeline.dashboard.markup import Page, Section, chart, sections
 from relaxtune.pipeline.pages.charts import curve
 from relaxtune.pipeline.pages.render import code, link, minute, number, table
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.questions.artifacts import artifacts
 from relaxtune.tuning_db.questions.insights import HistoryPoint, coverage, history
 from relaxtune.tuning_db.questions.progress import covered_tasks
+from relaxtune.tuning_db.store import TuningDatabase
 
 _LISTED = 25
 # Of a kernel's hash: as many tell a task's kernels apart.

@@ -34,8 +34,8 @@ from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, com
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.validate.padding_trials import route_sizes
 from relaxtune.pipeline.validate.tolerances import Tolerance
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.gates import record_gate
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Sets of sizes of recorded calls that are timed.
 _SIZES_MAX = 4

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from relaxtune.pipeline.experiment.bounds import centre
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.questions.changes import TaskChange, changes
 from relaxtune.tuning_db.records import RecordFilter, Route
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Changes of a device that say what it does as a whole.
 _DEVICE_MIN = 5

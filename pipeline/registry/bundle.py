@@ -17,7 +17,7 @@ from relaxtune.pipeline.errors import ArtifactError, PipelineError, UsageError
 from relaxtune.pipeline.temporary import locked_folder
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import Mode, TuningRecord
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 
 
@@ -55,7 +55,7 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
     if out.exists():
         raise UsageError(f"{out} exists; expected a new file, so that nothing else is in the bundle")
     entries = {(place, entry.function): entry for place in artifacts for entry in _kernels(place)}
-    with SqlDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
+    with TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
         records: dict[int, TuningRecord] = {}
         missing = []
         for (place, function), entry in entries.items():
@@ -74,7 +74,7 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
     out = Path(os.path.realpath(out))
     try:
         with locked_folder(out.parent, f".{out.name}.staging-") as folder:
-            with SqlDatabase.open(folder / out.name) as bundle:
+            with TuningDatabase.open(folder / out.name) as bundle:
                 # The job that measured them stays where it is.
                 bundle.record_all(workloads=workloads, records=[replace(one, job_id=None) for one in records.values()])
             (folder / out.name).replace(out)
@@ -90,7 +90,7 @@ def _kernels(directory: Path) -> list[KernelEntry]:
     return [entry for entry in every if entry.record_id is not None]
 
 
-def _find(database: SqlDatabase, entry: KernelEntry) -> TuningRecord | None:
+def _find(database: TuningDatabase, entry: KernelEntry) -> TuningRecord | None:
     """Return the record that a manifest names, if it is that one."""
     try:
         record = database.get_record(entry.record_id or 0)

@@ -38,9 +38,9 @@ from relaxtune.schedules.marks import as_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, TuningRecord, signature_key
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 
 _SAMPLES = 2

@@ -19,8 +19,8 @@ from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.registry.remote import open_store
 from relaxtune.pipeline.registry.store import find_artifact, find_key
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import utc_now
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
 
 if TYPE_CHECKING:

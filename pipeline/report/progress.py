@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.questions.artifacts import ArmSummary, artifacts
 from relaxtune.tuning_db.questions.progress import job_progress
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 @dataclass(frozen=True)

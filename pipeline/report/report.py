@@ -24,13 +24,13 @@ from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
 from relaxtune.pipeline.report.progress import Progress, progress_of_artifact, progress_of_job
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.queries import TaskBest, query, top
 from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Status, TuningRecord, Workload, signature_key
 from relaxtune.tuning_db.standing import standing_records, without_ties
+from relaxtune.tuning_db.store import TuningDatabase
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.report.profile import Profile

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Environment, Route, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Whole numbers that are sizes: not part of a name (`float16`, `i0`) nor of a fraction.
 _SIZE = re.compile(r"(?<![\w.\-+])\d+(?![\w.])")

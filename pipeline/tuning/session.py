@@ -27,8 +27,8 @@ from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Mode, Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Starts what builds and measures for one run, and ends it.
 OpenMachine = Callable[

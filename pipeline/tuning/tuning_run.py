@@ -40,9 +40,9 @@ from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.schedules.search.space import make_space
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import physical_cores
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter
 from relaxtune.tuning_db.records import Environment, Mode, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 # Parents of the first round, from the records of earlier runs.
 _SEEDS = 64

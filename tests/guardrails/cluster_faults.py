@@ -42,7 +42,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import get_batch, list_cells
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.batch.plan_cases import dense
 from tests.pipeline.tuning.ray.clusters import add_measuring_node, find_workers, kill_workers, measures, small_cluster
 from tests.tuning_db.postgres_server import Server, restartable_server
@@ -105,7 +105,7 @@ class Run:
 
     def look(self) -> int:
         """Note the records that are there now; return how many candidates they are of."""
-        with SqlDatabase.open(self.server.url) as database:
+        with TuningDatabase.open(self.server.url) as database:
             records = database.list_records()
         self.seen |= {int(one.id or 0): one.decision for one in records}
         return len({(one.workload_hash, one.decision) for one in records if one.route is not Route.FALLBACK})
@@ -121,12 +121,12 @@ class Run:
 
     def held(self) -> bool:
         """Return whether the driver has the batch."""
-        with SqlDatabase.open(self.server.url) as database:
+        with TuningDatabase.open(self.server.url) as database:
             return get_batch(database, "faults").driver.pid == self.driver.pid
 
     def any_cell(self, *states: CellState) -> bool:
         """Return whether some cell is in one of these states."""
-        with SqlDatabase.open(self.server.url) as database:
+        with TuningDatabase.open(self.server.url) as database:
             cells = list_cells(database, get_batch(database, "faults").id)
         return any(one.state in states for one in cells)
 
@@ -266,7 +266,7 @@ def run_fault(fault: str, kills: int, seed: int) -> dict[str, object]:
 
 def outcome(run: Run) -> dict[str, object]:
     """Return what the database has after a run, and what is wrong with it."""
-    with SqlDatabase.open(run.server.url) as database:
+    with TuningDatabase.open(run.server.url) as database:
         records = database.list_records()
         cells = list_cells(database, get_batch(database, "faults").id)
     tuned = {(one.workload_hash, one.decision) for one in records if one.route is not Route.FALLBACK}

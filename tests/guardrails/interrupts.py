@@ -34,7 +34,7 @@ import numpy as np
 
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.guardrails.kills import ENDS_WITHIN_S, WORKERS_END_WITHIN_S, Place, fork, save_model, wait
 
@@ -121,7 +121,7 @@ class Interrupts:
     def rounds(self, count: int, words: Sequence[str]) -> Iterator[Round]:
         """Yield rounds as they end: first one of each word that is left alone, whose time is the range of moments."""
         made = ["compile", str(self._place.model), "--samples", "1", "--target", "llvm", "--out", str(self._artifact)]
-        with SqlDatabase.open(self._place.root / "tuning.db"):
+        with TuningDatabase.open(self._place.root / "tuning.db"):
             self._end(self._start(made), None)
         takes_s = {}
         for word in words:
@@ -195,7 +195,7 @@ class Interrupts:
         else:
             faults += self._left_files()
         if word == "tune":
-            with SqlDatabase.open(self._place.root / "tuning.db", mode=Mode.READ_ONLY, create=False) as database:
+            with TuningDatabase.open(self._place.root / "tuning.db", mode=Mode.READ_ONLY, create=False) as database:
                 database.list_records()
         return Round(number, word, tuple(sent), moment_s, seconds, outcome, tuple(faults))
 

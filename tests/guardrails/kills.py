@@ -44,7 +44,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.cli.app import main as relaxtune
 from relaxtune.pipeline.jobs import tune_model  # noqa: F401  # imported before the first fork
 from relaxtune.tuning_db.records import Mode, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import Server, restartable_server
 
 TRIALS = 6
@@ -282,7 +282,7 @@ class Kills:
         faults = []
         if self._server is None and not Path(self._url).exists():
             return 0, []
-        with SqlDatabase.open(self._url, mode=Mode.READ_ONLY, create=False) as database:
+        with TuningDatabase.open(self._url, mode=Mode.READ_ONLY, create=False) as database:
             records = database.list_records()
             failed = [one for one in records if one.status is not Status.OK]
             if self._server is None:

@@ -32,7 +32,7 @@ from onnx import numpy_helper
 from relaxtune.models import load_model, random_inputs
 from relaxtune.tuning_db.batches import list_batches
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.command_line import Ended, all_words
 from tests.pipeline.tuning.ray.clusters import small_cluster
 
@@ -132,8 +132,8 @@ class Words:
         with self._database() as database:
             return bool(list_batches(database))
 
-    def _database(self) -> SqlDatabase:
-        return SqlDatabase.open(self._root / "tuning.db", mode=Mode.READ_ONLY, create=False)
+    def _database(self) -> TuningDatabase:
+        return TuningDatabase.open(self._root / "tuning.db", mode=Mode.READ_ONLY, create=False)
 
     def _dashboard(self) -> Tried:
         """Ask the dashboard for one page, and end it with Ctrl-C."""

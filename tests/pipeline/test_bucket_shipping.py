@@ -15,7 +15,7 @@ from relaxtune.pipeline.jobs import compile_model, finish_tuned
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tuned_model import TunedModel, bucket_kernels, choose_kernels
 from relaxtune.pipeline.tuning.options import TuningSummary
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of
 
 NODES = """
@@ -30,7 +30,7 @@ def test_each_bucket_ships_with_what_is_faster_in_it(tmp_path: Path, monkeypatch
     onnx.save(onnx.parser.parse_model(NODES), model)
     prepared = prepare_model(ModelRequest(model, target="llvm", buckets={"n": (8, 128)}))
     small, large = (prepared.of_bucket(bucket) for bucket in prepared.buckets)
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         task = matmul(list(large.tasks))
         slow = record_of(task, prepared.target, decision=parallel_trace(task), latencies_us=(1.0,))
         number = keep(database, task, slow)

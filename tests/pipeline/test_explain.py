@@ -12,7 +12,7 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.explain import explain_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of, workload_of
 
 SHAPES = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (1, 32))
@@ -25,7 +25,7 @@ def place(tasks, llvm_target, tmp_path_factory) -> tuple[Path, dict[str, int]]:
     good = record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(3.0,))
     good = replace(good, code_version="0.1.0+gc0ffee")
     old = replace(good, environment=replace(good.environment, tvm_version="0.1"))
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(replace(workload_of(task), tvm_version="0.1"))
         numbers = {
             "good": keep(database, task, good),

@@ -18,7 +18,7 @@ from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.tuning_db.metaschedule import trace_to_json
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of
 
 
@@ -50,7 +50,7 @@ def test_a_wrong_kernel_is_refuted_and_the_next_compile_takes_another(prepared, 
     moment = (
         datetime(year, 12, 31, 23, 59, 59, 999999, tzinfo=UTC) if year == 9999 else datetime(year, 1, 1, tzinfo=UTC)
     )
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         wrong = record_of(task, prepared.target, decision=wrong_trace(task), latencies_us=(1.0,), created_at=moment)
         right = record_of(task, prepared.target, decision=parallel_trace(task), latencies_us=(3.0,))
         numbers = [keep(database, task, record) for record in (wrong, right)]
@@ -58,7 +58,7 @@ def test_a_wrong_kernel_is_refuted_and_the_next_compile_takes_another(prepared, 
     assert first.validation is not None
     assert not first.validation.passed
     assert f"record {numbers[0]} (kernel" in caplog.text
-    with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
         (refuted,) = database.list_records(RecordFilter(status=Status.WRONG_RESULT))
     assert (refuted.route, refuted.decision, refuted.created_at >= moment) == (Route.METASCHEDULE, wrong.decision, True)
     assert "failed validation" in (refuted.error or "")
@@ -72,7 +72,7 @@ def test_a_right_kernel_is_not_refuted_by_a_validation_that_fails_for_another_re
     prepared, tmp_path, caplog
 ) -> None:
     task, path = matmul(list(prepared.tasks)), tmp_path / "records.db"
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         keep(database, task, record_of(task, prepared.target, decision=parallel_trace(task), latencies_us=(1.0,)))
         choices = compile_with(prepared, path, tmp_path / "out").choices
         inputs = sample_inputs(prepared.model, samples=1, seed=0)[0]
@@ -83,10 +83,10 @@ def test_a_right_kernel_is_not_refuted_by_a_validation_that_fails_for_another_re
 
 def test_a_database_that_cannot_be_written_is_told(prepared, tmp_path, caplog) -> None:
     task, path = matmul(list(prepared.tasks)), tmp_path / "records.db"
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         keep(database, task, record_of(task, prepared.target, decision=wrong_trace(task), latencies_us=(1.0,)))
         choices = compile_with(prepared, path, tmp_path / "out").choices
-    with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
         inputs = sample_inputs(prepared.model, samples=1, seed=0)[0]
         assert refute_kernels(prepared, choices, inputs, database, [tmp_path / "gone.db"]) == ()
     assert "no kernel is refuted" in caplog.text

@@ -18,7 +18,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.unoptimised import UNOPTIMISED_TEXT
 
@@ -28,7 +28,7 @@ REQUEST = ModelRequest("vit-tiny", SHAPES, UNOPTIMISED_TEXT)
 
 def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, rejected = tmp_path / "artifact", tmp_path / "artifact.rejected"
-    SqlDatabase.open(tmp_path / "tuning.db").close()
+    TuningDatabase.open(tmp_path / "tuning.db").close()
     good = jobs.compile_model(REQUEST, out, samples=1)
     assert (good.directory, rejected.exists()) == (out, False)
     validate = jobs.validate_written
@@ -42,7 +42,7 @@ def test_a_failed_artifact_lies_aside_and_the_good_one_stays(tmp_path: Path, mon
     assert not failed.validation.passed
     assert failed.directory == rejected
     assert [load_manifest(place).validation["passed"] for place in (out, rejected)] == [True, False]
-    with SqlDatabase.open(tmp_path / "tuning.db", mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tmp_path / "tuning.db", mode=Mode.READ_ONLY) as database:
         assert [artifact.location for artifact in database.list_artifacts()] == [str(rejected)]
         assert [validation.passed for validation in database.list_validations()] == [False]
     monkeypatch.undo()

@@ -9,11 +9,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.sql.schema import Base
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.tuning_db.postgres_server import running_server
 
@@ -98,7 +97,7 @@ def postgres_server() -> Iterator[str]:
 def migrated_postgres(postgres_server: str) -> str:
     """Return the URL of a database with our tables, which tests share one after another."""
     url = new_database(postgres_server, "shared")
-    SqlDatabase.open(url).close()
+    TuningDatabase.open(url).close()
     return url
 
 
@@ -139,7 +138,7 @@ def url_of(kind: str, request: pytest.FixtureRequest, path: Path) -> str:
 def database(request: pytest.FixtureRequest, path: Path, tmp_path: Path) -> Iterator[TuningDatabase]:
     """Return an empty database of every form that the contract has."""
     if request.param == "layers":
-        SqlDatabase.open(tmp_path / "shared.db").close()
+        TuningDatabase.open(tmp_path / "shared.db").close()
         urls = [f"sqlite:///{path}", str(tmp_path / "shared.db")]
     else:
         urls = [url_of(request.param, request, path)]

@@ -36,7 +36,7 @@ from relaxtune.tuning_db.cell_states import (
 )
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 SPEC = CellSpec(
     "bert", "bert.onnx", "ids=1x8", "", "fp16", "quick", "llvm", 3, "kept,nightly", "k" * 64, max_latency_ms=2.5
@@ -108,7 +108,7 @@ def test_transitions_are_those_of_the_table(tmp_path_factory, state, wanted, sha
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    with SqlDatabase.open(tmp_path_factory.mktemp("cells") / "cells.db") as database:
+    with TuningDatabase.open(tmp_path_factory.mktemp("cells") / "cells.db") as database:
         yield database, begin(database)
 
 

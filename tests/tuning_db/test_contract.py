@@ -1,31 +1,13 @@
-"""Every form of the tuning database keeps the contract; `test_store` asks each of them the same."""
+"""Failed records, and databases as layers of others; `test_store` asks every form the same."""
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.layers import LayeredDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
-from relaxtune.tuning_db.store import SqlDatabase
-
-FORMS = (SqlDatabase, LayeredDatabase)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_form_with_a_method_missing_is_refused(form):
-    incomplete = type("Incomplete", (form,), {"list_failed": TuningDatabase.list_failed})
-    with pytest.raises(TypeError, match="list_failed"):
-        incomplete(None, None)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_public_methods_are_those_of_the_contract_or_documented(form):
-    methods = {name: value for name, value in vars(form).items() if not name.startswith("_")}
-    assert all(inspect.getdoc(getattr(form, name)) for name in methods)
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 
 def question(samples, number=1, **changes):
@@ -59,7 +41,7 @@ class TestFailed:
 
     @pytest.mark.parametrize("status", [None, Status.WRONG_RESULT])
     def test_failures_are_found_by_an_index(self, path, samples, status):
-        with SqlDatabase.open(path) as database:
+        with TuningDatabase.open(path) as database:
             database.record_all(workloads=[samples.workload()], records=[samples.failure(status=Status.WRONG_RESULT)])
             asked = []
             connection = database._engine.raw_connection()
@@ -91,7 +73,7 @@ def test_what_a_lower_layer_knows_is_found_as_there(tmp_path, samples):
         "get_workload": lambda database: database.get_workload("hash1"),
         "list_workloads": lambda database: database.list_workloads(family="reduction"),
     }
-    with SqlDatabase.open(tmp_path / "shared.db") as shared:
+    with TuningDatabase.open(tmp_path / "shared.db") as shared:
         records = [samples.record(seed=1), samples.record(seed=2, latencies_us=(3.0,)), samples.failure()]
         shared.record_all(workloads=[samples.workload(), twin], records=records)
         expected = {name: ask(shared) for name, ask in asked.items()}

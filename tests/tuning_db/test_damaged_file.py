@@ -13,20 +13,20 @@ from relaxtune.tuning_db.errors import DatabaseOpenError, TuningDatabaseError
 from relaxtune.tuning_db.exchange.archive import export_archive
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.migrate import VERSION_TABLE
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.exchange.filled import fill
 
 
 @pytest.fixture
 def path(samples, tmp_path: Path) -> Path:
     path = tmp_path / "tuning.db"
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         fill(database, samples)
     return path
 
 
 def _read_all(path: Path) -> None:
-    with SqlDatabase.open(path, mode=Mode.READ_ONLY, create=False) as database:
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY, create=False) as database:
         database.list_records()
         database.list_jobs()
         database.list_artifacts()

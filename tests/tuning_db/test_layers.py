@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.tuning_db.contract import NO_FILTER
 from relaxtune.tuning_db.errors import DatabaseOpenError, DatabaseUrlError, DatabaseWriteError, NotFoundError
 from relaxtune.tuning_db.exchange.archive import merge
 from relaxtune.tuning_db.layers import LayeredDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.lookup_cache import LookupCache
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 
 def question(samples, **changes) -> Question:
@@ -27,7 +26,7 @@ def put(database, samples, *records):
 def shared(tmp_path, samples):
     """Return the path of a shared database whose best is 5 us here, and 1 us on another device."""
     path = tmp_path / "shared.db"
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         other = samples.environment(device_name="EPYC 9124")
         put(database, samples, samples.record(latencies_us=(5.0,)))
         put(database, samples, samples.record(latencies_us=(1.0,), environment=other))
@@ -48,7 +47,7 @@ class TestLayers:
                 (1.0, layers.layers[1]),
             ]
             assert layers.list_top(question(samples), k=2) == found[:2]
-        with SqlDatabase.open(shared) as below:
+        with TuningDatabase.open(shared) as below:
             assert below.count_records() == 2
 
     def test_upper_layer_wins_when_latencies_are_equal(self, path, shared, samples):
@@ -58,7 +57,7 @@ class TestLayers:
 
     def test_record_of_both_layers_is_found_once(self, path, shared, samples):
         with LayeredDatabase.open_layers([path, shared]) as layers:
-            with SqlDatabase.open(shared, mode=Mode.READ_ONLY) as below:
+            with TuningDatabase.open(shared, mode=Mode.READ_ONLY) as below:
                 merge(layers, below)
             found = layers.list_top(question(samples), k=10)
             assert [(record.latency_us, record.layer) for record in found] == [(5.0, layers.url), (1.0, layers.url)]
@@ -71,7 +70,7 @@ class TestLayers:
 
     def test_known_records_come_from_all_layers_each_once(self, path, shared, samples):
         with LayeredDatabase.open_layers([path, shared]) as layers:
-            with SqlDatabase.open(shared, mode=Mode.READ_ONLY) as below:
+            with TuningDatabase.open(shared, mode=Mode.READ_ONLY) as below:
                 layers.record_workload(samples.workload())
                 layers.record_measurement(below.list_records()[0])
             put(layers, samples, samples.failure(seed=3))
@@ -98,7 +97,7 @@ class TestLayers:
             assert layers.count_records() == 4
 
     def test_read_only_layers_refuse_writes(self, path, shared, samples):
-        SqlDatabase.open(path).close()
+        TuningDatabase.open(path).close()
         with LayeredDatabase.open_layers([path, shared], mode=Mode.READ_ONLY) as layers:
             with pytest.raises(DatabaseWriteError, match="read-only"):
                 layers.record_workload(samples.workload())
@@ -115,7 +114,7 @@ class TestLayers:
 
 class TestCache:
     def test_answer_is_kept_until_this_process_writes(self, path, samples):
-        with SqlDatabase.open(path) as database, SqlDatabase.open(path) as other:
+        with TuningDatabase.open(path) as database, TuningDatabase.open(path) as other:
             put(database, samples, samples.record(latencies_us=(5.0,)))
             cache = LookupCache(database)
             first = cache.list_top(question(samples))
@@ -125,7 +124,7 @@ class TestCache:
             assert cache.list_top(question(samples))[0].latency_us == 4.0
 
     def test_answer_is_asked_again_after_forget(self, path, samples):
-        with SqlDatabase.open(path) as database, SqlDatabase.open(path) as other:
+        with TuningDatabase.open(path) as database, TuningDatabase.open(path) as other:
             cache = LookupCache(database)
             assert cache.list_top(question(samples)) == ()
             put(other, samples, samples.record())

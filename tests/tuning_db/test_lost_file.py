@@ -7,16 +7,16 @@ import shutil
 import pytest
 
 from relaxtune.tuning_db.errors import DatabaseWriteError
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_that_lost_its_name_is_not_written(tmp_path, samples, replaced) -> None:
     path, copy = tmp_path / "tuning.db", tmp_path / "copy.db"
-    with SqlDatabase.open(copy):
+    with TuningDatabase.open(copy):
         pass
     shutil.copy(copy, path)
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
@@ -24,7 +24,7 @@ def test_a_file_that_lost_its_name_is_not_written(tmp_path, samples, replaced) -
             copy.rename(path)
         with pytest.raises(DatabaseWriteError, match=r"tuning\.db was deleted or replaced while in use"):
             database.record_measurement(samples.record(seed=0))
-    with SqlDatabase.open(path) as again:
+    with TuningDatabase.open(path) as again:
         again.record_workload(samples.workload())
         again.record_measurement(samples.record(seed=1))
         assert again.count_records() == 1

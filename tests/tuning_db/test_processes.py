@@ -11,17 +11,17 @@ import pytest
 
 from relaxtune.tuning_db.records import RecordFilter, Status
 from relaxtune.tuning_db.sql.statements import select_records
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 WRITER = """
 import os, sys
 from relaxtune.tuning_db.records import *
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 url, log, writer, count, batch = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 journal = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-with SqlDatabase.open(url) as database:
+with TuningDatabase.open(url) as database:
     database.record_workload(workload)
     print("ready", flush=True)
     sys.stdin.readline()
@@ -41,11 +41,11 @@ READER = """
 import sys
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import *
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 url = sys.argv[1]
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 target = TargetKey("llvm", "znver4")
-with SqlDatabase.open(url, mode=Mode.READ_ONLY) as database:
+with TuningDatabase.open(url, mode=Mode.READ_ONLY) as database:
     print("ready", flush=True)
     sys.stdin.readline()
     seen = reads = 0
@@ -67,7 +67,7 @@ print(f"done {reads}", flush=True)
 def shared_url(request, path):
     if request.param == "postgresql":
         return request.getfixturevalue("postgres_url")
-    SqlDatabase.open(path).close()
+    TuningDatabase.open(path).close()
     return f"sqlite:///{path}"
 
 
@@ -85,7 +85,7 @@ def run_together(python, url, folder: Path, *, writers: int, records: int, batch
         assert process.stdout.readline().startswith("done"), process.wait()
         assert process.wait() == 0
     expected = sorted(n * 10**6 + seed for n in range(writers) for seed in range(records))
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         assert sorted(record.seed for record in database.list_records()) == expected
         assert database.count_records(RecordFilter(status=Status.OK)) == len(expected)
         assert len(database.list_workloads()) == 1
@@ -112,7 +112,7 @@ def test_first_creation_by_many_processes_at_once_is_safe(empty_url, tmp_path, p
 
 
 def test_reader_that_asks_twice_sees_one_state(shared_url, samples):
-    with SqlDatabase.open(shared_url) as writer, SqlDatabase.open(shared_url) as reader:
+    with TuningDatabase.open(shared_url) as writer, TuningDatabase.open(shared_url) as reader:
         writer.record_workload(samples.workload())
 
         def ask_twice(session):
@@ -143,12 +143,12 @@ def kill_writers(python, url, folder: Path, *, kills: int, seed: int) -> tuple[s
         writer.wait()
         number += 1
         # Opens clean, at once, each time.
-        with SqlDatabase.open(url) as database:
+        with TuningDatabase.open(url) as database:
             database.count_records()
     # A log line may be cut by the kill itself; it was acknowledged whole or its number is not yet written.
     text = log.read_text() if log.exists() else ""
     acknowledged = {int(line) for line in text.splitlines()}
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         return acknowledged, {record.seed for record in database.list_records()}, number
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import (
@@ -22,7 +21,7 @@ from relaxtune.tuning_db.records import (
     Workload,
     canonical_json,
 )
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 ENVIRONMENT_CHANGES = {
     "device_kind": "cuda",
@@ -267,7 +266,7 @@ def records(signature_key: str) -> st.SearchStrategy[TuningRecord]:
 
 @pytest.fixture(scope="module")
 def memory() -> TuningDatabase:
-    with SqlDatabase.open("sqlite://") as opened:
+    with TuningDatabase.open("sqlite://") as opened:
         workload = Workload("w", "matmul", '{"M":1}', "w", 1.0, 1.0, None, "0.27")
         opened.record_workload(workload)
         yield opened

@@ -15,7 +15,7 @@ from relaxtune.tuning_db.errors import DatabaseLostError, DatabaseOpenError
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.column_types import DamagedValueError
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import Server, restartable_server
 
 
@@ -26,7 +26,7 @@ def server() -> Iterator[Server]:
 
 
 def test_reads_and_writes_wait_for_a_server_that_is_restarted(server, samples):
-    with SqlDatabase.open(server.url) as database:
+    with TuningDatabase.open(server.url) as database:
         database.record_workload(samples.workload())
         database.record_measurement(samples.record(seed=0))
         server.stop()
@@ -50,7 +50,7 @@ def test_a_connection_that_the_server_ends_in_its_first_transaction_is_made_agai
                 other.execute("SELECT pg_terminate_backend(%s, 5000)", ended)
         return session.execute(text("SELECT 7")).scalar_one()
 
-    with SqlDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE) as database:
+    with TuningDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE) as database:
         assert database.read(work) == 7
 
 
@@ -59,7 +59,7 @@ def test_a_server_that_is_away_as_a_run_starts_is_waited_for(server, samples, ca
     back = threading.Timer(1.0, server.start)
     back.start()
     began = time.monotonic()
-    with SqlDatabase.open(server.url) as database:
+    with TuningDatabase.open(server.url) as database:
         assert time.monotonic() - began > 0.9
         database.record_workload(samples.workload())
         database.record_measurement(samples.record(seed=0))
@@ -72,7 +72,7 @@ def test_a_server_that_is_away_as_a_run_starts_is_waited_for(server, samples, ca
 def test_a_server_that_refuses_is_not_waited_for(server, monkeypatch):
     monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.START_WAIT_S", 1e9)
     with pytest.raises(DatabaseOpenError, match="not exist"):
-        SqlDatabase.open(server.url.replace("/postgres?", "/misspelt?"))
+        TuningDatabase.open(server.url.replace("/postgres?", "/misspelt?"))
 
 
 def test_a_damaged_row_is_no_server_that_went_away(server, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_damaged_row_is_no_server_that_went_away(server, monkeypatch):
     def damaged(_: Session) -> None:
         raise DamagedValueError("no such status")
 
-    with SqlDatabase.open(server.url) as database:
+    with TuningDatabase.open(server.url) as database:
         with pytest.raises(DatabaseOpenError, match="is damaged") as raised:
             database.read(damaged)
         assert not isinstance(raised.value, DatabaseLostError)
@@ -90,13 +90,13 @@ def test_a_damaged_row_is_no_server_that_went_away(server, monkeypatch):
 def test_a_server_that_stays_away_is_told_and_its_return_is_enough(server, samples, monkeypatch):
     for name in ("RECONNECT_WAIT_S", "START_WAIT_S"):
         monkeypatch.setattr(f"relaxtune.tuning_db.sql.transactions.{name}", 0.5)
-    with SqlDatabase.open(server.url) as database:
+    with TuningDatabase.open(server.url) as database:
         database.record_workload(samples.workload())
         server.stop()
         with pytest.raises(DatabaseLostError):
             database.record_measurement(samples.record(seed=0))
         with pytest.raises(DatabaseOpenError) as raised:
-            SqlDatabase.open(server.url)
+            TuningDatabase.open(server.url)
         assert not isinstance(raised.value, DatabaseLostError)
         server.start()
         database.record_measurement(samples.record(seed=0))

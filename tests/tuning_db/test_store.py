@@ -15,7 +15,7 @@ from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION, JobRow, JobTaskRow
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -347,7 +347,7 @@ def test_get_record_raises_when_unknown(database):
 
 
 def test_values_live_on_when_the_database_is_closed(path, samples):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
         database.record_measurement(samples.record(seed=3))
         (record,) = database.list_records()
@@ -375,7 +375,7 @@ def in_child(work) -> str:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_gets_connections_of_its_own_when_the_database_is_a_file(path, samples):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
         assert in_child(lambda: str(database.record_measurement(samples.record()))) == "1"
         assert database.record_measurement(samples.record()) == 2
@@ -383,7 +383,7 @@ def test_fork_gets_connections_of_its_own_when_the_database_is_a_file(path, samp
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_fork_is_refused_when_the_database_is_in_memory():
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         answer = in_child(lambda: str(database.count_records()))
         assert answer.startswith(
             f"{TuningDatabaseError.__name__}: The memory database was opened by process {os.getpid()}"

@@ -17,17 +17,17 @@ from sqlalchemy import event
 
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseOpenError, DatabaseWriteError, TuningDatabaseError
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 COMMIT = """
 import sys
 from relaxtune.tuning_db.records import *
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 path, start, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.stdin.readline()
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
-with SqlDatabase.open(path) as database:
+with TuningDatabase.open(path) as database:
     database.record_workload(workload)
     for seed in range(start, start + count):
         record = TuningRecord("w", workload.signature_key, TargetKey("llvm", "znver4"), environment, Route.METASCHEDULE,
@@ -40,12 +40,12 @@ FILL = """
 import sys
 from relaxtune.tuning_db.records import *
 from relaxtune.tuning_db.errors import DatabaseWriteError
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 workload = Workload("w", "matmul", "{}", "w", 1.0, 1.0, None, "0.27")
 environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
 target = TargetKey("llvm", "znver4")
 kept = 0
-with SqlDatabase.open(sys.argv[1]) as database:
+with TuningDatabase.open(sys.argv[1]) as database:
     database.record_workload(workload)
     try:
         while True:
@@ -57,7 +57,7 @@ with SqlDatabase.open(sys.argv[1]) as database:
             kept += 2
     except DatabaseWriteError as e:
         print(kept, e, sep="\\n")
-with SqlDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
+with TuningDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
     assert [record.seed for record in database.list_records()] == list(range(kept))
     print(database.count_records())
 """
@@ -66,12 +66,12 @@ PROTECTED = """
 import os, sys, tempfile
 from relaxtune.tuning_db.records import *
 from relaxtune.tuning_db.errors import TuningDatabaseError
-from relaxtune.tuning_db.store import SqlDatabase
-SqlDatabase.open("sqlite://").close()
+from relaxtune.tuning_db.store import TuningDatabase
+TuningDatabase.open("sqlite://").close()
 if os.geteuid() == 0:
     os.setuid(65534)
 try:
-    with SqlDatabase.open(sys.argv[1], mode=Mode(sys.argv[2])) as database:
+    with TuningDatabase.open(sys.argv[1], mode=Mode(sys.argv[2])) as database:
         print(database.info().workloads)
         database.record_workload(Workload("x", "matmul", "{}", "x", 1.0, 1.0, None, "0.27"))
 except TuningDatabaseError as e:
@@ -96,14 +96,14 @@ def test_every_record_is_kept_once_when_four_processes_create_and_write(path, py
         writer.stdin.flush()
     for writer in writers:
         assert writer.wait(60) == 0
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         seeds = sorted(record.seed for record in database.list_records())
         assert seeds == [number * 100 + n for number in range(4) for n in range(5)]
         assert len(database.list_workloads()) == 1
 
 
 def test_write_fails_with_a_clear_error_and_keeps_earlier_records_when_the_disk_is_full(path, samples):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
         database.record_measurement(samples.record())
 
@@ -119,7 +119,7 @@ def test_write_fails_with_a_clear_error_and_keeps_earlier_records_when_the_disk_
         ):
             database.record_measurements(batch)
         assert database.count_records() == 1
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         assert database.list_records()[0].latency_us == 12.5
 
 
@@ -141,7 +141,7 @@ def test_earlier_records_are_whole_after_a_real_disk_is_full(tmp_path):
 
 
 def test_writer_waits_and_reader_does_not_when_another_holds_the_lock(path, samples):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         holder = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         holder.execute("BEGIN IMMEDIATE")
         assert database.list_workloads() == []
@@ -156,7 +156,7 @@ def test_writer_waits_and_reader_does_not_when_another_holds_the_lock(path, samp
 
 
 def test_a_writer_that_met_the_lock_thirty_times_still_gets_its_turn(path, samples, monkeypatch):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
         pauses = []
@@ -177,7 +177,7 @@ def test_a_writer_that_met_the_lock_thirty_times_still_gets_its_turn(path, sampl
 def test_busy_error_is_raised_when_the_lock_is_never_free(path, samples, monkeypatch):
     monkeypatch.setattr("relaxtune.tuning_db.sql.engine.BUSY_TIMEOUT_S", 0.01)
     monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.LOCK_WAIT_S", 0.1)
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         holder = sqlite3.connect(path, isolation_level=None)
         holder.execute("BEGIN IMMEDIATE")
         with pytest.raises(DatabaseBusyError, match=r"stayed locked by other writers .*Run the command again"):
@@ -186,10 +186,10 @@ def test_busy_error_is_raised_when_the_lock_is_never_free(path, samples, monkeyp
 
 
 def test_read_only_mode_reads_and_refuses_writes(path, samples):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
     content = path.read_bytes()
-    with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
         assert database.mode is Mode.READ_ONLY
         assert database.has_workload("hash1")
         with pytest.raises(DatabaseWriteError, match=r"opened in mode read-only\. Open it in mode tune to write"):
@@ -198,7 +198,7 @@ def test_read_only_mode_reads_and_refuses_writes(path, samples):
 
 
 def test_read_only_mode_sees_what_a_writer_commits_meanwhile(path, samples):
-    with SqlDatabase.open(path) as writer, SqlDatabase.open(path, mode=Mode.READ_ONLY) as reader:
+    with TuningDatabase.open(path) as writer, TuningDatabase.open(path, mode=Mode.READ_ONLY) as reader:
         assert not reader.has_workload("hash1")
         writer.record_workload(samples.workload())
         assert reader.has_workload("hash1")
@@ -208,9 +208,9 @@ def test_read_only_mode_creates_nothing_when_there_is_no_database(path):
     with pytest.raises(
         DatabaseOpenError, match=r"There is no database at .*tuning\.db\. Create it with: relaxtune db init"
     ):
-        SqlDatabase.open(path, mode=Mode.READ_ONLY)
+        TuningDatabase.open(path, mode=Mode.READ_ONLY)
     with pytest.raises(DatabaseOpenError, match="There is no database"):
-        SqlDatabase.open(path, create=False)
+        TuningDatabase.open(path, create=False)
     assert not path.exists()
 
 
@@ -220,7 +220,7 @@ def test_empty_file_is_refused_when_it_may_not_be_filled(path, options):
     with pytest.raises(
         DatabaseOpenError, match=r"is empty\. Create its tables with: relaxtune db init --db sqlite:///"
     ):
-        SqlDatabase.open(path, **options)
+        TuningDatabase.open(path, **options)
 
 
 def test_protected_folder_is_refused_when_the_database_has_to_be_made(open_folder, python):
@@ -232,7 +232,7 @@ def test_protected_folder_is_refused_when_the_database_has_to_be_made(open_folde
 
 def test_protected_file_is_read_but_not_written(open_folder, python, samples):
     path = open_folder / "tuning.db"
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
     path.chmod(0o444)
     open_folder.chmod(0o555)
@@ -246,7 +246,7 @@ def test_protected_file_is_read_but_not_written(open_folder, python, samples):
 
 def test_unreadable_file_is_refused(open_folder, python):
     path = open_folder / "tuning.db"
-    SqlDatabase.open(path).close()
+    TuningDatabase.open(path).close()
     path.chmod(0o000)
     assert (
         python(PROTECTED, path, "read-only").communicate()[0].startswith("DatabaseOpenError: Cannot open the database")
@@ -259,18 +259,18 @@ def test_file_that_is_no_database_is_refused_and_left_alone(path):
     with pytest.raises(
         DatabaseOpenError, match=r"is not a database or is damaged \(file is not a database\)\. Restore it"
     ):
-        SqlDatabase.open(path)
+        TuningDatabase.open(path)
     assert path.read_bytes() == before
 
 
 def test_damaged_page_is_reported_when_it_is_read(path, samples):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
         database.record_measurements([samples.record(seed=seed, decision='"' + "x" * 3000 + '"') for seed in range(50)])
     with path.open("r+b") as stream:
         stream.seek(4096 * 2)
         stream.write(os.urandom(4096 * 60))
-    with pytest.raises(DatabaseOpenError, match="is damaged"), SqlDatabase.open(path) as database:
+    with pytest.raises(DatabaseOpenError, match="is damaged"), TuningDatabase.open(path) as database:
         database.list_records()
 
 
@@ -279,11 +279,11 @@ def test_file_of_another_application_is_refused_and_left_alone(path):
     other.execute("CREATE TABLE songs (name TEXT)")
     other.close()
     with pytest.raises(DatabaseOpenError, match=r"holds 1 tables of another application .*'songs'.*of its own"):
-        SqlDatabase.open(path)
+        TuningDatabase.open(path)
 
 
 def test_sqlite_file_has_wal_and_checks_foreign_keys(path):
-    with SqlDatabase.open(path) as database, database._engine.connect() as connection:
+    with TuningDatabase.open(path) as database, database._engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
         assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
@@ -294,7 +294,7 @@ def test_sqlite_file_has_wal_and_checks_foreign_keys(path):
     ["status = 'nix'", "created_at = '2026-11k22'", "latencies = '[1'", "decision = CAST(x'ff' AS TEXT)"],
 )
 def test_a_row_that_cannot_be_read_is_one_error(path, samples, damage):
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(samples.workload())
         database.record_measurement(samples.record())
     connection = sqlite3.connect(path)
@@ -302,7 +302,7 @@ def test_a_row_that_cannot_be_read_is_one_error(path, samples, damage):
     connection.execute(f"UPDATE records SET {damage}")
     connection.commit()
     connection.close()
-    with SqlDatabase.open(path) as database, pytest.raises(TuningDatabaseError):
+    with TuningDatabase.open(path) as database, pytest.raises(TuningDatabaseError):
         database.list_records()
 
 
@@ -311,5 +311,5 @@ def test_a_defect_inside_a_transaction_is_not_called_a_damaged_file(path, fault)
     def work(_):
         raise fault
 
-    with SqlDatabase.open(path) as database, pytest.raises(type(fault), match="defect"):
+    with TuningDatabase.open(path) as database, pytest.raises(type(fault), match="defect"):
         database.write(work)

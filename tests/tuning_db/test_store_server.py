@@ -15,7 +15,7 @@ import pytest
 from relaxtune.tuning_db.errors import DatabaseOpenError, DatabaseWriteError
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import UNPRIVILEGED
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ import psycopg
 from tests.tuning_db.conftest import Samples
 from tests.tuning_db.postgres_server import running_server
 from relaxtune.tuning_db.errors import DatabaseWriteError
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 samples = Samples()
 with running_server() as server:
@@ -36,7 +36,7 @@ with running_server() as server:
         connection.execute("CREATE DATABASE small TABLESPACE small")
     url = server.replace("/postgres?", "/small?")
     kept = 0
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         database.record_workload(samples.workload())
         try:
             for number in range(1000):
@@ -48,7 +48,7 @@ with running_server() as server:
         except DatabaseWriteError as e:
             print(e)
         assert database.count_records() == kept, "part of a batch was kept"
-    with SqlDatabase.open(url, create=False) as database:
+    with TuningDatabase.open(url, create=False) as database:
         seeds = [record.seed for record in database.list_records()]
         assert seeds == list(range(kept)), "an acknowledged record is lost"
         print("kept", kept)
@@ -58,14 +58,14 @@ with running_server() as server:
 @pytest.fixture
 def filled(postgres_url, samples):
     """Return the URL of a database with one record."""
-    with SqlDatabase.open(postgres_url) as database:
+    with TuningDatabase.open(postgres_url) as database:
         database.record_workload(samples.workload())
         database.record_measurement(samples.record())
     return postgres_url
 
 
 def refused_write(url, samples, match):
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         with pytest.raises(DatabaseWriteError, match=match):
             database.record_measurements([samples.record(seed=seed) for seed in range(200)])
         with pytest.raises(DatabaseWriteError, match=match):
@@ -81,7 +81,7 @@ def test_user_who_may_only_read_reads_and_is_told_so_at_the_first_write(filled, 
     url = filled.replace("postgres@", "reader@")
     try:
         refused_write(url, samples, r"cannot be written \(permission denied .*Name a user who may write")
-        with SqlDatabase.open(url, mode=Mode.READ_ONLY) as database:
+        with TuningDatabase.open(url, mode=Mode.READ_ONLY) as database:
             assert database.count_records() == 1
     finally:
         with psycopg.connect(filled, autocommit=True) as connection:
@@ -96,7 +96,7 @@ def test_read_only_server_refuses_writes_and_is_read(filled, samples):
 
 
 def test_mode_read_only_is_kept_by_the_server_too(filled, samples):
-    with SqlDatabase.open(filled, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(filled, mode=Mode.READ_ONLY) as database:
         with pytest.raises(DatabaseWriteError, match="opened in mode read-only"):
             database.record_measurement(samples.record(seed=1))
         with pytest.raises(DatabaseWriteError, match="read-only transaction"):
@@ -110,19 +110,19 @@ def test_empty_database_is_refused_when_its_user_may_not_make_tables(empty_postg
         connection.execute("CREATE ROLE guest LOGIN")
     url = empty_postgres.replace("postgres@", "guest@")
     with pytest.raises(DatabaseWriteError, match="permission denied for schema public"):
-        SqlDatabase.open(url)
+        TuningDatabase.open(url)
     with pytest.raises(DatabaseOpenError, match=r"is empty\. Create its tables with: relaxtune db init"):
-        SqlDatabase.open(url, create=False)
+        TuningDatabase.open(url, create=False)
 
 
 def test_server_that_is_not_there_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.START_WAIT_S", 0.0)
     with pytest.raises(DatabaseOpenError, match=r"Cannot reach the database .*Check host, port"):
-        SqlDatabase.open(f"postgresql://postgres@/nix?host={tmp_path}")
+        TuningDatabase.open(f"postgresql://postgres@/nix?host={tmp_path}")
 
 
 def test_connection_that_the_server_closed_is_made_anew(filled, samples):
-    with SqlDatabase.open(filled) as database:
+    with TuningDatabase.open(filled) as database:
         assert database.count_records() == 1
         with psycopg.connect(filled, autocommit=True) as connection:
             connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")

@@ -4,7 +4,7 @@ import pytest
 
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.sql.engine import parse_location
-from relaxtune.tuning_db.store import SqlDatabase, upgrade
+from relaxtune.tuning_db.store import TuningDatabase, upgrade
 from relaxtune.tuning_db.urls import DatabaseUrl, hide_secrets, without_secrets
 
 SECRET = "s3cr3t"
@@ -30,7 +30,7 @@ def test_no_form_of_a_url_shows_its_password(url, monkeypatch):
     monkeypatch.setattr("relaxtune.tuning_db.sql.transactions.START_WAIT_S", 0.0)
     shown = DatabaseUrl(url)
     assert SECRET not in f"{shown} {shown!r} {without_secrets(url)}"
-    for open_it in (SqlDatabase.open, upgrade):
+    for open_it in (TuningDatabase.open, upgrade):
         with pytest.raises(TuningDatabaseError) as raised:
             open_it(url)
         error: BaseException | None = raised.value
@@ -43,7 +43,7 @@ def test_a_location_shows_no_password_in_its_repr():
 
 def test_a_url_means_what_its_text_means(tmp_path):
     url = DatabaseUrl.of(tmp_path / "x.db")
-    SqlDatabase.open(url).close()
+    TuningDatabase.open(url).close()
     assert (tmp_path / "x.db").exists()
     assert DatabaseUrl.of(url) == url
 

@@ -24,12 +24,12 @@ from typing import Any, BinaryIO, cast
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import ExchangeError, NotFoundError, TuningDatabaseError
 from relaxtune.tuning_db.exchange.entries import Entry, Signature, TaskOfJob, Transfer, list_entries, merge_entries
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord, Workload, canonical_json
 from relaxtune.tuning_db.sql.rows import latencies_from_text, latencies_to_text
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 FORMAT = "relaxtune-archive"
 VERSION = 1

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.jobs import Job, JobTask
@@ -45,7 +45,14 @@ from relaxtune.tuning_db.sql.schema import (
     ValidationRow,
     WorkloadRow,
 )
-from relaxtune.tuning_db.sql.statements import conditions, iterate_records, select_records
+from relaxtune.tuning_db.sql.statements import (
+    conditions,
+    iterate_records,
+    select_job_tasks,
+    select_jobs,
+    select_records,
+    select_workloads,
+)
 from relaxtune.tuning_db.sql.writing import put_job, put_job_tasks, put_keyed, put_records, put_workload
 
 UNKNOWN_FAMILY = "unknown"
@@ -97,18 +104,9 @@ def list_entries(session: Session, filters: RecordFilter) -> Iterator[Entry]:
     everything = filters == RecordFilter()
     chosen = select(RecordRow).where(*conditions(filters)).subquery()
     signatures = select(SignatureRow).order_by(SignatureRow.key)
-    workloads = (
-        select(WorkloadRow, SignatureRow)
-        .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
-        .order_by(WorkloadRow.workload_hash, WorkloadRow.tvm_version)
-        .options(undefer(WorkloadRow.ir_json))
-    )
-    jobs = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id).order_by(JobRow.id)
-    tasks = (
-        select(JobTaskRow, WorkloadRow)
-        .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
-        .order_by(JobTaskRow.job_id, WorkloadRow.workload_hash, WorkloadRow.tvm_version)
-    )
+    workloads = select_workloads().order_by(WorkloadRow.workload_hash, WorkloadRow.tvm_version)
+    jobs = select_jobs().order_by(JobRow.id)
+    tasks = select_job_tasks().order_by(JobTaskRow.job_id, WorkloadRow.workload_hash, WorkloadRow.tvm_version)
     if not everything:
         of_workloads = select(WorkloadRow.signature_id).where(WorkloadRow.id.in_(select(chosen.c.workload_id)))
         signatures = signatures.where(
@@ -191,19 +189,9 @@ def _merge_signature(session: Session, entry: Signature) -> None:
 
 
 def _merge_workload(session: Session, entry: Workload) -> None:
-    known = _known_workload(session, entry)
-    put_workload(session, entry if known is None else merge_workloads(known, entry))
-
-
-def _known_workload(session: Session, entry: Workload) -> Workload | None:
-    statement = (
-        select(WorkloadRow, SignatureRow)
-        .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
-        .where(WorkloadRow.workload_hash == entry.workload_hash, WorkloadRow.tvm_version == entry.tvm_version)
-        .options(undefer(WorkloadRow.ir_json))
-    )
-    row = session.execute(statement).one_or_none()
-    return None if row is None else to_workload(*row)
+    same = (WorkloadRow.workload_hash == entry.workload_hash, WorkloadRow.tvm_version == entry.tvm_version)
+    row = session.execute(select_workloads().where(*same)).one_or_none()
+    put_workload(session, entry if row is None else merge_workloads(to_workload(*row), entry))
 
 
 def merge_workloads(one: Workload, other: Workload) -> Workload:
@@ -232,8 +220,7 @@ def merge_jobs(one: Job, other: Job) -> Job:
 
 
 def _merge_job(session: Session, entry: Job) -> None:
-    statement = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id).where(JobRow.id == entry.id)
-    row = session.execute(statement).one_or_none()
+    row = session.execute(select_jobs().where(JobRow.id == entry.id)).one_or_none()
     if row is None:
         put_job(session, entry)
         return
@@ -246,14 +233,10 @@ def _merge_job(session: Session, entry: Job) -> None:
 
 
 def _merge_task(session: Session, entry: TaskOfJob) -> None:
-    statement = (
-        select(JobTaskRow, WorkloadRow)
-        .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
-        .where(
-            JobTaskRow.job_id == entry.job_id,
-            WorkloadRow.workload_hash == entry.task.workload_hash,
-            WorkloadRow.tvm_version == entry.task.tvm_version,
-        )
+    statement = select_job_tasks().where(
+        JobTaskRow.job_id == entry.job_id,
+        WorkloadRow.workload_hash == entry.task.workload_hash,
+        WorkloadRow.tvm_version == entry.task.tvm_version,
     )
     row = session.execute(statement).one_or_none()
     known = entry.task if row is None else to_job_task(*row)

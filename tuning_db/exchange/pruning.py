@@ -13,11 +13,11 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, case, delete, func, or_, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
 from relaxtune.tuning_db.records import RecordFilter, Status, require_utc
 from relaxtune.tuning_db.sql.schema import RecordRow
 from relaxtune.tuning_db.sql.statements import conditions
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase
 from relaxtune.tuning_db.errors import ExchangeError, TuningDatabaseError
 from relaxtune.tuning_db.metaschedule import (
     REPLAY_ERRORS,
@@ -49,6 +48,7 @@ from relaxtune.tuning_db.records import (
     Workload,
     canonical_json,
 )
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"

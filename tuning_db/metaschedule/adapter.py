@@ -13,7 +13,6 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
 from relaxtune.tuning_db import errors
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.lookup_cache import LookupCache
@@ -30,6 +29,7 @@ from relaxtune.tuning_db.records import (
     TuningRecord,
     Workload,
 )
+from relaxtune.tuning_db.store import TuningDatabase
 
 _LOG = logging.getLogger(__name__)
 

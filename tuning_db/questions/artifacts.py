@@ -8,8 +8,8 @@ from datetime import datetime
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import question
 from relaxtune.tuning_db.sql.schema import ArtifactRow, BenchmarkRow, EnvironmentRow, TargetRow, ValidationRow
+from relaxtune.tuning_db.store import question
 
 DEFAULT_LIMIT = 50
 

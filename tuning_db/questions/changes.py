@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import question
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.rows import latencies_from_text
 from relaxtune.tuning_db.sql.schema import (
@@ -27,6 +26,7 @@ from relaxtune.tuning_db.sql.schema import (
     WorkloadRow,
 )
 from relaxtune.tuning_db.sql.statements import conditions
+from relaxtune.tuning_db.store import question
 
 # The outcome of a job that was carried to its end.
 DONE = "done"

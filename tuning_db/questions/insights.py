@@ -15,7 +15,6 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import NO_FILTER, question
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, utc_now
 from relaxtune.tuning_db.sql import writing
@@ -29,6 +28,7 @@ from relaxtune.tuning_db.sql.schema import (
     WorkloadRow,
 )
 from relaxtune.tuning_db.sql.statements import conditions, read_places
+from relaxtune.tuning_db.store import NO_FILTER, question
 
 CAUSE_LENGTH = 160
 

@@ -13,10 +13,10 @@ from datetime import datetime
 from sqlalchemy import Select, func, or_, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import TuningDatabase, question
 from relaxtune.tuning_db.records import Status
 from relaxtune.tuning_db.sql.schema import EnvironmentRow, JobRow, JobTaskRow, RecordRow, SignatureRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import read_places
+from relaxtune.tuning_db.store import TuningDatabase, question
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,9 @@ def job_progress(session: Session, job_id: str) -> JobProgress:
     """Return what a job measured so far; of an unknown job, nothing."""
     tasks = session.execute(
         select(
-            JobTaskRow,
-            WorkloadRow.name,
-            WorkloadRow.workload_hash,
-            WorkloadRow.flops,
-            WorkloadRow.bytes,
-            SignatureRow.family,
-            SignatureRow.signature,
+            *(JobTaskRow.workload_id, JobTaskRow.weight, JobTaskRow.seconds, WorkloadRow.name),
+            *(WorkloadRow.workload_hash, WorkloadRow.flops, WorkloadRow.bytes),
+            *(SignatureRow.family, SignatureRow.signature),
         )
         .join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
         .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
@@ -135,7 +131,7 @@ def job_progress(session: Session, job_id: str) -> JobProgress:
         environments.add(environment_id)
         counts[workload_id][status] += count
         candidate_s += duration_s or 0.0
-    weights = {row.JobTaskRow.workload_id: row.JobTaskRow.weight for row in tasks}
+    weights = {row.workload_id: row.weight for row in tasks}
     best: dict[int, float] = {}
     curve: list[tuple[float, float]] = []
     improvements = session.execute(_improvements(job_id)).all()
@@ -146,22 +142,12 @@ def job_progress(session: Session, job_id: str) -> JobProgress:
         if len(known) == timed and began is not None:
             total = sum(weights[task] * best[task] for task in known)
             curve.append(((row.created_at - began).total_seconds(), total))
-    found = [
-        TaskProgress(
-            name=row.name,
-            family=row.family,
-            workload_hash=row.workload_hash,
-            weight=row.JobTaskRow.weight,
-            seconds=row.JobTaskRow.seconds,
-            valid=counts[row.JobTaskRow.workload_id][Status.OK],
-            failed=counts[row.JobTaskRow.workload_id].total() - counts[row.JobTaskRow.workload_id][Status.OK],
-            best_us=best.get(row.JobTaskRow.workload_id),
-            signature=row.signature,
-            flops=row.flops,
-            bytes=row.bytes,
-        )
-        for row in tasks
-    ]
+    found = []
+    for task_row in tasks:
+        facts = dict(task_row._mapping)
+        task = facts.pop("workload_id")
+        valid = counts[task][Status.OK]
+        found.append(TaskProgress(valid=valid, failed=counts[task].total() - valid, best_us=best.get(task), **facts))
     by_status: Counter[Status] = Counter()
     for of_task in counts.values():
         by_status += of_task
@@ -216,7 +202,7 @@ def covered_tasks(session: Session) -> tuple[ModelCoverage, ...]:
     )
 
 
-def _improvements(job_id: str) -> Select[tuple[int, float, datetime]]:
+def _improvements(job_id: str) -> Select[int, float, datetime]:
     """Return the statement that selects the records of a job that were the best of their task when they were made."""
     before = func.min(RecordRow.latency_us).over(
         partition_by=RecordRow.workload_id, order_by=(RecordRow.created_at, RecordRow.id), rows=(None, -1)

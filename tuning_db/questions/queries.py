@@ -9,7 +9,6 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, Subquery, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.contract import NO_FILTER, TuningDatabase, question
 from relaxtune.tuning_db.records import MODEL_FAMILY, DatabaseInfo, RecordFilter, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import (
     ArtifactRow,
@@ -28,8 +27,11 @@ from relaxtune.tuning_db.sql.statements import (
     select_records,
     signature_conditions,
 )
+from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase, question
 
 DEFAULT_LIMIT = 50
+# What a filter says of a workload; all else is of its records.
+_OF_WORKLOAD = ("family", "model", "workload_hash", "signature_key", "tvm_version", "shape", "dtype")
 
 
 @dataclass(frozen=True)
@@ -213,51 +215,22 @@ def workloads(
     Workloads without a record are listed too, unless the filter asks for something that only a record has (target,
     device, route, status, job, time); then records outside the filter are not counted.
     """
-    of_workload = RecordFilter(
-        family=filters.family,
-        model=filters.model,
-        workload_hash=filters.workload_hash,
-        signature_key=filters.signature_key,
-        tvm_version=filters.tvm_version,
-        shape=filters.shape,
-        dtype=filters.dtype,
-    )
-    of_record = dataclasses.replace(
-        filters,
-        family=None,
-        model=None,
-        workload_hash=None,
-        signature_key=None,
-        tvm_version=None,
-        shape=None,
-        dtype=None,
-    )
+    of_record = dataclasses.replace(filters, **dict.fromkeys(_OF_WORKLOAD))
     counted = _counted_records(of_record)
     statement = (
-        select(WorkloadRow, SignatureRow, counted.c.records, counted.c.valid, counted.c.best_us, counted.c.last_at)
+        select(
+            *(WorkloadRow.workload_hash, WorkloadRow.tvm_version, WorkloadRow.name, WorkloadRow.flops),
+            *(WorkloadRow.bytes, SignatureRow.family, SignatureRow.signature, SignatureRow.key.label("signature_key")),
+            *(func.coalesce(counted.c[name], 0).label(name) for name in ("records", "valid")),
+            *(counted.c.best_us, counted.c.last_at),
+        )
         .join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
         .join(counted, counted.c.workload_id == WorkloadRow.id, isouter=of_record == NO_FILTER)
-        .where(*_workload_conditions(of_workload))
+        .where(*_workload_conditions(filters))
         .order_by(WorkloadRow.id)
         .limit(limit)
     )
-    return tuple(
-        WorkloadSummary(
-            workload_hash=workload.workload_hash,
-            tvm_version=workload.tvm_version,
-            name=workload.name,
-            family=signature.family,
-            signature=signature.signature,
-            signature_key=signature.key,
-            flops=workload.flops,
-            bytes=workload.bytes,
-            records=int(records or 0),
-            valid=int(valid or 0),
-            best_us=best_us,
-            last_at=last_at,
-        )
-        for workload, signature, records, valid, best_us, last_at in session.execute(statement)
-    )
+    return tuple(WorkloadSummary(**row._mapping) for row in session.execute(statement))
 
 
 def _counted_records(filters: RecordFilter) -> Subquery:

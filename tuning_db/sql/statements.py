@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, or_, select
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
 from relaxtune.tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord
 from relaxtune.tuning_db.sql.column_types import DamagedValueError
@@ -55,6 +55,22 @@ def select_records() -> RecordSelect:
     )
 
 
+def select_workloads() -> Select[WorkloadRow, SignatureRow]:
+    """Return a SELECT of workloads with their IR, each with its signature."""
+    joined = select(WorkloadRow, SignatureRow).join(SignatureRow, SignatureRow.id == WorkloadRow.signature_id)
+    return joined.options(undefer(WorkloadRow.ir_json))
+
+
+def select_jobs() -> Select[JobRow, TargetRow]:
+    """Return a SELECT of jobs, each with its target."""
+    return select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id)
+
+
+def select_job_tasks() -> Select[JobTaskRow, WorkloadRow]:
+    """Return a SELECT of the tasks of jobs, each with its workload."""
+    return select(JobTaskRow, WorkloadRow).join(WorkloadRow, WorkloadRow.id == JobTaskRow.workload_id)
+
+
 def iterate_records(session: Session, statement: RecordSelect) -> Iterator[TuningRecord]:
     """Yield the values that a `select_records` statement selects, without holding all of them."""
     connection = session.connection()
@@ -89,21 +105,37 @@ def workloads_of_model(model: str) -> ColumnElement[bool]:
     return or_(RecordRow.workload_id.in_(found), RecordRow.job_id.in_(jobs))
 
 
+# Fields of a filter that are equal to a column; signatures have more (`signature_conditions`).
+_COLUMNS: dict[str, InstrumentedAttribute[Any]] = {
+    "workload_hash": WorkloadRow.workload_hash,
+    "target_kind": TargetRow.kind,
+    "arch": TargetRow.arch,
+    "device_name": EnvironmentRow.device_name,
+    "tvm_version": EnvironmentRow.tvm_version,
+    "route": RecordRow.route,
+    "status": RecordRow.status,
+    "job_id": RecordRow.job_id,
+}
+_REFERENCES: dict[type[Any], InstrumentedAttribute[int]] = {
+    SignatureRow: RecordRow.signature_id,
+    WorkloadRow: RecordRow.workload_id,
+    TargetRow: RecordRow.target_id,
+    EnvironmentRow: RecordRow.environment_id,
+}
+
+
 def conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
     """Return the conditions of a filter on a statement over `RecordRow`, joined with anything or nothing.
 
     What a record refers to is selected by its ids, which are few, and not joined to a million rows.
     """
-    wanted: list[ColumnElement[bool]] = []
-    for reference, table, part in _references(filters):
-        if part:
-            wanted.append(reference.in_(select(table.id).where(*part)))
-    own: list[tuple[InstrumentedAttribute[Any], object]] = [
-        (RecordRow.route, filters.route),
-        (RecordRow.status, filters.status),
-        (RecordRow.job_id, filters.job_id),
-    ]
-    wanted += [column == value for column, value in own if value is not None]
+    of_table: dict[Any, list[ColumnElement[bool]]] = {SignatureRow: signature_conditions(filters), RecordRow: []}
+    for name, column in _COLUMNS.items():
+        value = getattr(filters, name)
+        if value is not None:
+            of_table.setdefault(column.class_, []).append(column == value)
+    wanted = of_table.pop(RecordRow)
+    wanted += [_REFERENCES[table].in_(select(table.id).where(*part)) for table, part in of_table.items() if part]
     if filters.since is not None:
         wanted.append(RecordRow.created_at >= filters.since)
     if filters.until is not None:
@@ -111,24 +143,6 @@ def conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
     if filters.model is not None:
         wanted.append(workloads_of_model(filters.model))
     return wanted
-
-
-def _references(
-    filters: RecordFilter,
-) -> list[tuple[InstrumentedAttribute[int], type[Any], list[ColumnElement[bool]]]]:
-    def equal(*pairs: tuple[InstrumentedAttribute[Any], object]) -> list[ColumnElement[bool]]:
-        return [column == value for column, value in pairs if value is not None]
-
-    targets = equal((TargetRow.kind, filters.target_kind), (TargetRow.arch, filters.arch))
-    environments = equal(
-        (EnvironmentRow.device_name, filters.device_name), (EnvironmentRow.tvm_version, filters.tvm_version)
-    )
-    return [
-        (RecordRow.signature_id, SignatureRow, signature_conditions(filters)),
-        (RecordRow.workload_id, WorkloadRow, equal((WorkloadRow.workload_hash, filters.workload_hash))),
-        (RecordRow.target_id, TargetRow, targets),
-        (RecordRow.environment_id, EnvironmentRow, environments),
-    ]
 
 
 def signature_conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:

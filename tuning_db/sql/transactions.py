@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, sleep
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError, MultipleResultsFound
@@ -41,10 +42,10 @@ RECONNECT_PAUSE_S = 0.5
 
 
 class Transactions:
-    """What `SqlDatabase` stands on: an engine, and the one place that commits."""
+    """What `TuningDatabase` stands on: an engine, and the one place that commits."""
 
     def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
-        """Hold an engine; use `SqlDatabase.open`."""
+        """Hold an engine; use `TuningDatabase.open`."""
         self._location = location
         self._engine = engine
         self._mode = mode
@@ -55,6 +56,16 @@ class Transactions:
         self._answered = self._waited = False
         # Device and number of the SQLite file that was written first.
         self._written: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
 
     def close(self) -> None:
         """Close all connections; a memory database is gone."""

@@ -24,6 +24,7 @@ from relaxtune.tuning_db.sql.schema import (
     TargetRow,
     WorkloadRow,
 )
+from relaxtune.tuning_db.sql.statements import select_jobs
 
 K = TypeVar("K")
 KeyedTable = type[SignatureRow] | type[TargetRow] | type[EnvironmentRow]
@@ -194,8 +195,7 @@ def finish_job(session: Session, job_id: str, outcome: str, moment: datetime) ->
 def get_job(session: Session, job_id: str) -> Job:
     """Return a job."""
     require_jobs(session, {job_id})
-    statement = select(JobRow, TargetRow).join(TargetRow, TargetRow.id == JobRow.target_id).where(JobRow.id == job_id)
-    return to_job(*session.execute(statement).one())
+    return to_job(*session.execute(select_jobs().where(JobRow.id == job_id)).one())
 
 
 def put_job_tasks(session: Session, job_id: str, tasks: Sequence[JobTask]) -> None:

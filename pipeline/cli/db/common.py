@@ -16,7 +16,7 @@ from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabasePlace
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.contract import TuningDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
 app = typer.Typer(help="Create, inspect and query the tuning database.", no_args_is_help=True)
 
@@ -57,9 +57,9 @@ class TableOptions:
 
 def open_for_reading(url: DatabasePlace) -> TuningDatabase:
     """Return the database at `url`, which is not created nor changed."""
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
-    return SqlDatabase.open(url, mode=Mode.READ_ONLY, create=False)
+    return TuningDatabase.open(url, mode=Mode.READ_ONLY, create=False)
 
 
 def find_job(database: TuningDatabase, start: str) -> str:

@@ -18,7 +18,7 @@ from relaxtune.pipeline.output_file import output_file
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.contract import TuningDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
 
 class FileForm(StrEnum):
@@ -100,9 +100,9 @@ def import_database(
     ] = None,
 ) -> None:
     """Read an archive, or what stock MetaSchedule wrote, all or nothing; nothing in it is executed."""
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
-    with SqlDatabase.open(table.db) as database:
+    with TuningDatabase.open(table.db) as database:
         if source.is_dir():
             counts = _import_stock(database, source, measured_for, measured_on)
         else:
@@ -136,9 +136,9 @@ def merge(
 ) -> None:
     """Take everything of another database into this one, all or nothing; again changes nothing."""
     from relaxtune.tuning_db.exchange.archive import merge as merge_databases
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
-    with open_for_reading(source) as other, SqlDatabase.open(table.db) as database:
+    with open_for_reading(source) as other, TuningDatabase.open(table.db) as database:
         counts = asdict(merge_databases(database, other))
     table.emit_counts(f"merged {source} into {table.db}", counts)
 
@@ -163,11 +163,11 @@ def prune(
     """Forget records by age, count or because better ones are newer; the best of each task and route always stays."""
     from relaxtune.tuning_db.exchange.pruning import PruneRules
     from relaxtune.tuning_db.exchange.pruning import prune as prune_records
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
     before = None if older_than_days is None else datetime.now(UTC) - timedelta(days=older_than_days)
     rules = PruneRules(before=before, keep=keep, dominated=dominated)
-    with SqlDatabase.open(table.db, create=False) as database:
+    with TuningDatabase.open(table.db, create=False) as database:
         done = prune_records(database, rules, filters.select(database), dry_run=dry_run)
     table.emit_counts("would remove" if dry_run else "removed", asdict(done))
 
@@ -180,8 +180,8 @@ def delete(
 ) -> None:
     """Forget records by their ids, all of them or none: for those that are wrong."""
     from relaxtune.tuning_db.exchange.pruning import delete_records
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
-    with SqlDatabase.open(table.db, create=False) as database:
+    with TuningDatabase.open(table.db, create=False) as database:
         done = delete_records(database, ids)
     table.emit_counts("removed", asdict(done))

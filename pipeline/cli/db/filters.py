@@ -12,7 +12,7 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.contract import TuningDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.output import TableView, emit
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.contract import TuningDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
 __all__ = ["app"]
 
@@ -21,9 +21,9 @@ __all__ = ["app"]
 @takes_groups(without=("limit",))
 def init(table: TableOptions) -> None:
     """Create the database if it is not there, and say what it holds."""
-    from relaxtune.tuning_db.store import SqlDatabase
+    from relaxtune.tuning_db.store import TuningDatabase
 
-    with SqlDatabase.open(table.db) as database:
+    with TuningDatabase.open(table.db) as database:
         _print_info(database, table)
 
 

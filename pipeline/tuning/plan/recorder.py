@@ -12,11 +12,11 @@ from relaxtune.pipeline.environment import code_version
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, DatabaseWriteError
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions
 from relaxtune.pipeline.tuning.plan.state import TaskState, decision_key
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import Route, Status, TargetKey, TuningRecord
+from relaxtune.tuning_db.store import TuningDatabase
 
 DONE = "done"
 # Jobs of the model that are looked at, the newest first.

@@ -24,12 +24,12 @@ from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.search.cost_model import FastCostModel
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.features import list_features, record_features
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import ir_from_json, replay_decision
 from relaxtune.tuning_db.records import Environment, Route, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.tuning_db.records import RecordFilter
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.unoptimised import UNOPTIMISED_TEXT
 
 TARGET = "cuda:sm_90a"
@@ -87,7 +87,7 @@ def test_the_whole_model_is_compiled_from_the_short_ones_records(
     case = Case("bert-tiny-3-layers", 1, 16)
     summary = tune_case(case, arguments)
     assert all(task.after_us is not None for task in summary.tasks)
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         assert database.list_records(RecordFilter())
     made = make_artifact(case, arguments)
     assert made.without_record == ()

@@ -31,16 +31,15 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.tir.blocks import list_blocks
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.metaschedule import trace_to_json
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.importer.onnx_cases import make_model
 
 
 @pytest.fixture
 def database() -> Iterator[TuningDatabase]:
-    with SqlDatabase.open("sqlite://") as opened:
+    with TuningDatabase.open("sqlite://") as opened:
         yield opened
 
 

@@ -28,10 +28,9 @@ from relaxtune.pipeline.validate.acceptance import Limits
 from relaxtune.tuning_db.batches import get_batch, list_attempts
 from relaxtune.tuning_db.batches import list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.questions.insights import coverage
 from relaxtune.tuning_db.records import RecordFilter, Status, utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.batch.plan_cases import PLAN, write_models
 
 
@@ -61,7 +60,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture
 def database(ran: Ran) -> Iterator[TuningDatabase]:
-    with SqlDatabase.open(ran.folder / "records.db") as opened:
+    with TuningDatabase.open(ran.folder / "records.db") as opened:
         yield opened
 
 
@@ -230,7 +229,7 @@ def test_what_changed_is_done_again(ran: Ran, database: TuningDatabase, tmp_path
         return
     if what == "record":
         shutil.copy(ran.folder / "records.db", tmp_path / "copy.db")
-        with SqlDatabase.open(tmp_path / "copy.db") as copy:
+        with TuningDatabase.open(tmp_path / "copy.db") as copy:
             found = find_unchanged(copy, cell_key(plan, cell, out))
             assert found is not None
             hashes = [task.workload_hash for task in copy.list_job_tasks(str(found.facts.job_id))]

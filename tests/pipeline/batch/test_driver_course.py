@@ -37,9 +37,8 @@ from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.batches import batch_key, get_batch, list_attempts, move_cell, start_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState, Driver
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.pipeline.batch.plan_cases import FIRST, PLAN, dense, plan_of, write_models
 
@@ -53,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def database(folder: Path) -> Iterator[TuningDatabase]:
-    with SqlDatabase.open(folder / "records.db") as opened:
+    with TuningDatabase.open(folder / "records.db") as opened:
         yield opened
 
 

@@ -26,7 +26,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import get_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.batch.plan_cases import dense
 from tests.pipeline.tuning.ray.clusters import small_cluster
 from tests.tuning_db.postgres_server import running_server
@@ -58,7 +58,7 @@ def test_a_plan_is_carried_out_by_a_cluster(started: Cluster, cluster: RayCluste
             encoding="utf-8",
         )
         result = run_batch(read_plan(plan), on_event=events.append, cluster=started.address)
-        with SqlDatabase.open(url) as database:
+        with TuningDatabase.open(url) as database:
             rows = stored_cells(database, get_batch(database, "far").id)
     assert [one.state for one in result.cells] == [CellState.DONE, CellState.FAILED]
     assert [row.state for row in rows] == [CellState.DONE, CellState.FAILED]

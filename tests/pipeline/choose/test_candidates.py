@@ -15,7 +15,7 @@ from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.tuning_db.layers import LayeredDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload, utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 EMPTY = PackedModule.of(tvm.IRModule({}))
 MEANING = '{"family":"matmul","m":8}'
@@ -63,7 +63,7 @@ def decisions(database, place, task=TASK):
 
 
 def test_a_refutation_in_a_shared_database_is_seen(tmp_path, place, record):
-    with SqlDatabase.open(tmp_path / "shared.db") as shared:
+    with TuningDatabase.open(tmp_path / "shared.db") as shared:
         keep(shared, record("fast", 0, minutes=1, status=Status.WRONG_RESULT))
     with LayeredDatabase.open_layers([tmp_path / "mine.db", tmp_path / "shared.db"]) as layers:
         keep(layers, record("fast", 1.0), record("slow", 2.0))
@@ -73,14 +73,14 @@ def test_a_refutation_in_a_shared_database_is_seen(tmp_path, place, record):
 @pytest.mark.parametrize("route", [Route.TEMPLATE, Route.LIBRARY])
 def test_a_refutation_measured_in_a_twin_counts_where_records_go_by_signature(place, record, route):
     wrong = record("fast", 0, task=TWIN, minutes=1, status=Status.WRONG_RESULT, route=route)
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         keep(database, record("fast", 1.0, route=route), record("slow", 2.0, route=route), wrong)
         assert decisions(database, place) == decisions(database, place, TWIN) == ["slow"]
 
 
 def test_a_refuted_trace_of_a_twin_refutes_nothing(place, record):
     trace = {"route": Route.METASCHEDULE}
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         keep(
             database,
             record("a", 1.0, **trace),
@@ -94,7 +94,7 @@ def test_each_record_is_told_what_became_of_it(tmp_path, place, record):
     elsewhere = {"target": replace(target_key(target), arch="sparc"), "environment": replace(environment, arch="sparc")}
     other_tvm = {"route": Route.METASCHEDULE, "environment": replace(environment, tvm_version="0.1")}
     told: dict[str, str] = {}
-    with SqlDatabase.open(tmp_path / "shared.db") as shared:
+    with TuningDatabase.open(tmp_path / "shared.db") as shared:
         keep(shared, record("below", 3.0))
     with LayeredDatabase.open_layers([tmp_path / "mine.db", tmp_path / "shared.db"]) as database:
         database.record_workload(replace(workload_of(TASK), tvm_version="0.1"))
@@ -138,7 +138,7 @@ def test_templates_that_failed_in_a_twin_are_known_and_those_of_another_architec
         "target": replace(target_key(target), arch="znver1"),
         "environment": replace(environment, arch="znver1"),
     }
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         keep(
             database,
             record("built", 0, task=TWIN, status=Status.BUILD_ERROR),
@@ -151,7 +151,7 @@ def test_templates_that_failed_in_a_twin_are_known_and_those_of_another_architec
 
 def test_selecting_reads_no_wrong_result_of_other_kernels(lowered, tasks, place, record, monkeypatch):
     target, environment = place
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         keep(database, *(record(f"{number}", 0, status=Status.WRONG_RESULT) for number in range(3)))
         read: list[object] = []
         monkeypatch.setattr("relaxtune.tuning_db.sql.statements.to_record", lambda *row: read.append(row))

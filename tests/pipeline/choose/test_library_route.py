@@ -33,7 +33,7 @@ from relaxtune.schedules.libraries.vendors import CUBLASLT, CUDNN
 from relaxtune.schedules.registry import LIBRARIES, apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 ROUTES = frozenset({Route.LIBRARY, Route.FALLBACK})
 
@@ -50,7 +50,7 @@ def choose(
     environment = detect_environment(target)
     measured = environment if environment.device_name != UNKNOWN_DEVICE else replace(environment, device_name="a GPU")
     tasks = extract_tasks([lowered])
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         for task in tasks:
             offered, _ = list_candidates(task.mod["main"], target, LIBRARIES)
             if not offered:

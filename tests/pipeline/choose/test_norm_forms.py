@@ -24,7 +24,7 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.tuning_db.records import RecordFilter, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 APART, FUSED = "norms apart", "norms in matmuls"
 FP16 = LoweringOptions(precision="fp16")
@@ -119,7 +119,7 @@ def test_the_form_that_was_fastest_is_recorded_and_compiled_from_the_record(
     taken: str,
 ) -> None:
     told(monkeypatch, own, apart)
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         model = measured_model(prepared)
         assert model.find(database) is None
         name, report = choose_form(selected, FUSED, model, database, seed=0, job_id=None)
@@ -153,7 +153,7 @@ def test_a_form_that_does_not_compile_is_left_and_recorded_unless_the_machine_is
         return lambda: 1.0
 
     monkeypatch.setattr(module, "compiled_arm", arm)
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         model = measured_model(selected[FUSED][0])
         name, report = choose_form(selected, FUSED, model, database, seed=0, job_id=None)
         assert (name, [trial.form for trial in report.trials]) == (FUSED, [FUSED])

@@ -9,7 +9,7 @@ from relaxtune.pipeline.choose.plausible_latency import believable_records, leas
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of
 
 
@@ -17,7 +17,7 @@ def test_an_impossible_latency_is_not_believed_at_look_up(lowered, tasks, llvm_t
     task = matmul(tasks)
     decision = parallel_trace(task)
     environment = detect_environment(llvm_target)
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         wrong = keep(database, task, record_of(task, llvm_target, decision="[[], []]", latencies_us=(0.001,)))
         true = keep(database, task, record_of(task, llvm_target, decision=decision, latencies_us=(3.0,)))
         choices = select_kernels(lowered, tasks, database=database, target=llvm_target, environment=environment)
@@ -28,7 +28,7 @@ def test_an_impossible_latency_is_not_believed_at_look_up(lowered, tasks, llvm_t
 def test_a_tuning_run_does_not_know_an_impossible_latency(tasks, llvm_target) -> None:
     task = matmul(tasks)
     record = record_of(task, llvm_target, latencies_us=(0.001,))
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         lookup = CandidateLookup(database, llvm_target, detect_environment(llvm_target))
         assert without_stale(lookup, task, [record]) == []
 

@@ -27,9 +27,8 @@ from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastC
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.search.space import make_space
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.unoptimised import UNOPTIMISED_TEXT
 
 
@@ -46,7 +45,7 @@ def hot(prepared: PreparedModel) -> TuningTask:
 @pytest.fixture
 def database(prepared: PreparedModel, hot: TuningTask, tmp_path: Path) -> TuningDatabase:
     """Two candidates of the hot task, 10.0 and 10.4 us, and its fallback, far behind."""
-    opened = SqlDatabase.open(tmp_path / "tuning.db")
+    opened = TuningDatabase.open(tmp_path / "tuning.db")
     record_two(opened, prepared, hot, 10.0)
     return opened
 
@@ -219,7 +218,7 @@ def test_a_templates_default_is_tried_however_far_behind_it_is_alone(
     prepared = prepare_model(request)
     task = next(task for task in prepared.tasks if task.family == "matmul")
     candidates = [one.to_json() for one in list_candidates(task.mod["main"], prepared.target)[0][:6]]
-    database = SqlDatabase.open(tmp_path / "tuning.db")
+    database = TuningDatabase.open(tmp_path / "tuning.db")
     slower = {(Route.TEMPLATE, decision): 10.0 + number for number, decision in enumerate(reversed(candidates))}
     record_latencies(database, prepared, task, slower)
     tried: list[str | None] = []

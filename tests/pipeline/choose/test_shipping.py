@@ -22,7 +22,7 @@ from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, u
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.tuning_db.errors import DatabaseOpenError
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 NODES = """
     <ir_version: 10, opset_import: ["" : 20]>
@@ -101,7 +101,7 @@ def test_equal_kernels_are_not_compared_and_keep_their_records(prepared, fast, t
 
 def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast, tmp_path) -> None:
     report = BenchmarkReport((ArmResult(OWN_ARM, (1.0,)),), 1, 0, {})
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
 
         def ship(*, untuned: bool) -> tuple[str, ...]:
             record_shipped(
@@ -124,7 +124,7 @@ def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast
 
 def test_what_was_decided_last_counts_though_a_clock_was_set_back_since(prepared) -> None:
     model = measured_model(prepared)
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         model.record(database, ModelDecision(7, untuned=True), seed=0, job_id=None, latencies_ms=(1.0,))
         (record,) = database.list_records()
         for year in (2999, 9999):

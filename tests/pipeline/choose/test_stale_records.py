@@ -13,7 +13,7 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.plain import Plain
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import elementwise, fallback_record, keep, parallel_trace, record_of
 
 ANOTHER = "0" * 16
@@ -21,7 +21,7 @@ ANOTHER = "0" * 16
 
 @pytest.fixture
 def database():
-    with SqlDatabase.open("sqlite://") as opened:
+    with TuningDatabase.open("sqlite://") as opened:
         yield opened
 
 

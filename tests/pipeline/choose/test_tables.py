@@ -25,7 +25,7 @@ from relaxtune.pipeline.tuning.search.template_candidates import template_candid
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.templates.ranges import RangesParameters
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.choose.test_template_route import template_record
 
 PROFILE = {"tokens": AxisProfile(16, 128, 4096)}
@@ -52,9 +52,9 @@ def prepared(model: Path) -> PreparedModel:
     return replace(found, environment=replace(detect_environment(found.target), device_name="some GPU"))
 
 
-def database_of(prepared: PreparedModel, path: Path, winners: dict[int, str]) -> SqlDatabase:
+def database_of(prepared: PreparedModel, path: Path, winners: dict[int, str]) -> TuningDatabase:
     """Return a database in which some decision is the fastest at some sizes, and what is proposed first is slower."""
-    database = SqlDatabase.open(path)
+    database = TuningDatabase.open(path)
     for task in prepared.tasks:
         database.record_workload(describe_workload(task))
         first = template_candidates(task, prepared.target)[0].decision

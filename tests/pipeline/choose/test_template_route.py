@@ -25,9 +25,8 @@ from relaxtune.pipeline.tuning.search.template_candidates import template_candid
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status, TuningRecord
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import fallback_record
 
 
@@ -65,7 +64,7 @@ def template_record(task: TuningTask, decision: str, target: ResolvedTarget, *, 
 @pytest.fixture(scope="module")
 def database(tasks, target, tmp_path_factory) -> TuningDatabase:
     """A database with the first template candidate of every task that has one."""
-    opened = SqlDatabase.open(tmp_path_factory.mktemp("template") / "tuning.db")
+    opened = TuningDatabase.open(tmp_path_factory.mktemp("template") / "tuning.db")
     for task in tasks:
         opened.record_workload(describe_workload(task))
         for candidate in template_candidates(task, target)[:1]:
@@ -145,7 +144,7 @@ def test_untuned_half_precision_is_made_by_templates_from_ampere_on(model: str, 
 
 def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, tasks, target, tmp_path) -> None:
     task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
-    with SqlDatabase.open(tmp_path / "tuning.db") as opened:
+    with TuningDatabase.open(tmp_path / "tuning.db") as opened:
         opened.record_workload(describe_workload(task))
         number = opened.record_measurement(
             template_record(task, '{"template": "gemm_sm999", "tile": 1}', target, fits=False)
@@ -165,7 +164,7 @@ def record_with(task: TuningTask, target: ResolvedTarget, **changes: object) -> 
 def test_a_fallback_measured_alone_does_not_stand_against_a_template(lowered, tasks, target, tmp_path) -> None:
     task = next(task for task in tasks if task.family == "matmul" and template_candidates(task, target))
     environment = replace(detect_environment(target), device_name="some GPU")
-    with SqlDatabase.open(tmp_path / "tuning.db") as opened:
+    with TuningDatabase.open(tmp_path / "tuning.db") as opened:
         opened.record_workload(describe_workload(task))
         opened.record_measurement(fallback_record(task, target, environment=environment))
         choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)

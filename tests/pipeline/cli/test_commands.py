@@ -23,7 +23,7 @@ from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
 from relaxtune.pipeline.tuning.measure.backend import Outcome
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.command_line import Ended
 from tests.pipeline.cli.classifier import CLASSES, classifier
@@ -96,7 +96,7 @@ def test_tune_shows_progress_and_stages_on_stderr(workspace) -> None:
 
 
 def test_tune_records_every_candidate_under_its_job(workspace) -> None:
-    with SqlDatabase.open(workspace.database) as database:
+    with TuningDatabase.open(workspace.database) as database:
         (job,) = database.list_jobs()
         assert job.id == workspace.tuned.data["job"]
         assert job.outcome == "done"
@@ -135,7 +135,7 @@ def test_tune_exits_4_when_no_candidate_could_be_built(relaxtune, workspace, tmp
     assert "build_error" in outcome.stderr
     assert "The untuned artifact cannot be made either" in outcome.stderr
     assert not (tmp_path / "artifact").exists()
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         (job,) = database.list_jobs()
         assert job.outcome == "nothing measured"
         statuses = {record.status for record in database.list_records()}
@@ -215,7 +215,7 @@ def test_ctrl_c_keeps_what_was_measured_and_still_compiles(tuning_process, tmp_p
     told = " ".join(stdout.split())
     assert told.endswith(f"artifact: {artifact} next: relaxtune report {artifact}; relaxtune bench {artifact}")
     assert json.loads((artifact / "manifest.json").read_text())["validation"]["passed"]
-    with SqlDatabase.open(database) as opened:
+    with TuningDatabase.open(database) as opened:
         (recorded,) = opened.list_jobs()
         assert recorded.outcome == "interrupted"
 
@@ -250,7 +250,7 @@ def _valid_records(database: Path) -> int:
     if not database.exists():
         return 0
     try:
-        with SqlDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
+        with TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
             return opened.count_records(RecordFilter(status=Status.OK, route=Route.METASCHEDULE))
     except TuningDatabaseError:
         # The job is creating it at this moment.
@@ -262,7 +262,7 @@ def test_compile_takes_the_same_records(relaxtune, workspace, tmp_path) -> None:
     outcome = relaxtune(*command, "--out", tmp_path / "again", "--format", "json")
     assert outcome.code == 0
     records = {kernel["function"]: kernel["record_id"] for kernel in outcome.data["kernels"]}
-    with SqlDatabase.open(workspace.database) as database:
+    with TuningDatabase.open(workspace.database) as database:
         assert all(database.get_record(number).status is Status.OK for number in records.values())
     assert outcome.data["without_record"] == []
     assert outcome.data["validation"]["passed"]

@@ -15,7 +15,7 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.gate import gate as gate_module
 from relaxtune.tuning_db.gates import list_gates
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 VALIDATION = {"passed": True, "samples": 3, "reference": "ort", "tolerance": {"rtol": 1e-4, "atol": 1e-4}}
 
@@ -48,7 +48,7 @@ def test_gate_exits_5_when_it_says_no_and_writes_for_ci_and_for_the_database(
     assert code == 0
     assert data["latencies"][""]["speed"] == "within the limit"
     assert 'failures="0"' in junit.read_text()
-    with SqlDatabase.open(tmp_path / "gates.db", mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tmp_path / "gates.db", mode=Mode.READ_ONLY) as database:
         kept = list_gates(database)
         assert {one.location for one in database.list_artifacts()} <= {str(artifact), str(new)}
     assert [one.passed for one in kept] == [True, False]

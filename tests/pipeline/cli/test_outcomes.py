@@ -18,7 +18,7 @@ from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.cli.test_commands import classifier
 
 MODEL_OPTIONS = ("--target", "llvm", "--shape", "x=16x32")
@@ -68,7 +68,7 @@ def column(printed: str, title: str) -> str:
 
 
 def counts(path: Path) -> tuple[int, int, int]:
-    with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
         info = database.info()
         return info.artifacts, info.validations, info.benchmarks
 
@@ -83,7 +83,7 @@ def test_tune_notes_artifact_validation_and_latencies_of_its_job(tuned, relaxtun
     # Where the tuned kernels are no faster in the model, their arm is kept too.
     arms = [arm["arm"] for arm in found["benchmarks"]]
     assert [arm for arm in arms if arm != "tuned, not shipped"] == ["relaxtune", "untuned", "ort"]
-    with SqlDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tuned.database, mode=Mode.READ_ONLY) as database:
         assert all(len(benchmark.latencies_us) >= 6 for benchmark in database.list_benchmarks())
 
 
@@ -94,7 +94,7 @@ def test_validate_and_bench_note_the_same_artifact(tuned, relaxtune, tmp_path):
     relaxtune("bench", tuned.artifact, "--runs", 3, "--db", copy)
     (found,) = relaxtune("db", "artifacts", "--db", copy, "--format", "json")
     assert (found["validations"], found["validation"]["samples"]) == (2, 1)
-    with SqlDatabase.open(copy, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(copy, mode=Mode.READ_ONLY) as database:
         last = database.list_benchmarks()[-1]
         assert (last.arm, len(last.latencies_us), json.loads(last.conditions)["runs"]) == ("ort", 3, 3)
 
@@ -145,7 +145,7 @@ def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_p
     result = relaxtune("tune", tuned.model, *MODEL_OPTIONS, *options, "--format", "json")
     # What the shared one knows counts as known: no fallback is measured again.
     assert all(task["before_us"] is not None for task in result["tuning"]["tasks"])
-    with SqlDatabase.open(mine, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(mine, mode=Mode.READ_ONLY) as database:
         assert {record.route.value for record in database.list_records()} <= {"metaschedule", "template"}
         assert database.info().artifacts == 0
     recorded = [kernel for kernel in result["kernels"] if kernel["record_id"] is not None]

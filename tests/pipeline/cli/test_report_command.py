@@ -11,7 +11,7 @@ import pytest
 from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.cli.app import main
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -64,7 +64,7 @@ def test_untuned_kernels_are_timed_where_their_device_is(directory: Path, capsys
 
 def test_a_database_gives_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tuning.db"
-    SqlDatabase.open(path).close()
+    TuningDatabase.open(path).close()
     code, out, _ = run(capsys, "--db", str(path), "--format", "json")
     assert (code, json.loads(out)) == (0, [])
     code, out, _ = run(capsys, "--db", str(path), "--out", str(tmp_path / "page.html"))
@@ -122,7 +122,7 @@ def test_two_builds_stand_beside_each_other_kernel_by_kernel(
 
 def test_a_diff_needs_an_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "tuning.db"
-    SqlDatabase.open(path).close()
+    TuningDatabase.open(path).close()
     code, _, err = run(capsys, "--db", str(path), "--diff", str(tmp_path))
     assert code == 2
     assert "--diff sets an artifact beside OLD" in err

@@ -12,7 +12,7 @@ from relaxtune.tuning_db.batches import finish_batch, start_batch
 from relaxtune.tuning_db.cell_states import CellSpec
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.command_line import Ended, all_words
 
 # They lower, compile, run or measure, or ask for a target's attributes, which TVM knows.
@@ -41,7 +41,7 @@ def filled(path: Path) -> str:
         TargetKey("llvm", "znver4"), Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
     )  # fmt: skip
     workload = Workload("h1", "matmul", '{"family":"matmul"}', "dense", 1e6, 1e3, None, "0.27")
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(workload)
         job = database.start_job(model="bert", model_sha256="0" * 64, target=target)
         database.record_job_tasks(job.id, [JobTask("h1", "0.27", 12, ("n",), 1.0)])

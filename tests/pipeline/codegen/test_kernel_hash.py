@@ -33,7 +33,7 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.metaschedule import replay_decision
 from relaxtune.tuning_db.records import Environment, Route, Status, utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import fallback_record, parallel_trace
 from tests.pipeline.choose.test_template_route import lowered, target, tasks, template_record  # noqa: F401
 from tests.unoptimised import UNOPTIMISED_TEXT
@@ -69,7 +69,7 @@ def built_hash(what, target, directory: Path) -> str | None:
 
 def entries_of(lowered, task, record, target, directory: Path, routes=DEFAULT_ROUTES) -> list[KernelEntry]:
     """Return the kernels of an artifact that was made of a record."""
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         number = database.record_measurement(record)
         environment = detect_environment(target)
@@ -101,7 +101,7 @@ def test_fallbacks_and_traces_have_one_hash_on_the_cpu(tmp_path: Path) -> None:
     lowered, target = prepared.lowered, prepared.target
     environment = detect_environment(target)
     told = {}
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         for number, task in enumerate(prepared.tasks):
             record = fallback_record(task, target, latencies_us=(1.0,))
             scheduled = apply_fallback(task.mod, target.target)
@@ -148,7 +148,7 @@ def test_a_record_of_another_kernel_than_its_decision_makes_is_passed_over(lower
     changed = replace(measured[0], kernel_hash=ANOTHER)
     with pytest.raises(LoweringError, match=rf"is of kernel {ANOTHER}, .* has changed\. Measure the task again"):
         replay_record(task, changed, target)
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         passed_over = database.record_measurement(changed)
         taken = database.record_measurement(measured[1])
@@ -163,7 +163,7 @@ def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by
     lowered, task, target, measured
 ) -> None:
     fallback = fallback_record(task, target, latencies_us=(9.0,), environment=measured[0].environment)
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         database.record_workload(describe_workload(task))
         slow = database.record_measurement(fallback)
 
@@ -182,7 +182,7 @@ def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by
 
 
 def test_records_that_no_longer_hold_are_measured_again(task, target, measured) -> None:
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         lookup = CandidateLookup(database, target, measured[0].environment)
         assert without_stale(lookup, task, measured) == measured
         fastest_changed = [replace(measured[0], kernel_hash=ANOTHER), *measured[1:]]
@@ -197,7 +197,7 @@ def test_records_that_no_longer_hold_are_measured_again(task, target, measured) 
 def test_a_refuted_record_that_holds_does_not_hide_a_stale_one(task, target, measured) -> None:
     wrong = replace(measured[0], status=Status.WRONG_RESULT, created_at=measured[0].created_at + timedelta(seconds=1))
     known = [measured[0], replace(measured[1], kernel_hash=ANOTHER), measured[2]]
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         database.record_all(workloads=[describe_workload(task)], records=[wrong])
         lookup = CandidateLookup(database, target, measured[0].environment)
         assert without_stale(lookup, task, known) == [measured[0], measured[2]]

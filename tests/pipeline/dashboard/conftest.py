@@ -17,7 +17,7 @@ from relaxtune.pipeline.dashboard.server import create_app
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
 from tests.tuning_db.conftest import Samples
 
@@ -31,7 +31,7 @@ class Site:
     """A dashboard that answers at a port, and the database behind it, open for writing."""
 
     port: int
-    database: SqlDatabase
+    database: TuningDatabase
     job_id: str
 
     def get(self, address: str, **headers: str) -> tuple[HTTPResponse, str]:
@@ -60,10 +60,10 @@ def served(app: ASGIApp) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SqlDatabase, str]]:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TuningDatabase, str]]:
     """Return a database with a job that runs, whose names try to be HTML, and two artifacts of its model."""
     samples = Samples()
-    with SqlDatabase.open(tmp_path_factory.mktemp("dashboard") / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path_factory.mktemp("dashboard") / "tuning.db") as database:
         works = [samples.workload(number, name=HOSTILE) for number in (1, 2)]
         for work in works:
             database.record_workload(work)
@@ -81,10 +81,10 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SqlDatabase
 
 
 @pytest.fixture(scope="module")
-def site(kept: tuple[SqlDatabase, str]) -> Iterator[Site]:
+def site(kept: tuple[TuningDatabase, str]) -> Iterator[Site]:
     database, job_id = kept
     with (
-        SqlDatabase.open(database.url, mode=Mode.READ_ONLY) as reading,
+        TuningDatabase.open(database.url, mode=Mode.READ_ONLY) as reading,
         served(create_app(reading, patience_s=PATIENT)) as port,
     ):
         yield Site(port, database, job_id)

@@ -31,7 +31,7 @@ from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.gates import record_gate
 from relaxtune.tuning_db.records import Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, record_move
 from tests.pipeline.dashboard.conftest import Site, served
 from tests.tuning_db.conftest import Samples
@@ -64,11 +64,13 @@ def test_first_page_counts_records_and_names_tags(site: Site) -> None:
     assert text.count(">prod<") == 1
 
 
-def test_first_page_does_not_wait_for_a_count(kept: tuple[SqlDatabase, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_page_does_not_wait_for_a_count(
+    kept: tuple[TuningDatabase, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     database, _ = kept
     go_on = threading.Event()
 
-    def slow(database: SqlDatabase) -> Mapping[Status, int]:
+    def slow(database: TuningDatabase) -> Mapping[Status, int]:
         go_on.wait(30)
         return {Status.OK: 7}
 
@@ -92,7 +94,7 @@ def test_page_of_a_job_that_runs_is_live_and_shows_tasks_and_causes(site: Site) 
     assert "Why candidates failed" in text
 
 
-def test_tasks_stand_under_the_ceilings_of_the_jobs_device(kept: tuple[SqlDatabase, str]) -> None:
+def test_tasks_stand_under_the_ceilings_of_the_jobs_device(kept: tuple[TuningDatabase, str]) -> None:
     database, job_id = kept
     bare = job(database, job_id, {}).body
     assert "none are known of EPYC 9654" in bare
@@ -109,7 +111,7 @@ def test_tasks_stand_under_the_ceilings_of_the_jobs_device(kept: tuple[SqlDataba
 def test_history_of_a_task_tells_drivers_and_kernels_apart(tmp_path: Path) -> None:
     samples = Samples()
     work = samples.workload()
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         database.record_workload(work)
         for day, driver, made, us in ((1, "580.1", "a", 9.0), (3, "590<2>", "b", 6.0)):
             database.record_measurement(
@@ -146,7 +148,7 @@ def test_gates_stand_beside_artifacts_on_a_page_of_all_and_with_their_checks(art
     told = json.dumps({"passed": False, "checks": checks, "conditions": {"device": "<cpu>"}})
     manifest = load_manifest(artifact)
     other = Path(shutil.copytree(artifact, tmp_path / "other"))
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         assert "None yet" in gates(database).body
         new = artifact_of(manifest, artifact)
         old = artifact_of(replace(manifest, model_sha256="1" * 64), other)
@@ -175,12 +177,12 @@ def test_gates_stand_beside_artifacts_on_a_page_of_all_and_with_their_checks(art
 
 
 def test_a_page_that_takes_long_is_answered_by_one_that_waits_and_made_once(
-    kept: tuple[SqlDatabase, str], monkeypatch: pytest.MonkeyPatch
+    kept: tuple[TuningDatabase, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database, job_id = kept
     go_on, made = threading.Event(), list[str]()
 
-    def slow(database: SqlDatabase) -> Page:
+    def slow(database: TuningDatabase) -> Page:
         made.append("once")
         go_on.wait(60)
         return Page("cost", "<h1>here it is</h1>")
@@ -230,7 +232,7 @@ def counted(app: ASGIApp, asked: list[str]) -> ASGIApp:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on this machine")
-def test_browser_renews_a_live_page_and_runs_no_name(kept: tuple[SqlDatabase, str], tmp_path: Path) -> None:
+def test_browser_renews_a_live_page_and_runs_no_name(kept: tuple[TuningDatabase, str], tmp_path: Path) -> None:
     database, job_id = kept
     asked: list[str] = []
     with served(counted(create_app(database), asked)) as port:

@@ -13,7 +13,7 @@ import pytest
 
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.dashboard.server import create_app
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.pipeline.dashboard.conftest import PATIENT, Site, served
 
@@ -47,7 +47,7 @@ def test_nothing_writes(site: Site) -> None:
     assert site.ask("POST", f"/jobs/{site.job_id}")[0].status == 405
 
 
-def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str]) -> None:
+def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[TuningDatabase, str]) -> None:
     database, job_id = kept
     with served(create_app(database, token="secret", patience_s=PATIENT)) as port:
         site = Site(port, database, job_id)
@@ -63,7 +63,7 @@ def test_token_is_asked_for_then_kept_in_a_cookie(kept: tuple[SqlDatabase, str])
 
 
 @pytest.mark.parametrize("path", ["//example.org", "///example.org/x", "/%2Fexample.org", "/%5C%5Cexample.org", "//"])
-def test_no_path_leads_to_another_host(kept: tuple[SqlDatabase, str], path: str) -> None:
+def test_no_path_leads_to_another_host(kept: tuple[TuningDatabase, str], path: str) -> None:
     database, job_id = kept
     with served(create_app(database, token="secret", patience_s=PATIENT)) as port:
         reply, _ = Site(port, database, job_id).get(f"{path}?token=secret")

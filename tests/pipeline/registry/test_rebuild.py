@@ -16,7 +16,7 @@ from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.bundle import write_bundle
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.tuning_db.records import Mode
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of
 
 SHAPES = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (1, 32))
@@ -28,7 +28,7 @@ def place(tasks, llvm_target, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("rebuild")
     database, task = folder / "records.db", matmul(tasks)
     record = record_of(task, llvm_target, decision=parallel_trace(task), latencies_us=(3.0,))
-    with SqlDatabase.open(database) as opened:
+    with TuningDatabase.open(database) as opened:
         keep(opened, task, record)
     compile_model(ModelRequest("bert-tiny", SHAPES, "llvm"), folder / "artifact", database=database, samples=0)
     routes = [kernel.route for kernel in load_manifest(folder / "artifact").kernels]
@@ -52,7 +52,7 @@ def test_a_record_that_is_not_there_is_named(place, tmp_path) -> None:
     artifact, _ = place
     with pytest.raises(ArtifactError, match=r"1 kernels: \w+ \(metaschedule\): its record 1 is in a database; name it"):
         rebuild_artifact(artifact, tmp_path / "again")
-    with SqlDatabase.open(tmp_path / "empty.db"):
+    with TuningDatabase.open(tmp_path / "empty.db"):
         pass
     with pytest.raises(ArtifactError, match=r"empty.db has no record of decision [0-9a-f]{12} \(it was record 1\)"):
         rebuild_artifact(artifact, tmp_path / "again", database=tmp_path / "empty.db")
@@ -82,7 +82,7 @@ def test_what_changed_is_named(place, tmp_path, capsys) -> None:
 def test_a_bundle_has_the_records_of_the_artifacts_and_makes_the_same_kernels(place, tmp_path, capsys) -> None:
     artifact, database = place
     bundle = tmp_path / "bundle.db"
-    with SqlDatabase.open(database) as opened:
+    with TuningDatabase.open(database) as opened:
         (needed,) = opened.list_records()
         job = opened.start_job(model="m", model_sha256="0" * 64, target=needed.target)
         opened.record_measurement(replace(needed, decision="[[], []]", latencies_us=(9.0,), job_id=job.id))
@@ -91,14 +91,14 @@ def test_a_bundle_has_the_records_of_the_artifacts_and_makes_the_same_kernels(pl
     assert not ended.value.code
     assert '"records": 1' in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["bundle.db"]
-    with SqlDatabase.open(bundle, mode=Mode.READ_ONLY) as opened:
+    with TuningDatabase.open(bundle, mode=Mode.READ_ONLY) as opened:
         assert [record.decision for record in opened.list_records()] == [needed.decision]
     compile_model(ModelRequest("bert-tiny", SHAPES, "llvm"), tmp_path / "there", database=bundle, samples=0)
     hashes = [[one.kernel_hash for one in load_manifest(place).kernels] for place in (artifact, tmp_path / "there")]
     assert hashes[0] == hashes[1]
     with pytest.raises(UsageError, match=r"bundle.db exists; expected a new file"):
         write_bundle([artifact], database, bundle)
-    with SqlDatabase.open(tmp_path / "other.db"):
+    with TuningDatabase.open(tmp_path / "other.db"):
         pass
     with pytest.raises(
         ArtifactError, match=r"other.db has other records than the manifests name for 1 kernels: .*record 1"

@@ -15,7 +15,7 @@ from relaxtune.pipeline.gate.gate import GateLimits
 from relaxtune.pipeline.gate.latency import LatencyLimit
 from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, TagMovedError, list_moves, record_move
 
 VALIDATION = {"passed": True, "samples": 3, "reference": "ort", "tolerance": {"rtol": 1e-4, "atol": 1e-4}}
@@ -31,7 +31,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def registry(place: str, tmp_path: Path) -> Iterator[Registry]:
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         yield Registry(place, database)
 
 
@@ -117,7 +117,7 @@ def test_collecting_keeps_all_that_a_tag_needs(registry, build) -> None:
 
 
 def test_collecting_keeps_what_a_link_of_another_database_needs(registry, build, place, tmp_path) -> None:
-    with SqlDatabase.open(tmp_path / "other.db") as other:
+    with TuningDatabase.open(tmp_path / "other.db") as other:
         Registry(place, other).tag(build("a"), "theirs")
     assert registry.collect(steps=0, older_than_s=0) == ()
 

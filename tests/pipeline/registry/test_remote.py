@@ -15,7 +15,7 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.registry.remote import RemoteStore, open_store
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_another_machine_has_the_same_bytes_and_runs_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with SqlDatabase.open(tmp_path / "tuning.db") as database:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
         key = Registry(store.name, database).tag(artifact, "prod").artifact_key
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other-machine"))
     there = RemoteStore(store.name)

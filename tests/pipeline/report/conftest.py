@@ -18,10 +18,9 @@ from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Route, Status, TuningRecord, Workload
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 CEILINGS = Ceilings("test", {"float32": 1e12}, 10e9, 1.0, "made up")
 
@@ -34,7 +33,7 @@ def database(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> TuningDatabase:
     """A database with a fallback's record of each task, 10 us for the first and 1 us more for each that follows."""
-    opened = SqlDatabase.open(tmp_path_factory.mktemp("report") / "tuning.db")
+    opened = TuningDatabase.open(tmp_path_factory.mktemp("report") / "tuning.db")
     target, environment = target_key(quick_target), detect_environment(quick_target)
     job = opened.start_job(model=bert_tiny.name, model_sha256=bert_tiny.sha256, target=target)
     records, workloads = [], []

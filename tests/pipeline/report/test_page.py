@@ -20,9 +20,8 @@ from relaxtune.pipeline.report.page import render_page
 from relaxtune.pipeline.report.progress import Progress
 from relaxtune.pipeline.report.report import report_artifact, report_database
 from relaxtune.tuning_db.artifacts import Benchmark
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.report.conftest import CEILINGS
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -108,7 +107,7 @@ def test_a_note_that_all_kernels_have_is_told_once(tuned: Path) -> None:
 def test_peers_and_the_course_of_the_tuning_are_on_the_page_of_a_noted_artifact(
     tuned: Path, database: TuningDatabase
 ) -> None:
-    assert isinstance(database, SqlDatabase)
+    assert isinstance(database, TuningDatabase)
     (job,) = database.list_jobs()
     artifact = artifact_of(load_manifest(tuned), tuned, job.id)
     environment = database.get_record(1).environment

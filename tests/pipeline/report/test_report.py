@@ -17,9 +17,8 @@ from relaxtune.pipeline.report.kernel import TimeSource
 from relaxtune.pipeline.report.page import render_page
 from relaxtune.pipeline.report.profile import Profile, profile_artifact
 from relaxtune.pipeline.report.report import Report, report_artifact, report_database
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Workload, utc_now
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.report.conftest import CEILINGS
 
 
@@ -60,7 +59,7 @@ def test_resources_and_device_are_the_records(tuned: Path, database: TuningDatab
 
 
 def test_records_of_another_database_are_not_believed(tuned: Path, tmp_path: Path) -> None:
-    with SqlDatabase.open(tmp_path / "other.db") as empty:
+    with TuningDatabase.open(tmp_path / "other.db") as empty:
         report = report_artifact(tuned, database=empty)
     assert any("lacks the records of" in note and "compiled from?" in note for note in report.notes)
     assert all(row.time_us for row in report.kernels)
@@ -132,13 +131,13 @@ def test_a_database_says_that_a_model_ships_untuned_and_which_kernel_suits_it_be
         (found,) = report_database(opened)
         return found
 
-    assert isinstance(database, SqlDatabase)
+    assert isinstance(database, TuningDatabase)
     with (
         sqlite3.connect(make_url(database.url).database or "") as own_file,
         sqlite3.connect(tmp_path / "copy.db") as file,
     ):
         own_file.backup(file)
-    with SqlDatabase.open(tmp_path / "copy.db") as copy:
+    with TuningDatabase.open(tmp_path / "copy.db") as copy:
         assert "ships untuned" in " ".join(shipped(copy, untuned=True).notes)
         assert "ships untuned" not in " ".join(shipped(copy).notes)
         lucky = {task.workload_hash: [Route.METASCHEDULE.value, "[]"]}
@@ -147,7 +146,7 @@ def test_a_database_says_that_a_model_ships_untuned_and_which_kernel_suits_it_be
 
 
 def test_an_empty_database_has_nothing_to_report(tmp_path: Path) -> None:
-    with SqlDatabase.open(tmp_path / "empty.db") as empty:
+    with TuningDatabase.open(tmp_path / "empty.db") as empty:
         assert report_database(empty) == ()
     assert "No job of this database has a valid record" in render_page([])
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from relaxtune.tuning_db.contract import TuningDatabase
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[TuningDatabase]:
-    with SqlDatabase.open(f"sqlite:///{tmp_path}/tuning.db") as opened:
+    with TuningDatabase.open(f"sqlite:///{tmp_path}/tuning.db") as opened:
         yield opened

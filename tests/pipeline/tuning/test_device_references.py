@@ -28,8 +28,8 @@ from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.test_gpu import NoDevice, half_matmul
 from tests.pipeline.tuning.tuning_cases import (
     Place,

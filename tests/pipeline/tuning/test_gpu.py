@@ -27,8 +27,8 @@ from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import add_one_mod, all_records, built, matmul_task, measure, spec_of, task_of
 
 HAS_GPU = bool(tvm.cuda(0).exist)

@@ -29,8 +29,8 @@ from relaxtune.pipeline.tuning.session import tune
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, built, measure, task_of
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.norm_cases import OUTPUTS, NormCase

@@ -29,11 +29,11 @@ from relaxtune.pipeline.tuning.search import evolution as search_module
 from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
 from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.errors import DatabaseWriteError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
 from relaxtune.tuning_db.standing import standing_records
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.pipeline.tuning.tuning_cases import (
     MadeUpRecipe,

@@ -15,7 +15,7 @@ from relaxtune.tuning_db.exchange.pruning import PruneRules, prune
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.schema import Base
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.exchange.filled import START, content, export, fill
 
 
@@ -30,7 +30,7 @@ class TestArchive:
     def test_everything_comes_back_in_another_database(self, database, samples, tmp_path):
         fill(database, samples)
         before = content(database, tmp_path / "one")
-        with SqlDatabase.open("sqlite://") as other:
+        with TuningDatabase.open("sqlite://") as other:
             done = import_archive(other, tmp_path / "one")
             assert (done.workloads, done.jobs, done.records, done.new_records) == (3, 1, 13, 13)
             assert (done.artifacts, done.validations, done.benchmarks) == (1, 1, 1)
@@ -40,7 +40,7 @@ class TestArchive:
             assert [r.key for r in ours] == [r.key for r in theirs]
 
     def test_archive_comes_back_into_each_dialect(self, database, samples, tmp_path):
-        with SqlDatabase.open("sqlite://") as source:
+        with TuningDatabase.open("sqlite://") as source:
             fill(source, samples)
             before = content(source, tmp_path / "one")
         import_archive(database, tmp_path / "one")
@@ -51,7 +51,7 @@ class TestArchive:
     def test_filter_takes_the_records_and_what_they_refer_to(self, database, samples, tmp_path):
         fill(database, samples)
         export(database, tmp_path / "part", RecordFilter(workload_hash="hash1", status=Status.OK))
-        with SqlDatabase.open("sqlite://") as other:
+        with TuningDatabase.open("sqlite://") as other:
             done = import_archive(other, tmp_path / "part")
             assert (done.workloads, done.records, done.artifacts) == (1, 2, 0)
             assert {record.workload_hash for record in other.list_records()} == {"hash1"}
@@ -59,7 +59,7 @@ class TestArchive:
 
 class TestMerge:
     def test_merge_takes_everything_of_the_source(self, database, samples, tmp_path):
-        with SqlDatabase.open(tmp_path / "source.db") as source:
+        with TuningDatabase.open(tmp_path / "source.db") as source:
             fill(source, samples)
             assert merge(database, source).new_records == 13
             assert content(database, tmp_path / "a") == content(source, tmp_path / "b")
@@ -69,14 +69,14 @@ class TestMerge:
         parts = [range(4), range(2, 6), range(3, 8)]
         sources = []
         for number, part in enumerate(parts):
-            source = SqlDatabase.open("sqlite://")
+            source = TuningDatabase.open("sqlite://")
             fill(source, samples, part)
             # The same workload, told differently by each.
             source.record_workload(samples.workload(2, name=f"name{number}", flops=float(number)))
             sources.append(source)
         results = set()
         for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2, 1, 0)):
-            with SqlDatabase.open("sqlite://") as database:
+            with TuningDatabase.open("sqlite://") as database:
                 for number in order:
                     merge(database, sources[number])
                 results.add(content(database, tmp_path / "a"))
@@ -114,7 +114,7 @@ class TestMerge:
         sides = [data.draw(st.lists(st.sampled_from(some), max_size=6)) if some else [] for _ in range(2)]
         databases = []
         for side, records in enumerate(sides):
-            database = SqlDatabase.open("sqlite://")
+            database = TuningDatabase.open("sqlite://")
             for number in range(3):
                 name = data.draw(st.sampled_from(["a", "b"]))
                 database.record_workload(samples.workload(number, name=name, flops=float(side)))
@@ -124,12 +124,12 @@ class TestMerge:
         for database, path in zip(databases, archives, strict=True):
             export(database, path)
         for path in archives:
-            with SqlDatabase.open("sqlite://") as alone:
+            with TuningDatabase.open("sqlite://") as alone:
                 import_archive(alone, path)
                 assert content(alone, tmp_path / "again") == path.read_bytes()
         merged = []
         for order in ((0, 1), (1, 0), (0, 1, 0, 1)):
-            with SqlDatabase.open("sqlite://") as into:
+            with TuningDatabase.open("sqlite://") as into:
                 for side in order:
                     import_archive(into, archives[side])
                 merged.append(content(into, tmp_path / "m"))

@@ -9,20 +9,20 @@ import pytest
 
 from relaxtune.tuning_db.errors import ExchangeError
 from relaxtune.tuning_db.exchange.archive import import_archive
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.exchange.filled import export, fill, lines_of
 
 
 @pytest.fixture(scope="module")
 def empty():
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         yield database
 
 
 class TestHostileArchive:
     @pytest.fixture
     def archive(self, samples, tmp_path):
-        with SqlDatabase.open("sqlite://") as source:
+        with TuningDatabase.open("sqlite://") as source:
             fill(source, samples)
             export(source, tmp_path / "a")
         return tmp_path / "a"
@@ -104,7 +104,7 @@ class TestHostileArchive:
     def test_archive_that_unpacks_to_too_much_is_refused_whole(self, archive, monkeypatch, limit):
         monkeypatch.setattr(f"relaxtune.tuning_db.exchange.archive.{limit}", 3)
         with (
-            SqlDatabase.open("sqlite://") as database,
+            TuningDatabase.open("sqlite://") as database,
             pytest.raises(ExchangeError, match=r"line \d: the archive unpacks to more than"),
         ):
             import_archive(database, archive)

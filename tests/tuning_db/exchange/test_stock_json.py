@@ -17,7 +17,7 @@ from relaxtune.tuning_db.exchange.stock_json import RECORD_FILE, WORKLOAD_FILE, 
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import describe_unknown, replay_decision, workload_hash
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 TARGET = tvm.target.Target({"kind": "llvm", "mcpu": "znver4", "num-cores": 2})
 
@@ -56,7 +56,7 @@ def environment(samples):
 
 @pytest.fixture
 def memory():
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         yield database
 
 

@@ -9,14 +9,14 @@ import tvm_ffi
 from relaxtune.tuning_db.metaschedule import (
     MetaScheduleAdapter,
 )
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.metaschedule.matmul_case import TARGET
 
 
 @pytest.fixture
 def database():
     """Return a database in memory: the adapter talks to the contract, which other tests hold over every dialect."""
-    with SqlDatabase.open("sqlite://") as opened:
+    with TuningDatabase.open("sqlite://") as opened:
         yield opened
 
 

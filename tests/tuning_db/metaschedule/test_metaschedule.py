@@ -24,7 +24,7 @@ from relaxtune.tuning_db.metaschedule import (
     workload_hash,
 )
 from relaxtune.tuning_db.records import Mode, RecordFilter, Status
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.metaschedule.matmul_case import SIZE, TARGET, TRIALS, matmul, split, stock_record
 
 
@@ -91,7 +91,7 @@ def tuned(tmp_path_factory, samples, environment):
     """Return the path of a database that a real MetaSchedule run filled."""
     folder = tmp_path_factory.mktemp("tuned")
     path = folder / "tuning.db"
-    with SqlDatabase.open(path) as database, pytest.MonkeyPatch.context() as patch:
+    with TuningDatabase.open(path) as database, pytest.MonkeyPatch.context() as patch:
         # MetaSchedule imports 248 tensor intrinsics, which takes 17 s of CPU time: for each, TVM's parser reads the
         # source of the whole stack, twice. The space of this run has none of them.
         patch.setitem(sys.modules, "tvm.s_tir.tensor_intrin", ModuleType("tvm.s_tir.tensor_intrin"))
@@ -128,14 +128,14 @@ from tvm import te
 from tvm.s_tir import meta_schedule as ms
 from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter
 from relaxtune.tuning_db.records import Environment, Mode, TargetKey
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 a, b = te.placeholder((64, 64), name="A"), te.placeholder((64, 64), name="B")
 k = te.reduce_axis((0, 64), name="k")
 c = te.compute((64, 64), lambda i, j: te.sum(a[i, k] * b[k, j], axis=k), name="C")
 mod = tvm.IRModule({"main": te.create_prim_func([a, b, c])})
 here = Environment("cpu", "EPYC 9654", "znver4", None, None, tvm.__version__, tvm_ffi.__version__, 2)
 target = tvm.target.Target({"kind": "llvm", "num-cores": 2})
-with SqlDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
+with TuningDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
     adapter = MetaScheduleAdapter(database, TargetKey("llvm", "znver4"), here, tvm_target=target)
     schedule = adapter.query_schedule(mod, target, "main")
     (best,) = adapter.get_top_k(adapter.commit_workload(mod), 1)
@@ -149,7 +149,7 @@ with SqlDatabase.open(sys.argv[1], mode=Mode.READ_ONLY) as database:
 
 
 def test_run_of_metaschedule_keeps_every_candidate(tuned):
-    with SqlDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
         assert [w.workload_hash for w in database.list_workloads()] == [workload_hash(matmul())]
         records = database.list_records()
         assert len(records) == TRIALS
@@ -165,14 +165,14 @@ def test_best_schedule_is_found_replayed_and_right_in_a_fresh_process(tuned, pyt
     process = python(READ, tuned)
     latency, skipped, unchanged = process.communicate()[0].split()
     assert process.returncode == 0
-    with SqlDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
         records = database.list_records(RecordFilter(status=Status.OK))
         assert float(latency) == pytest.approx(min(record.latency_us for record in records), rel=1e-12)
     assert (skipped, unchanged) == ("0", "False")
 
 
 def test_reads_of_a_run_are_ordered_limited_and_complete(tuned, samples, environment):
-    with SqlDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
         adapter = MetaScheduleAdapter(database, samples.target(), environment, tvm_target=TARGET)
         workload = adapter.commit_workload(matmul())
         top = [sorted(float(value) for value in record.run_secs)[1] for record in adapter.get_top_k(workload, 100)]
@@ -190,7 +190,7 @@ def test_nothing_is_found_when_target_or_tvm_differs(tuned, samples, environment
     if changed == "tvm_version":
         monkeypatch.setattr(tvm, "__version__", "0.28")
         environment = dataclasses.replace(environment, tvm_version="0.28")
-    with SqlDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
+    with TuningDatabase.open(tuned, mode=Mode.READ_ONLY) as database:
         adapter = MetaScheduleAdapter(database, target, environment)
         assert adapter.query_tuning_record(matmul(), TARGET, "main") is None
         assert len(adapter) == 0
@@ -254,8 +254,8 @@ def test_nothing_is_recorded_twice_when_the_caller_records(database, samples, en
 
 
 def test_commits_are_dropped_when_the_database_is_read_only(path, samples, environment):
-    SqlDatabase.open(path).close()
-    with SqlDatabase.open(path, mode=Mode.READ_ONLY) as database:
+    TuningDatabase.open(path).close()
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as database:
         adapter = MetaScheduleAdapter(database, samples.target(), environment)
         adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [1e-6]))
         assert database.info().workloads == 0
@@ -266,13 +266,13 @@ def test_database_is_asked_again_only_after_a_write(database, adapter, monkeypat
     workload = adapter.commit_workload(matmul())
     adapter.commit_tuning_record(stock_record(workload, [2e-6], 8))
     asked = []
-    list_top = SqlDatabase.list_top
+    list_top = TuningDatabase.list_top
 
     def counted(self, question, *, k):
         asked.append(k)
         return list_top(self, question, k=k)
 
-    monkeypatch.setattr(SqlDatabase, "list_top", counted)
+    monkeypatch.setattr(TuningDatabase, "list_top", counted)
     for _ in range(3):
         assert len(adapter.get_top_k(workload, 1)) == 1
     assert asked == [1]
@@ -285,7 +285,7 @@ def test_database_is_asked_again_only_after_a_write(database, adapter, monkeypat
 def test_records_of_several_layers_are_told_apart_and_workloads_carried_up(tmp_path, samples, environment):
     paths = tmp_path / "mine.db", tmp_path / "shared.db"
     for path, factor, seconds in zip(paths, (8, 4), (3e-6, 2e-6), strict=True):
-        with SqlDatabase.open(path) as database:
+        with TuningDatabase.open(path) as database:
             adapter = MetaScheduleAdapter(database, samples.target(), environment)
             adapter.commit_tuning_record(stock_record(adapter.commit_workload(matmul()), [seconds], factor))
     with LayeredDatabase.open_layers(paths) as layers:
@@ -315,7 +315,7 @@ def test_adapter_is_refused_when_the_environment_names_another_tvm(database, sam
 
 
 def test_error_of_the_database_keeps_its_class_through_tvm(samples, environment):
-    database = SqlDatabase.open("sqlite://")
+    database = TuningDatabase.open("sqlite://")
     adapter = MetaScheduleAdapter(database, samples.target(), environment)
     broken = dataclasses.replace(describe_unknown(matmul()), ir_json="broken")
     database.record_workload(broken)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.questions.progress import (
     JobCandidates,
@@ -15,6 +14,7 @@ from relaxtune.tuning_db.questions.progress import (
     job_progress,
 )
 from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.conftest import Samples
 
 

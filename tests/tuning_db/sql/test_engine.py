@@ -14,7 +14,7 @@ from relaxtune.tuning_db.errors import (
     TuningDatabaseError,
 )
 from relaxtune.tuning_db.sql.engine import parse_location, translate_error
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 
 @pytest.mark.parametrize(
@@ -61,28 +61,28 @@ def test_location_uses_psycopg_3_and_hides_the_password_when_the_url_means_postg
 )
 def test_url_is_refused_when_it_cannot_mean_a_database(url, message):
     with pytest.raises(DatabaseUrlError, match=message.replace("?", r"\?")):
-        SqlDatabase.open(url)
+        TuningDatabase.open(url)
 
 
 def test_missing_driver_is_named_with_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(DatabaseUrlError, match=r"psycopg 3 is not installed, .*'relaxtune\[postgres\]'"):
-        SqlDatabase.open("postgresql://user:secret@localhost/name")
+        TuningDatabase.open("postgresql://user:secret@localhost/name")
 
 
 def test_folder_is_refused_when_a_file_is_expected(tmp_path):
     with pytest.raises(DatabaseOpenError, match=r"is a folder: expected a database file, for instance .*tuning\.db"):
-        SqlDatabase.open(tmp_path)
+        TuningDatabase.open(tmp_path)
 
 
 def test_missing_folder_is_named(tmp_path):
     with pytest.raises(DatabaseOpenError, match=r"The folder .*missing of the database x\.db does not exist"):
-        SqlDatabase.open(tmp_path / "missing" / "x.db")
+        TuningDatabase.open(tmp_path / "missing" / "x.db")
 
 
 def test_path_may_hold_characters_that_urls_reserve(tmp_path):
     path = tmp_path / "a b?c#d%20.db"
-    SqlDatabase.open(path).close()
+    TuningDatabase.open(path).close()
     assert path.exists()
 
 

@@ -35,7 +35,7 @@ from relaxtune.tuning_db.records import Mode, Route, Status
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
 from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base
-from relaxtune.tuning_db.store import SqlDatabase, upgrade
+from relaxtune.tuning_db.store import TuningDatabase, upgrade
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
 
 MADE = datetime(2026, 11, 20, 13, tzinfo=UTC)
@@ -66,7 +66,7 @@ def test_every_released_schema_has_a_stored_database():
 
 
 def test_migrations_make_the_schema_of_the_models(database_url):
-    with SqlDatabase.open(database_url) as database, database._engine.connect() as connection:
+    with TuningDatabase.open(database_url) as database, database._engine.connect() as connection:
         options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, Base.metadata) == []
@@ -77,7 +77,7 @@ def test_stored_database_is_upgraded_and_used(path, samples, revision):
     restore(revision, path)
     assert upgrade(path) == revision
     assert upgrade(path) == HEAD_REVISION
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         check_stored(database, samples, revision)
 
 
@@ -93,9 +93,9 @@ def test_stored_database_is_upgraded_and_used_in_postgresql_too(empty_postgres, 
     engine.dispose()
     if revision != HEAD_REVISION:
         with pytest.raises(SchemaVersionError, match=rf"has schema revision {revision}, .*relaxtune db upgrade --db"):
-            SqlDatabase.open(empty_postgres)
+            TuningDatabase.open(empty_postgres)
     assert upgrade(empty_postgres) == revision
-    with SqlDatabase.open(empty_postgres) as database:
+    with TuningDatabase.open(empty_postgres) as database:
         check_stored(database, samples, revision)
         with database._engine.connect() as connection:
             options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
@@ -213,7 +213,7 @@ def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
     restore("0001", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
     with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0007\. " + command):
-        SqlDatabase.open(path)
+        TuningDatabase.open(path)
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -222,7 +222,7 @@ def test_newer_schema_is_refused_with_the_command_that_upgrades_relaxtune(path, 
     set_revision(path, "9999")
     message = rf"has schema revision 9999, newer than {HEAD_REVISION}, .*pip install --upgrade relaxtune"
     with pytest.raises(SchemaVersionError, match=message):
-        SqlDatabase.open(path, mode=mode)
+        TuningDatabase.open(path, mode=mode)
     with pytest.raises(SchemaVersionError, match=message):
         upgrade(path)
 
@@ -232,19 +232,19 @@ def test_upgrade_makes_the_tables_of_an_empty_file_and_refuses_a_missing_one(pat
         upgrade(path)
     path.touch()
     assert upgrade(path) is None
-    with SqlDatabase.open(path, create=False) as database:
+    with TuningDatabase.open(path, create=False) as database:
         assert database.info().schema_revision == HEAD_REVISION
 
 
 def test_nothing_is_left_when_a_migration_fails_midway(path, monkeypatch):
     monkeypatch.setattr("sqlalchemy.Double", None)
     with pytest.raises(TypeError):
-        SqlDatabase.open(path)
+        TuningDatabase.open(path)
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
     connection.close()
     monkeypatch.undo()
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         assert database.count_records() == 0
 
 

@@ -18,7 +18,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
-from relaxtune.tuning_db.store import SqlDatabase, upgrade
+from relaxtune.tuning_db.store import TuningDatabase, upgrade
 from tests.pipeline.artifact.test_compile import fallback_record, keep, parallel_trace, record_of
 from tests.pipeline.choose.test_template_route import template_record
 from tests.pipeline.tuning.test_gpu import half_matmul
@@ -37,7 +37,7 @@ def task():
 @pytest.fixture(scope="module")
 def today(task, tmp_path_factory):
     """Return a database of this version with a record of each route."""
-    database = SqlDatabase.open(tmp_path_factory.mktemp("today") / "tuning.db")
+    database = TuningDatabase.open(tmp_path_factory.mktemp("today") / "tuning.db")
     template = template_record(task, template_candidates(task, TARGET)[0].decision, TARGET)
     trace = record_of(task, TARGET, decision=parallel_trace(task), environment=template.environment)
     for record in (template, replace(fallback_record(task, TARGET), environment=template.environment), trace):
@@ -45,7 +45,7 @@ def today(task, tmp_path_factory):
     return database
 
 
-def write_at(revision: str, url: str, source: SqlDatabase) -> None:
+def write_at(revision: str, url: str, source: TuningDatabase) -> None:
     """Make a database of an earlier schema, with what that schema knows of the rows of `source`."""
     engine = make_engine(parse_location(url), read_only=False, create=True)
     tables = MetaData()
@@ -71,7 +71,7 @@ def test_an_old_record_is_true_or_is_measured_again(revision, dialect, path, tas
     url = f"sqlite:///{path}" if dialect == "sqlite" else request.getfixturevalue("empty_postgres")
     write_at(revision, url, today)
     assert upgrade(url) == revision
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         records = database.list_records(RecordFilter(workload_hash=task.workload_hash))
         assert {one.route for one in records} == {Route.TEMPLATE, Route.FALLBACK, Route.METASCHEDULE}
         lookup = CandidateLookup(database, TARGET, detect_environment(TARGET))

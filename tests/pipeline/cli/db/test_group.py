@@ -20,7 +20,7 @@ from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 TARGET = TargetKey("llvm", "znver4")
@@ -49,7 +49,7 @@ def filled(tmp_path):
     path = tmp_path / "tuning.db"
     old = Workload("h1", "matmul", SIGNATURE, "dense", 1e6, 1e3, None, "0.27")
     new = Workload("h2", "matmul", SIGNATURE, "dense", 1e6, 1e3, None, "0.28")
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         database.record_workload(old)
         database.record_workload(new)
         job = database.start_job(model="bert", model_sha256="0" * 64, target=TARGET)
@@ -140,7 +140,7 @@ def test_cost_of_a_job(rows, call, filled):
     assert "device seconds" in call("db", "cost", filled[1], "--db", filled[0]).out
     assert rows("cost", filled[1][:8])["job"]["id"] == filled[1]
     assert "No job nix" in call("db", "cost", "nix", "--db", filled[0], code=2).err
-    with SqlDatabase.open(filled[0]) as database:
+    with TuningDatabase.open(filled[0]) as database:
         other = database.start_job(model="bert", model_sha256="0" * 64, target=TARGET).id
     error = call("db", "cost", "", "--db", filled[0], code=2).err
     assert "it is the start of 2: " in error
@@ -216,7 +216,7 @@ def test_filters_combine_in_every_command(rows):
 def test_resources_are_shown_where_they_are_known(call, filled):
     assert "registers" not in call("db", "query", "--db", filled[0]).out
     workload = Workload("h1", "matmul", SIGNATURE, "dense", 1e6, 1e3, None, "0.27")
-    with SqlDatabase.open(filled[0]) as database:
+    with TuningDatabase.open(filled[0]) as database:
         database.record_measurement(replace(make_record(workload, us=1.0), registers=168, spill_bytes=4))
     shown = call("db", "query", "--db", filled[0]).out
     assert "registers" in shown
@@ -230,7 +230,7 @@ def test_resources_are_shown_where_they_are_known(call, filled):
 def test_artifacts_show_their_last_validation_and_the_last_run_of_each_arm(rows, call, filled):
     path, job = filled
     environment = Environment("cpu", "EPYC", "znver4", None, None, "0.27", "0.1", 2)
-    with SqlDatabase.open(path) as database:
+    with TuningDatabase.open(path) as database:
         first = Artifact("bert", "0" * 64, TARGET, '{"kernels":[1]}', "out/bert", job, START)
         second = Artifact("gpt2", "1" * 64, TARGET, '{"kernels":[2]}', "out/gpt2", None, START + timedelta(days=1))
         for artifact in (first, second):

@@ -29,8 +29,8 @@ from relaxtune.pipeline.tuning.session import require_valid, tune
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.test_gpu import half_matmul
 from tests.pipeline.tuning.tuning_cases import (
     Place,

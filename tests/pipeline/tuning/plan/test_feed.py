@@ -24,8 +24,8 @@ from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.session import tune
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
 
 TRIALS = 8

@@ -12,9 +12,9 @@ from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.plan.finals import Finals, list_finalists
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, summarise
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.standing import standing_records
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, matmul_task, spec_of
 
 NOW = utc_now()

@@ -18,9 +18,8 @@ from relaxtune.pipeline.tuning import session
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.session import require_valid, tune
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, all_records, matmul_task, task_of
 
@@ -96,14 +95,14 @@ from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.tuning.plan.test_resume import OPTIONS, TASKS, all_records
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 target = resolve_target("llvm")
 options = dataclasses.replace(OPTIONS, trials=5000)
 Recorder.flush_interval_s = 0.3
 class Progress:
     def candidate_measured(self, event):
         print(event.done, flush=True)
-with SqlDatabase.open(sys.argv[1]) as database:
+with TuningDatabase.open(sys.argv[1]) as database:
     job = database.start_job(model="tiny", model_sha256="0" * 64, target=target_key(target),
                              options=json.dumps(_plain(options), default=str))
     tune(TASKS, target=target, database=database, environment=detect_environment(target), options=options,
@@ -120,11 +119,11 @@ def test_a_killed_run_keeps_what_was_written_and_goes_on(place: Place, tmp_path:
         assert process.stdout is not None
         while int(process.stdout.readline()) < 6:
             pass
-        with SqlDatabase.open(url) as database:
+        with TuningDatabase.open(url) as database:
             while process.poll() is None and database.count_records(RecordFilter(route=Route.METASCHEDULE)) < 6:
                 time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
-    with SqlDatabase.open(url) as database:
+    with TuningDatabase.open(url) as database:
         recorded = database.count_records(RecordFilter(route=Route.METASCHEDULE))
         assert recorded >= 6
         resumed = run(place, database, trials=recorded + 3)

@@ -14,7 +14,7 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
 from relaxtune.pipeline.tuning.session import tune
-from relaxtune.tuning_db.contract import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
 
 QUICK = MeasureOptions(repeats=2, contender_repeats=0, min_repeat_s=0.0005)

@@ -16,8 +16,8 @@ from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.plan.warm_start import WarmStart
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, matmul_task, task_of
 
 

@@ -18,11 +18,10 @@ from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastC
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.search.space import make_space
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import ir_to_json, replay_decision
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord
-from relaxtune.tuning_db.store import SqlDatabase
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, choose_among, matmul_task
 
 OPTIONS = TuningOptions(
@@ -39,7 +38,7 @@ SHORT, LONG = matmul_task(32, 64, 32, "short"), matmul_task(96, 64, 32, "long")
 @pytest.fixture(scope="module")
 def tuned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> TuningDatabase:
     """A database with 40 candidates of the short task."""
-    database = SqlDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
+    database = TuningDatabase.open(tmp_path_factory.mktemp("warm") / "tuning.db")
     tune(
         [SHORT],
         target=place.target,
@@ -95,13 +94,13 @@ def test_the_database_is_asked_as_often_for_many_tasks_as_for_one(
 ) -> None:
     near = KnownShapes(tuned.list_workloads()).near(LONG)
     asked: list[object] = []
-    read = SqlDatabase.read
+    read = TuningDatabase.read
 
-    def counted(self: SqlDatabase, *rest: Any, **options: Any) -> Any:
+    def counted(self: TuningDatabase, *rest: Any, **options: Any) -> Any:
         asked.append(rest)
         return read(self, *rest, **options)
 
-    monkeypatch.setattr(SqlDatabase, "read", counted)
+    monkeypatch.setattr(TuningDatabase, "read", counted)
     (one,) = near_records([near], tuned, place.key, place.environment)
     once = len(asked)
     assert near_records([near, [], near], tuned, place.key, place.environment) == [one, NearRecords(), one]
@@ -227,7 +226,7 @@ def test_only_as_many_candidates_as_are_looked_at_tell_that_nothing_was_saved(
         )
 
     slower = [record(Route.METASCHEDULE, f"trace {number}", 12.0) for number in range(candidates)]
-    with SqlDatabase.open("sqlite://") as database:
+    with TuningDatabase.open("sqlite://") as database:
         database.record_all(workloads=[near], records=[record(Route.FALLBACK, "default", 10.0), *slower])
         (found,) = near_records([[near]], database, place.key, place.environment)
     assert len(found.traces) == candidates

@@ -29,8 +29,8 @@ from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, Measuri
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabaseUrl
 from tests.pipeline.tuning.ray.clusters import kill_workers, small_cluster
 from tests.pipeline.tuning.tuning_cases import (

@@ -13,8 +13,8 @@ from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.contract import TuningDatabase
 from relaxtune.tuning_db.records import Route, Status
+from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.ray.clusters import add_measuring_node, measures, small_cluster
 from tests.pipeline.tuning.tuning_cases import all_records, matmul_task
 
