@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tvm.s_tir import meta_schedule as ms
-
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tasks.task import TuningTask
@@ -40,7 +38,7 @@ from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.schedules.search.space import make_space
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import physical_cores
-from relaxtune.tuning_db.metaschedule import MetaScheduleAdapter
+from relaxtune.tuning_db.metaschedule import top_records
 from relaxtune.tuning_db.records import Environment, Mode, TuningRecord
 from relaxtune.tuning_db.store import TuningDatabase
 
@@ -83,9 +81,6 @@ class TuningRun:
         key, seed = target_key(self.target), self.options.seed
         self._recorder = Recorder(
             self.database, key, self.environment, job_id=self.job_id, seed=seed, seconds=self.seconds
-        )
-        self._adapter = MetaScheduleAdapter(
-            self.database, key, self.environment, tvm_target=self.target.target, commit_records=False
         )
         self._cost_model = FastCostModel(WARMUP_CANDIDATES, seed)
         self._warm_start = WarmStart(self._cost_model, self.database, self.target, self.environment, self.options)
@@ -262,7 +257,8 @@ class TuningRun:
     def _new_search(self, state: TaskState, workers: int) -> TaskSearch:
         forced = self.options.mode is Mode.FORCE
         mod = state.task.mod
-        seeds = [] if forced else self._adapter.get_top_k(ms.database.Workload(mod), _SEEDS)
+        place = (target_key(self.target), self.environment)
+        seeds = [] if forced else top_records(self.database, mod, *place, _SEEDS, tvm_target=self.target.target)
         return TaskSearch(
             mod,
             self.target.target,

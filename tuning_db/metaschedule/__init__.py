@@ -1,4 +1,4 @@
-"""Between the tuning database and TVM: the texts it stores, and the shape that MetaSchedule asks for.
+"""Between the tuning database and TVM: the texts it stores, and records as MetaSchedule holds them.
 
 The only part of `tuning_db` that imports TVM.
 
@@ -7,7 +7,6 @@ a decision is the trace as JSON (`trace_to_json`). Both belong to one TVM versio
 hash has 64 bits, so a module found by it is compared structurally before it is believed.
 """
 
-from relaxtune.tuning_db.metaschedule.adapter import MetaScheduleAdapter
 from relaxtune.tuning_db.metaschedule.stock_forms import (
     US_PER_S,
     args_info_json,
@@ -25,6 +24,7 @@ from relaxtune.tuning_db.metaschedule.texts import (
     tvm_version,
     workload_hash,
 )
+from relaxtune.tuning_db.metaschedule.top_records import top_records
 from relaxtune.tuning_db.metaschedule.traces import check_trace, replay_decision, trace_to_json
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "UNKNOWN_FAMILY",
     "US_PER_S",
     "IRModule",
-    "MetaScheduleAdapter",
     "args_info_json",
     "check_trace",
     "describe_unknown",
@@ -42,6 +41,7 @@ __all__ = [
     "replay_decision",
     "stock_workload",
     "target_to_json",
+    "top_records",
     "trace_to_json",
     "tvm_version",
     "workload_hash",

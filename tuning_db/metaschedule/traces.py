@@ -6,6 +6,7 @@ import json
 import time
 
 import tvm
+import tvm_ffi
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.schedule import InstructionKind
@@ -14,6 +15,9 @@ from tvm.target import Target
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.metaschedule.texts import REPLAY_ERRORS, first_line, plain_json, workload_hash
 from relaxtune.tuning_db.records import canonical_json
+
+# TVM turns an error of a Python callback into a RuntimeError, unless its class is registered under its name.
+tvm_ffi.register_error(InvalidRecordError)
 
 # Seconds that a trace may take to apply. Traces that a search finds take 0.01 to 0.1 s.
 REPLAY_LIMIT_S = 10.0

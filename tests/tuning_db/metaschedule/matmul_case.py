@@ -1,14 +1,12 @@
-"""A small matmul, a schedule of it, and the record that stock MetaSchedule makes of that."""
+"""A small matmul, and a schedule of it."""
 
 from __future__ import annotations
 
 import tvm
 from tvm import te
-from tvm.s_tir import meta_schedule as ms
 
 TARGET = tvm.target.Target({"kind": "llvm", "num-cores": 2})
 SIZE = 64
-TRIALS = 8
 
 
 def matmul(size: int = SIZE) -> tvm.ir.IRModule:
@@ -22,8 +20,3 @@ def split(mod: tvm.ir.IRModule, factor: int = 8) -> tvm.s_tir.Schedule:
     schedule = tvm.s_tir.Schedule(mod)
     schedule.split(schedule.get_loops(schedule.get_sblock("C"))[0], [None, factor])
     return schedule
-
-
-def stock_record(workload: ms.database.Workload, run_secs: list[float], factor: int = 8) -> ms.database.TuningRecord:
-    args = ms.arg_info.ArgInfo.from_entry_func(workload.mod)
-    return ms.database.TuningRecord(split(workload.mod, factor).trace, workload, run_secs, TARGET, args)

@@ -11,14 +11,13 @@ import tvm_ffi
 
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.metaschedule import (
-    describe_unknown,
     ir_from_json,
     ir_to_json,
     replay_decision,
     trace_to_json,
     workload_hash,
 )
-from tests.tuning_db.metaschedule.matmul_case import matmul, split, stock_record
+from tests.tuning_db.metaschedule.matmul_case import matmul, split
 
 BAD_DECISIONS = [
     "not json",
@@ -30,20 +29,6 @@ BAD_DECISIONS = [
     '[[["GetSBlock",[],["C","main"],["b0"]],["Vectorize",["b0"],[],[]]],[]]',
     '[[["GetSBlock",[],["C","main"],["b0"]],["GetLoops",["b0"],[],["l1","l2","l3"]],["Fuse",["l3","l1"],[1],["l4"]]],[]]',
 ]
-
-
-def test_trace_that_does_not_replay_is_skipped_and_counted(database, adapter, samples, environment):
-    workload = adapter.commit_workload(matmul())
-    described = describe_unknown(matmul())
-    bad = [samples.record(described, environment=environment, decision=d, latencies_us=(1.0,)) for d in BAD_DECISIONS]
-    database.record_measurements(bad)
-    for factor, seconds in ((8, 3e-6), (4, 2e-6)):
-        adapter.commit_tuning_record(stock_record(workload, [seconds], factor))
-    (best,) = adapter.get_top_k(workload, 1)
-    assert [float(value) for value in best.run_secs] == pytest.approx([2e-6])
-    assert adapter.skipped_traces == len(BAD_DECISIONS)
-    assert len(adapter.get_all_tuning_records()) == 2
-    assert adapter.skipped_traces == len(BAD_DECISIONS)
 
 
 @pytest.mark.parametrize("decision", BAD_DECISIONS)
