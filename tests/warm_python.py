@@ -164,13 +164,14 @@ def run(words: list[str], *, timeout: float | None = None, **options: object) ->
 def workers_start(popen: type[subprocess.Popen]) -> Iterator[None]:
     """Start the product's processes by this `Popen`."""
     from relaxtune.pipeline.processes import spawning
+    from relaxtune.pipeline.workers import process
 
     kept = spawning.subprocess
-    spawning.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    spawning.subprocess = process.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
     try:
         yield
     finally:
-        spawning.subprocess = kept
+        spawning.subprocess = process.subprocess = kept
 
 
 @contextlib.contextmanager
@@ -263,7 +264,7 @@ def _prepare(start: _Start) -> None:
     first = {"-c": "", "-m": start.folder}.get(option, os.path.dirname(what))
     sys.path[:] = [first, *dict.fromkeys([*given, *_PATH])]
     sys.argv = [option or what, *arguments]
-    if "relaxtune.pipeline.processes" not in what:
+    if not ("relaxtune.pipeline.processes" in what or "relaxtune.pipeline.workers" in what):
         _SERVER.nested(start.descriptors)
         keep_workers_warm()
 

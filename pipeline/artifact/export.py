@@ -48,8 +48,8 @@ from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.policy import PolicyEntry
 from relaxtune.pipeline.precision.recorded import policy_entry
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.processes.linking import linker_in
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.workers.linking import linker_in
 from relaxtune.schedules.libraries.vendors import libraries_of
 from relaxtune.schedules.targets.resolve import vector_features
 

@@ -16,11 +16,11 @@ from tvm.runtime import Tensor, _ffi_api
 
 from relaxtune.pipeline.bisect.trace import CallSite, Replacement, output_tensors
 from relaxtune.pipeline.codegen.finish import finish_kernels
-from relaxtune.pipeline.processes.linking import link_to_load
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance, symbolic_kernel_tolerance
+from relaxtune.pipeline.workers.linking import link_to_load
 from relaxtune.schedules.fallback import apply_fallback
 
 logger = logging.getLogger(__name__)

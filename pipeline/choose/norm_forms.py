@@ -21,10 +21,10 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Question, Side, run_experiment
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.prepare import PreparedModel
-from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.workers.machine_faults import is_of_the_machine
 from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)

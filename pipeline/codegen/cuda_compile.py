@@ -20,9 +20,9 @@ from relaxtune.pipeline.codegen import fat_binary
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.pipeline.processes.linking import run_compiler
-from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.workers.linking import run_compiler
+from relaxtune.pipeline.workers.machine_faults import told_of
 from relaxtune.schedules.targets.capabilities import virtual_arch
 
 ELF_MAGIC = b"\x7fELF"

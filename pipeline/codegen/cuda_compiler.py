@@ -31,8 +31,8 @@ from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime,
 from relaxtune.pipeline.codegen.fat_binary import FAT_MAGIC
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.pipeline.processes.linking import run_compiler
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.workers.linking import run_compiler
 
 logger = logging.getLogger(__name__)
 

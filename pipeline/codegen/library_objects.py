@@ -17,9 +17,9 @@ from tvm import tirx
 from tvm.support import cc
 
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.pipeline.processes.linking import run_compiler
-from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.workers.linking import run_compiler
+from relaxtune.pipeline.workers.machine_faults import told_of
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
 

@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 
 from relaxtune.pipeline.processes.child import resident_bytes
 from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.machine_faults import OUTSIDE
 from relaxtune.pipeline.processes.spawning import END_S, StartedProcess, log_tail, new_log, spawn_worker
 from relaxtune.pipeline.spans import span
+from relaxtune.pipeline.workers.machine_faults import OUTSIDE
 
 
 @dataclass(frozen=True)

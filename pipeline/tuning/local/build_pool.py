@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.processes.child import NICENESS
 from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.machine_faults import is_of_the_machine
 from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.clock import AwakeClock
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
+from relaxtune.pipeline.workers.machine_faults import is_of_the_machine
 from relaxtune.tuning_db.records import Status
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def _with_intrinsics(compile_: Callable[[], T]) -> T:
 def _link(module: object, stem: str, library_objects: Sequence[Path]) -> str:
     from tvm.runtime import Module, _ffi_api
 
-    from relaxtune.pipeline.processes.linking import link_to_load
+    from relaxtune.pipeline.workers.linking import link_to_load
 
     if not isinstance(module, Module):
         raise TypeError(f"expected a compiled module, got {type(module).__name__}")

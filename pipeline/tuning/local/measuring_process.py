@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.machine_faults import is_of_memory, is_of_the_machine
 from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
@@ -31,6 +30,7 @@ from relaxtune.pipeline.tuning.measure.clock import AwakeClock
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.pipeline.workers.machine_faults import is_of_memory, is_of_the_machine
 from relaxtune.tuning_db.records import Environment, Status
 
 logger = logging.getLogger(__name__)

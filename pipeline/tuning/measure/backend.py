@@ -38,7 +38,7 @@ class Unmeasured(StrEnum):
     STOPPED
         The run ended first.
     LOST
-        A fault of the machine (`pipeline.processes.machine_faults`): its process was killed from outside, the disk or
+        A fault of the machine (`pipeline.workers.machine_faults`): its process was killed from outside, the disk or
         the memory was full, or the machine is gone. It may be tried again.
     BROKEN
         Nothing can be built or measured there any more; the run has to end.

@@ -13,7 +13,7 @@ import pytest
 import tvm_ffi.libinfo
 
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
-from relaxtune.pipeline.processes.linking import link_to_load, run_compiler
+from relaxtune.pipeline.workers.linking import link_to_load, run_compiler
 from tests.schedules.targets.quota_cases import QUOTA_CASES, QuotaCase
 
 BODY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int32 * 4), ctypes.c_void_p)

@@ -11,7 +11,7 @@ from relaxtune.pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc
 from relaxtune.pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.pipeline.processes.machine_faults import is_of_memory
+from relaxtune.pipeline.workers.machine_faults import is_of_memory
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.codegen.cubins import machine_code
 

@@ -18,11 +18,11 @@ import pytest
 import tvm
 from tvm import te
 
-from relaxtune.pipeline.processes.machine_faults import told_of
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.workers.machine_faults import told_of
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tvm.support import cc
 
-from relaxtune.pipeline.processes.machine_faults import told_of
+from relaxtune.pipeline.workers.machine_faults import told_of
 
 
 def run_compiler(

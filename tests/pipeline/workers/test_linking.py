@@ -13,8 +13,8 @@ from tvm.support import cc
 
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.bisect.plain_kernels import load_code
-from relaxtune.pipeline.processes.linking import link_to_load, linker_in, run_compiler
 from relaxtune.pipeline.temporary import PREFIX
+from relaxtune.pipeline.workers.linking import link_to_load, linker_in, run_compiler
 from tests.unoptimised import UNOPTIMISED
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from relaxtune.pipeline.processes.machine_faults import is_of_memory, is_of_the_machine, told_of
+from relaxtune.pipeline.workers.machine_faults import is_of_memory, is_of_the_machine, told_of
 
 MEMORY = [
     "Traceback (most recent call last):\n  File ...\nMemoryError",

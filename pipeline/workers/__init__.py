@@ -1,0 +1,1 @@
+"""The one supervisor of child processes: start, deadline, memory, one retry for the machine's faults."""
