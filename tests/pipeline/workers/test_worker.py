@@ -300,8 +300,8 @@ def test_a_child_for_a_gpu_is_no_fork_of_a_process_that_has_one_open(
         with closing(ForkServer(["opening_worker"])) as opened:
             for gpu in (False, True):
                 with closing(Worker("opening_worker", server=opened, gpu=gpu)) as worker:
-                    pid = worker.pid
-                    assert worker.ask("x").value == pid
+                    pid = worker.ask("x").value
+                    assert pid == worker.pid
                     assert psutil.Process(pid).ppid() == opened._process.pid
                     assert ("workers.child" in " ".join(psutil.Process(pid).cmdline())) == gpu
                     worker.close()
