@@ -29,7 +29,7 @@ from relaxtune.pipeline.cli import (
     report,
 )
 from relaxtune.pipeline.cli.db import group as database
-from relaxtune.pipeline.cli.groups import Command
+from relaxtune.pipeline.cli.groups import Command, CommandWithSet
 from relaxtune.pipeline.cli.output import configure_logging, print_error
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.printable import printable
@@ -47,7 +47,6 @@ app = typer.Typer(
     help="From an ONNX transformer to a tuned, validated shared library.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -83,7 +82,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": diagnosis.doctor,
 }
 for name, command in COMMANDS.items():
-    app.command(name=name)(command)
+    app.command(name=name, cls=CommandWithSet)(command)
 app.add_typer(artifact.app, name="artifact")
 app.add_typer(batch.app, name="batch")
 app.add_typer(cluster.app, name="cluster")

@@ -23,8 +23,8 @@ from relaxtune.pipeline.cli.options import (
     StoreOption,
     ToleranceOptions,
     VerifyKeyOption,
+    optional_database,
     require_signed,
-    url_option,
 )
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
 from relaxtune.pipeline.errors import UsageError
@@ -198,7 +198,7 @@ def rebuild(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Keep the new one here. Default: nowhere.")
     ] = None,
-    db: Annotated[DatabaseUrl | None, url_option("Where the records of its kernels are.")] = None,
+    db: Annotated[DatabaseUrl | None, optional_database("Where the records of its kernels are.")] = None,
     shared_db: SharedDatabasesOption = None,
     model: ReferenceOption = None,
     output_format: FormatOption = OutputFormat.TABLE,

@@ -16,6 +16,7 @@ import typer
 
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
+    DEFAULT_DATABASE,
     ArtifactArgument,
     DimOption,
     FormatOption,
@@ -278,7 +279,7 @@ def bench(
         return
     if lengths is not None and batch_sweep is not None:
         raise UsageError("--lengths and --batch-sweep both say the sizes; give one of them")
-    if db is not None:
+    if db not in (None, DEFAULT_DATABASE):
         raise UsageError("latencies over sizes are not noted in a database; leave --db out, --format json prints all")
     directories = [directory, *(beside or ())]
     if lengths is not None:

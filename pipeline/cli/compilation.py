@@ -14,11 +14,14 @@ import typer
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
+    OUTPUT,
+    RECORDS,
+    SEARCH,
     DatabaseOption,
     FormatOption,
     ModelOptions,
     SharedDatabasesOption,
-    url_option,
+    optional_database,
 )
 from relaxtune.pipeline.cli.output import (
     OutputFormat,
@@ -60,9 +63,24 @@ class TuningMode(StrEnum):
 class ArtifactOptions:
     """Where the artifact goes, and how it is validated."""
 
-    out: Path | None = option(None, "Artifact directory. Default: out/MODEL-TARGET.", metavar="DIR")
-    samples: int = option(3, "Random inputs to validate with; 0 leaves the validation out.", min=0)
-    sign: Path | None = option(None, "Sign it with this Ed25519 private key (PEM).", metavar="KEY")
+    out: Path | None = option(
+        None,
+        "Artifact directory. Default: out/MODEL-TARGET.",
+        metavar="DIR",
+        panel=OUTPUT,
+    )
+    samples: int = option(
+        3,
+        "Random inputs to validate with; 0 leaves the validation out.",
+        min=0,
+        panel=OUTPUT,
+    )
+    sign: Path | None = option(
+        None,
+        "Sign it with this Ed25519 private key (PEM).",
+        metavar="KEY",
+        panel=OUTPUT,
+    )
 
     def directory(self, model: ModelOptions) -> Path:
         """Return the artifact's directory, by default named after the model and the target."""
@@ -73,21 +91,55 @@ class ArtifactOptions:
 class SearchOptions:
     """How much is tried and how it is measured; `tuning` is what the tuner takes."""
 
-    effort: Effort = option(Effort.NORMAL, "How much to try; --trials and --time-budget override its limits.")
-    trials: int | None = option(None, "Candidates over all tasks. Default: the effort's, or the time budget.", min=1)
-    time_budget: float | None = option(None, "Seconds of tuning.", min=1.0, metavar="S")
-    mode: TuningMode = option(TuningMode.TUNE, "force measures again what the database already knows.")
-    workers: int | None = option(None, "Build processes. Default: the cores.", min=1)
+    effort: Effort = option(
+        Effort.NORMAL, "How much to try; --trials and --time-budget override its limits.", panel=SEARCH
+    )
+    trials: int | None = option(
+        None, "Candidates over all tasks. Default: the effort's, or the time budget.", min=1, panel=SEARCH
+    )
+    time_budget: float | None = option(
+        None,
+        "Seconds of tuning.",
+        min=1.0,
+        metavar="S",
+        panel=SEARCH,
+    )
+    mode: TuningMode = option(
+        TuningMode.TUNE,
+        "force measures again what the database already knows.",
+        rare=True,
+    )
+    workers: int | None = option(
+        None,
+        "Build processes. Default: the cores.",
+        min=1,
+        rare=True,
+    )
     devices: str | None = option(
         None,
         "GPUs to measure on side by side, such as cuda:0,cuda:1. Default: all of the target's model.",
         metavar="LIST",
+        rare=True,
     )
-    build_timeout: float = option(30.0, "Seconds to build one candidate.", min=0.0, metavar="S")
-    run_timeout: float = option(10.0, "Seconds to measure one candidate.", min=0.0, metavar="S")
-    rerank: int | None = option(None, "Hot kernels tried inside the model. Default: the effort's.", min=0, metavar="N")
+    build_timeout: float = option(
+        30.0,
+        "Seconds to build one candidate.",
+        min=0.0,
+        metavar="S",
+        rare=True,
+    )
+    run_timeout: float = option(
+        10.0,
+        "Seconds to measure one candidate.",
+        min=0.0,
+        metavar="S",
+        rare=True,
+    )
+    rerank: int | None = option(
+        None, "Hot kernels tried inside the model. Default: the effort's.", min=0, metavar="N", rare=True
+    )
     norm_forms: bool | None = option(
-        None, "Try norms inside the matmuls and apart, in the whole model. Default: the effort's."
+        None, "Try norms inside the matmuls and apart, in the whole model. Default: the effort's.", rare=True
     )
 
     def tuning(self, request: ModelRequest) -> TuningOptions:
@@ -115,9 +167,17 @@ def tune(
     db: DatabaseOption = DEFAULT_DATABASE,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
-        bool, typer.Option("--record/--no-record", help="Note artifact, validation and latencies in the database too.")
+        bool,
+        typer.Option(
+            "--record/--no-record",
+            help="Note artifact, validation and latencies in the database too.",
+            rich_help_panel=RECORDS,
+        ),
     ] = True,
-    bench: Annotated[bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.")] = True,
+    bench: Annotated[
+        bool,
+        typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.", rich_help_panel=OUTPUT),
+    ] = True,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
@@ -139,10 +199,15 @@ def tune(
 def compile_command(
     model: ModelOptions,
     artifact: ArtifactOptions,
-    db: Annotated[DatabaseUrl | None, url_option("Tuning database to read. Default: none.")] = None,
+    db: Annotated[DatabaseUrl | None, optional_database("Tuning database to read.")] = None,
     shared_db: SharedDatabasesOption = None,
     record: Annotated[
-        bool, typer.Option("--record/--no-record", help="Note the artifact and its validation in the database.")
+        bool,
+        typer.Option(
+            "--record/--no-record",
+            help="Note the artifact and its validation in the database.",
+            rich_help_panel=RECORDS,
+        ),
     ] = False,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:

@@ -21,12 +21,30 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.prepare import ModelRequest
 
 
-def url_option(text: str, name: str = "--db") -> Any:
-    """Return an option whose value is a `DatabaseUrl`, so that no message can show its password."""
-    return typer.Option(name, metavar="URL", help=text, parser=DatabaseUrl.of)
-
-
+# The titles of the panels of options.
+MODEL, SIZES, SEARCH, RECORDS, OUTPUT = "Model", "Sizes", "Search", "Records", "Output"
 DEFAULT_DATABASE = DatabaseUrl("relaxtune.db")
+_DATABASE_VARIABLE = "RELAXTUNE_DB"
+
+
+def url_option(text: str, name: str = "--db", **more: Any) -> Any:
+    """Return an option whose value is a `DatabaseUrl`, so that no message can show its password."""
+    variable = _DATABASE_VARIABLE if name == "--db" else None
+    return typer.Option(
+        name, metavar="URL", help=text, parser=DatabaseUrl.of, rich_help_panel=RECORDS, envvar=variable, **more
+    )
+
+
+def optional_database(text: str) -> Any:
+    """Return a `--db` that reads or notes in the default database only if that is there; `none` leaves it out."""
+
+    def resolved(url: DatabaseUrl | None) -> DatabaseUrl | None:
+        if url is None:
+            return DEFAULT_DATABASE if Path(DEFAULT_DATABASE.reveal()).is_file() else None
+        return None if url.reveal() == "none" else url
+
+    return url_option(f"{text} Default: {DEFAULT_DATABASE}, if it is there; none leaves it out.", callback=resolved)
+
 
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact directory.")]
 DatabaseOption = Annotated[DatabaseUrl, url_option("Tuning database: a file or a SQLAlchemy URL.")]
@@ -34,18 +52,28 @@ SharedDatabasesOption = Annotated[
     list[DatabaseUrl] | None,
     url_option("Database to read under --db (repeatable); never written.", "--shared-db"),
 ]
-OutcomeDatabaseOption = Annotated[
-    DatabaseUrl | None, url_option("Note the result in this tuning database. Default: nowhere.")
-]
+OutcomeDatabaseOption = Annotated[DatabaseUrl | None, optional_database("Note the result in this tuning database.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="How to write the result to stdout.")]
+FormatOption = Annotated[
+    OutputFormat,
+    typer.Option(
+        "--format",
+        help="How to write the result to stdout.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 ReferenceOption = Annotated[
     str | None,
     typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
 ]
 DimOption = Annotated[
     list[str] | None,
-    typer.Option("--dim", metavar="AXIS=SIZE,...", help="Pin a symbolic axis in all inputs (repeatable)."),
+    typer.Option(
+        "--dim",
+        metavar="AXIS=SIZE,...",
+        help="Pin a symbolic axis in all inputs (repeatable).",
+        rich_help_panel=SIZES,
+    ),
 ]
 LengthsOption = Annotated[
     Path | None,
@@ -75,47 +103,72 @@ class ModelOptions:
     """What a user says of a model; `request` is what the jobs take."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
-    target: str = option("auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, cuda:sm_89@L4, a tag, JSON.")
+    target: str = option(
+        "auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, cuda:sm_89@L4, a tag, JSON.", panel=MODEL
+    )
     portable: bool = option(
-        False, "Keep PTX beside the GPU's code: newer GPUs run it too, translated by their driver.", "--portable"
+        False,
+        "Keep PTX beside the GPU's code: newer GPUs run it too, translated by their driver.",
+        "--portable",
+        panel=MODEL,
     )
     precision: str | None = option(
-        None, "fp32, tf32, fp16, bf16, w8a16, w4a16 or int8: asked for by name. Default: the graph's own."
+        None, "fp32, tf32, fp16, bf16, w8a16, w4a16 or int8: asked for by name. Default: the graph's own.", panel=MODEL
     )
     group_size: int | None = option(
-        None, "Weights with one scale (w8a16, w4a16), 0: a column. Default: 128.", metavar="N"
+        None, "Weights with one scale (w8a16, w4a16), 0: a column. Default: 128.", metavar="N", rare=True
     )
     shape: list[str] | None = option(
-        None, "Pin input shapes; a name instead of a size stays symbolic.", metavar="IN=1x128,..."
+        None, "Pin input shapes; a name instead of a size stays symbolic.", metavar="IN=1x128,...", panel=SIZES
     )
     dim: DimOption = None
     bucket: list[str] | None = option(
         None,
         "Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
         metavar="AXIS=128,256,...",
+        panel=SIZES,
     )
     profile: list[str] | None = option(
         None,
         "Least, typical and largest size of a symbolic axis: memory is planned for the largest, more is refused.",
         metavar="AXIS=MIN:TYPICAL:MAX,...",
+        panel=SIZES,
     )
     lengths: Path | None = option(
-        None, "Instead of --profile: sizes of real calls, lines of 'sequence,count' (docs/shapes.md).", metavar="FILE"
+        None,
+        "Instead of --profile: sizes of real calls, lines of 'sequence,count' (docs/shapes.md).",
+        metavar="FILE",
+        panel=SIZES,
     )
     unpad: bool = option(
-        False, "Leave padding out: an encoder's time goes with its tokens (docs/shapes.md).", "--unpad"
+        False, "Leave padding out: an encoder's time goes with its tokens (docs/shapes.md).", "--unpad", panel=SIZES
     )
-    seed: SeedOption = 0
-    disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME")
-    dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR")
+    seed: int = option(
+        0,
+        "Seed of the search, the zoo's weights and the inputs.",
+        rare=True,
+    )
+    disable_pass: list[str] | None = option(
+        None,
+        "Switch a pass off by name (repeatable).",
+        metavar="NAME",
+        rare=True,
+    )
+    dump_ir: Path | None = option(
+        None,
+        "Write the IR after each phase into DIR.",
+        metavar="DIR",
+        rare=True,
+    )
     embed_weights: bool = option(
-        False, "Keep the weights inside model.so instead of params.safetensors.", "--embed-weights"
+        False, "Keep the weights inside model.so instead of params.safetensors.", "--embed-weights", rare=True
     )
     routes: str | None = option(
         None,
         "Who may make kernels: metaschedule, template, library (cuBLASLt and cuDNN, which the artifact then needs "
         "where it runs). Default: all but library.",
         metavar="ROUTE,...",
+        panel=SEARCH,
     )
 
     def request(self) -> ModelRequest:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
-from relaxtune.pipeline.cli.options import VerifyKeyOption, require_signed, url_option
+from relaxtune.pipeline.cli.options import VerifyKeyOption, optional_database, require_signed
 from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console, write_text
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -35,7 +35,7 @@ def report(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Artifact directory.")] = None,
     db: Annotated[
         DatabaseUrl | None,
-        url_option("Tuning database: of the artifact's records, or without DIR of all its models."),
+        optional_database("Tuning database: of the artifact's records, or without DIR of all its models."),
     ] = None,
     out: Annotated[
         Path | None,

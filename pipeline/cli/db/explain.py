@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds
-from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.groups import CommandWithSet, takes_groups
 from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _ROWS = 4
 
 
-@app.command()
+@app.command(cls=CommandWithSet)
 @takes_groups(without=("limit", "dump_ir", "embed_weights"))
 def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabasesOption = None) -> None:
     """Say for each kernel of MODEL which records were looked at, and why each was taken or passed over.

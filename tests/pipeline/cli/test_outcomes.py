@@ -138,9 +138,13 @@ def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_pat
 
 
 def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_path):
-    content = tuned.database.read_bytes()
+    # Without a comparison, which on a busy machine may find the tuned kernels no faster, and ship the untuned ones.
+    colleagues = tmp_path / "colleagues.db"
+    searched = ("--trials", 4, "--no-bench", "--no-record", "--samples", 0, "--out", tmp_path / "theirs")
+    relaxtune("tune", tuned.model, *MODEL_OPTIONS, *searched, "--db", colleagues)
+    content = colleagues.read_bytes()
     mine = tmp_path / "mine.db"
-    shared = ("--shared-db", tuned.database)
+    shared = ("--shared-db", colleagues)
     options = ("--trials", 4, "--db", mine, *shared, "--out", tmp_path / "out", "--no-bench", "--no-record")
     result = relaxtune("tune", tuned.model, *MODEL_OPTIONS, *options, "--format", "json")
     # What the shared one knows counts as known: no fallback is measured again.
@@ -149,20 +153,20 @@ def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_p
         assert {record.route.value for record in database.list_records()} <= {"metaschedule", "template"}
         assert database.info().artifacts == 0
     recorded = [kernel for kernel in result["kernels"] if kernel["record_id"] is not None]
-    assert {kernel["database"] for kernel in recorded} <= {f"sqlite:///{tuned.database}", f"sqlite:///{mine}"}
+    assert {kernel["database"] for kernel in recorded} <= {f"sqlite:///{colleagues}", f"sqlite:///{mine}"}
     empty = tmp_path / "empty.db"
     relaxtune("db", "init", "--db", empty)
     command = ("compile", tuned.model, *MODEL_OPTIONS, "--samples", 0, "--out", tmp_path / "out")
     layered = relaxtune(*command, "--db", empty, *shared, "--format", "json")
     alone = relaxtune(*command, *shared, "--format", "json")
     (named,) = {kernel["database"] for kernel in layered["kernels"] if kernel["record_id"] is not None}
-    assert named == f"sqlite:///{tuned.database}"
+    assert named == f"sqlite:///{colleagues}"
     assert [kernel["record_id"] for kernel in layered["kernels"]] == [
         kernel["record_id"] for kernel in alone["kernels"]
     ]
     assert f"of{named}" in column(relaxtune(*command, "--db", empty, *shared), "record").replace(" ", "")
-    assert tuned.database.read_bytes() == content
-    assert "each once" in relaxtune(*command, "--db", tuned.database, *shared, code=1)
+    assert colleagues.read_bytes() == content
+    assert "each once" in relaxtune(*command, "--db", colleagues, *shared, code=1)
 
 
 def test_a_command_that_runs_out_of_memory_says_so(relaxtune, monkeypatch) -> None:
