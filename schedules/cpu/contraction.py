@@ -44,33 +44,20 @@ _LOAD, _STREAMED_VECTOR = 0.25, 1.25
 
 @dataclass(frozen=True)
 class TiledContraction:
-    """A block that multiplies two tensors and sums, with the role of each loop.
+    """A block that multiplies two tensors and sums, with the role of each loop."""
 
-    Attributes
-    ----------
-    block : ScheduledBlock
-        The reduction block.
-    left, right : TensorLoad
-        The operand that is broadcast along n, and the one read in vectors.
-    batch, rows, column, reduce : tuple of int, or int
-        Positions among the block's loops: axes of both operands, of the left alone, the vector axis, the reduction.
-    row : int or None
-        Which of `rows` is tiled: the longest; None when there is none (a vector times a matrix).
-    contiguous : bool
-        Whether `right` is contiguous along the vector axis, within a panel if it is packed.
-    panel : int or None
-        Columns of one panel when `right` is a weight packed at compile time (see `packing`), else None.
-    """
-
-    block: ScheduledBlock
+    block: ScheduledBlock  # The reduction block.
+    # The operand that is broadcast along n, and the one read in vectors.
     left: TensorLoad
     right: TensorLoad
+    # Positions among the block's loops: axes of both operands, of the left alone, the vector axis, the reduction.
     batch: tuple[int, ...]
     rows: tuple[int, ...]
     column: int
     reduce: tuple[int, ...]
-    row: int | None
-    contiguous: bool
+    row: int | None  # Which of `rows` is tiled: the longest; None when there is none (a vector times a matrix).
+    contiguous: bool  # Whether `right` is contiguous along the vector axis, within a panel if it is packed.
+    # Columns of one panel when `right` is a weight packed at compile time (see `packing`), else None.
     panel: int | None = None
 
 

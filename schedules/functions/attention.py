@@ -68,33 +68,20 @@ class ScoreBias:
 
         at = offset + query * query_stride + key * key_stride           (limit: no less than 0, and no more than that)
         bias[batch, head, query, key] = param[batch (modulo period) * batch_stride + head * head_stride + at]
-
-    Attributes
-    ----------
-    param
-        Position among the PrimFunc's parameters.
-    kind
-        "add": added to the scaled scores. "keep": where it is 0 or false, the key is not seen.
-    batch_stride, head_stride, query_stride, key_stride
-        In elements. Those of query and key may be negative, and are numbers, where there is a limit: a bias of
-        distances is a table so, along whose diagonals it lies.
-    offset
-        Element [0, 0, 0, 0] of the mask in the parameter.
-    limit
-        The last element of a row of the parameter that is read; 0 where no place lies outside.
-    period
-        After how many batch elements the mask repeats, 0 for never: windows of an image, say.
     """
 
-    param: int
+    param: int  # Position among the PrimFunc's parameters.
+    # "add": added to the scaled scores. "keep": where it is 0 or false, the key is not seen.
     kind: Literal["add", "keep"]
+    # In elements. Those of query and key may be negative, and are numbers, where there is a limit: a bias of distances
+    # is a table so, along whose diagonals it lies.
     batch_stride: Size
     head_stride: Size
     query_stride: Size
     key_stride: Size
-    offset: Size = 0
-    limit: int = 0
-    period: int = 0
+    offset: Size = 0  # Element [0, 0, 0, 0] of the mask in the parameter.
+    limit: int = 0  # The last element of a row of the parameter that is read; 0 where no place lies outside.
+    period: int = 0  # After how many batch elements the mask repeats, 0 for never: windows of an image, say.
 
     @property
     def of_padding(self) -> bool:
@@ -132,30 +119,9 @@ class AttentionSpec:
     """An attention.
 
     Batch, queries, keys and strides may be symbolic: expressions of the variables in the function's shapes.
-
-    Attributes
-    ----------
-    batch, heads, kv_heads, queries, keys, head_dim, value_dim
-        Sizes; `heads` is a multiple of `kv_heads`. Q and K are `head_dim` wide, V and O `value_dim`.
-    scale
-        Factor of the products.
-    causal
-        Whether query i sees only keys `j <= i + keys - queries`.
-    window
-        Query i sees only keys less than this far from position `i + keys - queries`; 0 for all.
-    query, key, value, output
-        Where the tensors lie.
-    bias
-        The mask, if there is one.
-    growth
-        What K and V, then the last two parameters, are made of; None where they are inputs.
-    spans
-        Position of a parameter, int32 [queries, 2]: the first key that a query sees, and the one after the last. Both
-        grow with the query, and no span is empty. Sequences of several lengths are one batch element so.
-    guarded
-        Whether a row whose s are all -inf is 0 (`where(isnan(p), 0, p)` in a graph).
     """
 
+    # Sizes; `heads` is a multiple of `kv_heads`. Q and K are `head_dim` wide, V and O `value_dim`.
     batch: Size
     heads: int
     kv_heads: int
@@ -163,17 +129,21 @@ class AttentionSpec:
     keys: Size
     head_dim: int
     value_dim: int
-    scale: float
-    causal: bool
-    window: int
+    scale: float  # Factor of the products.
+    causal: bool  # Whether query i sees only keys `j <= i + keys - queries`.
+    window: int  # Query i sees only keys less than this far from position `i + keys - queries`; 0 for all.
+    # Where the tensors lie.
     query: HeadLayout
     key: HeadLayout
     value: HeadLayout
     output: HeadLayout
-    bias: ScoreBias | None = None
+    bias: ScoreBias | None = None  # The mask, if there is one.
+    # What K and V, then the last two parameters, are made of; None where they are inputs.
     growth: CacheGrowth | None = None
+    # Position of a parameter, int32 [queries, 2]: the first key that a query sees, and the one after the last. Both
+    # grow with the query, and no span is empty. Sequences of several lengths are one batch element so.
     spans: int | None = None
-    guarded: bool = False
+    guarded: bool = False  # Whether a row whose s are all -inf is 0 (`where(isnan(p), 0, p)` in a graph).
 
     @property
     def outputs(self) -> int:

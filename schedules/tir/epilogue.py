@@ -19,31 +19,16 @@ from relaxtune.schedules.tir.row_norm import PartialSums, RowNorm
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of an accumulator.
+    """What becomes of an accumulator."""
 
-    Attributes
-    ----------
-    value
-        The output element; its variables are `accumulator` and `axes`.
-    accumulator
-        Stands for the accumulator: float32, or int32 of integer operands.
-    second
-        Stands for the other accumulator of a gated function (see `gate_column`), or of one that rotates heads; None in
-        others.
-    axes
-        One variable per output axis.
-    shape
-        The output's shape; all but the last axis may be symbolic.
-    head
-        Columns of each head of a function that rotates heads (see `rotated_matmul`), 0 in others.
-    """
-
-    value: tirx.Expr
-    accumulator: tirx.Var
-    axes: tuple[tirx.Var, ...]
-    shape: tuple[Size, ...]
+    value: tirx.Expr  # The output element; its variables are `accumulator` and `axes`.
+    accumulator: tirx.Var  # Stands for the accumulator: float32, or int32 of integer operands.
+    axes: tuple[tirx.Var, ...]  # One variable per output axis.
+    shape: tuple[Size, ...]  # The output's shape; all but the last axis may be symbolic.
+    # Stands for the other accumulator of a gated function (see `gate_column`), or of one that rotates heads; None in
+    # others.
     second: tirx.Var | None = None
-    head: int = 0
+    head: int = 0  # Columns of each head of a function that rotates heads (see `rotated_matmul`), 0 in others.
 
     @property
     def accumulators(self) -> int:

@@ -56,34 +56,17 @@ class PartialSums:
 
 @dataclass(frozen=True)
 class RowNorm:
-    """Statistics of rows whose partial sums are a function's parameter.
+    """Statistics of rows whose partial sums are a function's parameter."""
 
-    Attributes
-    ----------
-    partials
-        Position of the partial sums.
-    groups, size
-        Partial sums of a row, and its elements.
-    centred
-        Whether the mean is subtracted (a layer norm).
-    epsilon
-        What is added to the variance.
-    buffer
-        The statistics, [rows..., COUNT].
-    output
-        Position of the parameter that the statistics are, None when they are an intermediate.
-    blocks
-        The blocks that compute them.
-    """
-
-    partials: int
+    partials: int  # Position of the partial sums.
+    # Partial sums of a row, and its elements.
     groups: int
     size: int
-    centred: bool
-    epsilon: float
-    buffer: tirx.Var
-    output: int | None
-    blocks: tuple[Block, ...]
+    centred: bool  # Whether the mean is subtracted (a layer norm).
+    epsilon: float  # What is added to the variance.
+    buffer: tirx.Var  # The statistics, [rows..., COUNT].
+    output: int | None  # Position of the parameter that the statistics are, None when they are an intermediate.
+    blocks: tuple[Block, ...]  # The blocks that compute them.
 
 
 def partial_sums(data: te.Tensor, group: int) -> te.Tensor:

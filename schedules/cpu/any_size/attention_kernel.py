@@ -40,36 +40,22 @@ _SCANNED_VECTORS = 4
 
 @dataclass(frozen=True)
 class Attention:
-    """A function to make: S = Q K, what happens to a row of it, O = P V; `rows` of a tile at most.
-
-    Attributes
-    ----------
-    kept
-        The tensors whose row is in the cache, one after another.
-    places
-        For each batch axis of S, the position of the same axis in the second product, None where that has none (size
-        1).
-    total
-        The number of a row that O is divided by, since P is not; None where P is what multiplies V.
-    seen
-        A condition, over the axes of the first block of the walk, without which it does not read S; None for always.
-    views
-        Operands of the products that lie in a parameter.
-    cores
-        What jobs are shared among.
-    """
+    """A function to make: S = Q K, what happens to a row of it, O = P V; `rows` of a tile at most."""
 
     func: PrimFunc
     first: Product
     walk: Rows
     second: Product
-    kept: tuple[tirx.Var, ...]
+    kept: tuple[tirx.Var, ...]  # The tensors whose row is in the cache, one after another.
+    # For each batch axis of S, the position of the same axis in the second product, None where that has none (size 1).
     places: tuple[int | None, ...]
     rows: int
+    # The number of a row that O is divided by, since P is not; None where P is what multiplies V.
     total: tirx.Var | None
+    # A condition, over the axes of the first block of the walk, without which it does not read S; None for always.
     seen: tirx.Expr | None
-    views: Mapping[tirx.Var, View]
-    cores: int
+    views: Mapping[tirx.Var, View]  # Operands of the products that lie in a parameter.
+    cores: int  # What jobs are shared among.
 
     @property
     def queries(self) -> Size:
