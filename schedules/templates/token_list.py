@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, flat_view
 from relaxtune.schedules.tir.blocks import Size, narrow, shape_of
 
@@ -100,7 +101,7 @@ def token_list_kernel(func: tirx.PrimFunc, kept: Sequence[int]) -> tirx.PrimFunc
         def emit(block: tirx.Expr, thread: tirx.Expr) -> None:
             at = [view.ptr_to([0]) for view in flat]
             sizes = [tirx.IntImm("int32", one) if isinstance(one, int) else narrow(one) for one in (batch, width)]
-            T.evaluate(T.cuda.func_call("relaxtune_list_tokens", *at, *sizes, block, thread, source_code=source))
+            T.evaluate(device_call(source, *at, *sizes, block, thread))
 
         return narrow(batch), emit
 

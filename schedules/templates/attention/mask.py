@@ -14,7 +14,9 @@ from relaxtune.schedules.functions.attention import ScoreBias
 from relaxtune.schedules.templates.attention.padding_search import SCAN_LOADS, any_lane
 from relaxtune.schedules.templates.attention.sizes import flat_view, is_even, is_one, is_zero
 from relaxtune.schedules.templates.attention.tile_plan import TilePlan
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 LOG2_E = math.log2(math.e)
 MINUS_INFINITY = tirx.FloatImm("float32", -math.inf)
@@ -29,18 +31,15 @@ _PAIR_LOADS = {
     "int8": ("ld.global.u16", 1, "uint16"),
     "uint8": ("ld.global.u16", 1, "uint16"),
 }
-_UNPACK = {"float16": "relaxtune_unpack_f16", "bfloat16": "relaxtune_unpack_bf16"}
-_UNPACK_SOURCE = """
-__forceinline__ __device__ float NAME(unsigned packed, int shift) {
+_UNPACK = """
+__forceinline__ __device__ float relaxtune_unpack_KIND(unsigned packed, int shift) {
   unsigned short half = packed >> shift;
   float value;
   asm("cvt.f32.KIND %0, %1;" : "=f"(value) : "h"(half));
   return value;
 }
 """
-_UNPACK_KINDS = {"float16": "f16", "bfloat16": "bf16"}
-_OF_LANE = "relaxtune_of_lane"
-_OF_LANE_SOURCE = """
+_OF_LANE = """
 __forceinline__ __device__ unsigned relaxtune_of_lane(unsigned x, int lane) { return __shfl_sync(~0u, x, lane); }
 """
 
@@ -121,10 +120,7 @@ class _OfLanes:
         number, owner = divmod(pair, 8)
         for word in range(self._each):
             held = self._held[number * self._each + word]
-            found = T.cuda.func_call(
-                _OF_LANE, held, owner * 4 + self._lane % 4, source_code=_OF_LANE_SOURCE, return_type="uint32"
-            )
-            T.buffer_store(words, found, [word])
+            T.buffer_store(words, device_call(_OF_LANE, held, owner * 4 + self._lane % 4), [word])
         return words
 
 
@@ -323,14 +319,9 @@ class BiasReader:
         """Return one of a pair of elements; of a floating mask as float32."""
         if self._load is None and self._of_lanes is None:
             return tirx.Cast("float32", held[index]) if self._dtype in _FLOATS else held[index]
-        if self._dtype in _UNPACK:
-            source = _UNPACK_SOURCE.replace("NAME", _UNPACK[self._dtype]).replace("KIND", _UNPACK_KINDS[self._dtype])
-            return T.cuda.func_call(
-                _UNPACK[self._dtype],
-                held[0],
-                tirx.IntImm("int32", 16 * index),
-                source_code=source,
-                return_type="float32",
+        if self._dtype in MMA_KINDS:
+            return device_call(
+                _UNPACK.replace("KIND", MMA_KINDS[self._dtype]), held[0], tirx.IntImm("int32", 16 * index)
             )
         if self._dtype in ("int8", "uint8"):
             return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, str(held.ty.dtype)))

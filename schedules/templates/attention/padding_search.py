@@ -10,6 +10,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention.tile_plan import TilePlan
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register
 
 # Words of 4 bytes -> the load.
@@ -19,8 +20,7 @@ SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
 _MAGNITUDES = {"float16": 0x7FFF7FFF, "bfloat16": 0x7FFF7FFF, "float32": 0x7FFFFFFF}
 # Words that a lane reads of a tile's mask: at a time, and at most.
 _HELD_WORDS_MAX, _SEARCHED_WORDS_MAX = 16, 256
-_ANY_LANE = "relaxtune_any_lane"
-_ANY_LANE_SOURCE = """
+_ANY_LANE = """
 __forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_sync(~0u, x != 0); }
 """
 
@@ -28,7 +28,7 @@ __forceinline__ __device__ int relaxtune_any_lane(unsigned x) { return __any_syn
 def any_lane(bits: tirx.Expr, dtype: str) -> tirx.Expr:
     """Return whether a lane of the warp has anything but zeros of a dtype in some bits; emits code."""
     bits = tirx.bitwise_and(bits, tirx.const(_MAGNITUDES.get(dtype, 0xFFFFFFFF), "uint32"))
-    found = T.cuda.func_call(_ANY_LANE, bits, source_code=_ANY_LANE_SOURCE, return_type="int32")
+    found = device_call(_ANY_LANE, bits)
     return in_register(found, "int32") != 0
 
 

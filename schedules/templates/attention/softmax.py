@@ -32,55 +32,48 @@ from relaxtune.schedules.templates.attention.mask import (
 )
 from relaxtune.schedules.templates.attention.padding_search import PaddingSearch
 from relaxtune.schedules.templates.attention.tile_plan import TilePlan
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register, tree, when
+from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 # About the lowest finite number.
 _LOWEST = -3.0e38
 
-_EXP2 = "relaxtune_exp2"
-_EXP2_SOURCE = """
+_EXP2 = """
 __forceinline__ __device__ float relaxtune_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 """
-_RECIPROCAL = "relaxtune_reciprocal"
-_RECIPROCAL_SOURCE = """
+# Error of 1 unit in the last place.
+_RECIPROCAL = """
 __forceinline__ __device__ float relaxtune_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 """
-_LANE_XOR = "relaxtune_lane_xor"
-_LANE_XOR_SOURCE = """
+_LANE_XOR = """
 __forceinline__ __device__ float relaxtune_lane_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 """
-_PACK = {"float16": "relaxtune_pack_f16", "bfloat16": "relaxtune_pack_bf16"}
-_PACK_SOURCE = """
-__forceinline__ __device__ unsigned NAME(float low, float high) {
+_PACK = """
+__forceinline__ __device__ unsigned relaxtune_pack_KIND(float low, float high) {
   unsigned packed;
-  asm("cvt.rn.KIND.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  asm("cvt.rn.KINDx2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
 """
-_PACK_KINDS = {"float16": "f16x2", "bfloat16": "bf16x2"}
 
 
 def exp2(value: tirx.Expr) -> tirx.Expr:
     """Return 2^value (ex2.approx: relative error 2^-22)."""
-    return T.cuda.func_call(_EXP2, value, source_code=_EXP2_SOURCE, return_type="float32")
-
-
-def _reciprocal(value: tirx.Expr) -> tirx.Expr:
-    """Return 1 / value (rcp.approx: error of 1 unit in the last place)."""
-    return T.cuda.func_call(_RECIPROCAL, value, source_code=_RECIPROCAL_SOURCE, return_type="float32")
+    return device_call(_EXP2, value)
 
 
 def inverse_total(spec: AttentionSpec, total: tirx.Expr) -> tirx.Expr:
     """Return what a row's sum of weighted values is multiplied by: 1 / total; 0 for a guarded row that saw no key."""
-    inverse = _reciprocal(total)
+    inverse = device_call(_RECIPROCAL, total)
     if not spec.guarded:
         return inverse
     zero = tirx.FloatImm("float32", 0.0)
@@ -89,15 +82,12 @@ def inverse_total(spec: AttentionSpec, total: tirx.Expr) -> tirx.Expr:
 
 def lane_xor(value: tirx.Expr, mask: int) -> tirx.Expr:
     """Return the value of the lane whose number differs by some bits."""
-    return T.cuda.func_call(
-        _LANE_XOR, value, tirx.IntImm("int32", mask), source_code=_LANE_XOR_SOURCE, return_type="float32"
-    )
+    return device_call(_LANE_XOR, value, tirx.IntImm("int32", mask))
 
 
 def pack(low: tirx.Expr, high: tirx.Expr, dtype: str) -> tirx.Expr:
     """Return two values of 2 bytes in a word."""
-    source = _PACK_SOURCE.replace("NAME", _PACK[dtype]).replace("KIND", _PACK_KINDS[dtype])
-    return T.cuda.func_call(_PACK[dtype], low, high, source_code=source, return_type="uint32")
+    return device_call(_PACK.replace("KIND", MMA_KINDS[dtype]), low, high)
 
 
 class OnlineSoftmax:

@@ -12,6 +12,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, AttentionPlan
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import (
     CHUNK,
     LDMATRIX_SOURCE,
@@ -101,7 +102,7 @@ class AttentionMultiply:
         )
         for number in range(plan.parameters.m_steps):
             held = T.alloc_local([4 * plan.depth_steps], "uint32")
-            T.evaluate(T.cuda.func_call(name, held.ptr_to([0]), self._query_at(number), source_code=source))
+            T.evaluate(device_call(source, held.ptr_to([0]), self._query_at(number)))
             self._queries.append(held)
 
     def scores(self, scores: Sequence[tirx.Var], stage: tirx.Expr) -> None:
@@ -129,7 +130,7 @@ class AttentionMultiply:
         )
         operands = [self._queries[n].ptr_to([0]) if held else self._query_at(n) for n in numbers]
         keys = self._at[1] + tirx.Cast("uint32", stage * (p.block_k * plan.width * CHUNK * ELEMENT_BYTES))
-        self._call(name, source, [*(one.ptr_to([0]) for one in scores), *operands, keys])
+        self._call(source, [*(one.ptr_to([0]) for one in scores), *operands, keys])
 
     def values(self, output: Sequence[tirx.Var], weights: Sequence[tirx.Var], stage: tirx.Expr) -> None:
         """Emit `output += P V` for the keys of a stage; the weights P are in registers."""
@@ -146,7 +147,7 @@ class AttentionMultiply:
             multiply=self._instructions("o", "p{n}[4 * step + {w}]", "v"),
         )
         values = self._at[2] + tirx.Cast("uint32", stage * (p.block_k * plan.value_width * CHUNK * ELEMENT_BYTES))
-        self._call(name, source, [*(one.ptr_to([0]) for one in (*output, *weights)), values])
+        self._call(source, [*(one.ptr_to([0]) for one in (*output, *weights)), values])
 
     def _query_at(self, number: int) -> tirx.Expr:
         bytes_each = ROWS * self._plan.width * CHUNK * ELEMENT_BYTES
@@ -162,9 +163,8 @@ class AttentionMultiply:
                 lines.append(f"relaxtune_mma_{self._kind}({sums}{n} + 8 * j + {4 * pair}, {operands});")
         return "\n    ".join(lines)
 
-    def _call(self, name: str, source: str, arguments: Sequence[tirx.Expr]) -> None:
-        whole = LDMATRIX_SOURCE + mma_source(self._dtype) + source
-        T.evaluate(T.cuda.func_call(name, *arguments, source_code=whole))
+    def _call(self, source: str, arguments: Sequence[tirx.Expr]) -> None:
+        T.evaluate(device_call(LDMATRIX_SOURCE + mma_source(self._dtype) + source, *arguments))
 
 
 def _along(at: str, step: str, width: int) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
+
 COPY_BYTES = 16
 
 _COPY = """
@@ -56,24 +58,22 @@ def copy_async(
     size = tirx.Select(tirx.all(*inside), whole, none) if inside else whole
     at = tirx.IntImm("int64", offset)
     name, prefetch = ("relaxtune_copy_async_lines", ".L2::128B") if lines else ("relaxtune_copy_async", "")
-    T.evaluate(T.cuda.func_call(name, to, source, at, size, source_code=_COPY.format(name=name, prefetch=prefetch)))
+    T.evaluate(device_call(_COPY.format(name=name, prefetch=prefetch), to, source, at, size))
 
 
 def copy_async_where(conditions: Sequence[tirx.Expr], to: tirx.Expr, source: tirx.Expr, offset: int = 0) -> None:
     """Emit a copy by the threads for which all conditions hold; the others leave `to` as it is."""
-    name, at = "relaxtune_copy_async_where", tirx.IntImm("int64", offset)
-    T.evaluate(T.cuda.func_call(name, tirx.all(*conditions), to, source, at, source_code=_COPY_WHERE))
+    T.evaluate(device_call(_COPY_WHERE, tirx.all(*conditions), to, source, tirx.IntImm("int64", offset)))
 
 
 def end_copies() -> None:
     """Emit the end of a group of copies."""
-    T.evaluate(T.cuda.func_call("relaxtune_copies_end_group", source_code=_END))
+    T.evaluate(device_call(_END))
 
 
 def wait_for_copies(pending: int) -> None:
     """Emit the wait for all groups but the last `pending`, and for the warp's other lanes to have waited."""
-    name = f"relaxtune_copies_but_{pending}"
-    T.evaluate(T.cuda.func_call(name, source_code=_WAIT.format(pending=pending)))
+    T.evaluate(device_call(_WAIT.format(pending=pending)))
 
 
 def wait_for_copies_of_block(pending: int) -> None:
@@ -82,5 +82,4 @@ def wait_for_copies_of_block(pending: int) -> None:
     No wait of the warp stands before the wait of the block: the compiler would move other instructions between the two,
     and leave fewer to hide the first loads behind the barrier (GEMM of 4096 cubed, 256 x 128 tiles).
     """
-    name = f"relaxtune_copies_of_block_but_{pending}"
-    T.evaluate(T.cuda.func_call(name, source_code=_WAIT_OF_BLOCK.format(pending=pending)))
+    T.evaluate(device_call(_WAIT_OF_BLOCK.format(pending=pending)))

@@ -7,12 +7,12 @@ import math
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
-from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.device_function import device_call
 
 # gelu(x) = x (1 + erf(x / sqrt 2)) / 2 = max(x, 0) - t 2^(-t q(t) - 1) with t = |x|: the polynomial of
 # `schedules.templates.emit.fast_math`'s erf, in x instead of x / sqrt 2. Error: at most 5e-7 |x|; an infinite x gives
 # NaN.
-_GELU = "relaxtune_gelu"
 _GELU_SOURCE = """
 __forceinline__ __device__ float relaxtune_gelu(float x) {
   float t = fabsf(x);
@@ -25,7 +25,6 @@ __forceinline__ __device__ float relaxtune_gelu(float x) {
 """
 # The tanh form: x (1 + tanh(u)) / 2 = x / (1 + e^(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3). The constants are
 # those of -2u / log(2). Error: at most 1e-6 |x|.
-_GELU_TANH = "relaxtune_gelu_tanh"
 _GELU_TANH_SOURCE = """
 __forceinline__ __device__ float relaxtune_gelu_tanh(float x) {
   float e, r;
@@ -47,9 +46,7 @@ def fast_gelu(product: tirx.Mul) -> tirx.Expr:
     if found is None:
         return product
     form, x = found
-    if form == "tanh":
-        return T.cuda.func_call(_GELU_TANH, x, source_code=_GELU_TANH_SOURCE, return_type="float32")
-    return T.cuda.func_call(_GELU, x, source_code=_GELU_SOURCE, return_type="float32")
+    return device_call(_GELU_TANH_SOURCE if form == "tanh" else _GELU_SOURCE, x)
 
 
 def find_gelu(product: tirx.Mul) -> tuple[str, tirx.Expr] | None:

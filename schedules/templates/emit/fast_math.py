@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.ir import Call
-from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.device_function import device_call
 
 # 1 - erf(t) = 2^(-t q(t)) for t >= 0, q the polynomial of degree 4 that was fitted to the least maximum of
 # |error of erf| on [0, 4.2]: 6e-7, in float32 arithmetic 7e-7; ex2.approx adds less than 3e-7. About 8 instructions;
 # CUDA's erff, exact to 2 units in the last place, takes three times as many.
-_ERF = "relaxtune_erf"
 _ERF_SOURCE = """
 __forceinline__ __device__ float relaxtune_erf(float x) {
   float t = fabsf(x);
@@ -22,7 +22,6 @@ __forceinline__ __device__ float relaxtune_erf(float x) {
 
 # e^x by the hardware's exponential, as CUDA's __expf: an error of 2 + 1.2 |x| units in the last place; 0 where the
 # result is below the least normal number. CUDA's expf, exact to 1 unit, takes four times as many instructions.
-_EXP = "relaxtune_exp"
 _EXP_SOURCE = """
 __forceinline__ __device__ float relaxtune_exp(float x) {
   float e;
@@ -32,15 +31,14 @@ __forceinline__ __device__ float relaxtune_exp(float x) {
 """
 
 # 1 / (1 + e^-x) by the hardware's exponential and division: 2 units in the last place each; 0 from e^-x = 2^126 on.
-_SIGMOID = "relaxtune_sigmoid"
 _SIGMOID_SOURCE = """
 __forceinline__ __device__ float relaxtune_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 """
 
 _FUNCTIONS = {
-    "tirx.erf": (_ERF, _ERF_SOURCE),
-    "tirx.exp": (_EXP, _EXP_SOURCE),
-    "tirx.sigmoid": (_SIGMOID, _SIGMOID_SOURCE),
+    "tirx.erf": _ERF_SOURCE,
+    "tirx.exp": _EXP_SOURCE,
+    "tirx.sigmoid": _SIGMOID_SOURCE,
 }
 
 
@@ -49,5 +47,4 @@ def fast_call(call: Call) -> tirx.Expr:
     found = _FUNCTIONS.get(getattr(call.op, "name", ""))
     if found is None or str(call.ty.dtype) != "float32":
         return call
-    name, source = found
-    return T.cuda.func_call(name, call.args[0], source_code=source, return_type="float32")
+    return device_call(found, call.args[0])

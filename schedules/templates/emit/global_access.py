@@ -9,6 +9,8 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
+
 # Bytes -> the body of `void name(void* to, const void* from)`.
 _LOADS = {
     16: """uint4 v;
@@ -54,4 +56,4 @@ def store_bytes(to: tirx.Expr, source: tirx.Expr, size: int) -> None:
 
 def _emit(name: str, body: str, to: tirx.Expr, source: tirx.Expr) -> None:
     code = f"\n__forceinline__ __device__ void {name}(void* to, const void* from) {{\n  {body}\n}}\n"
-    T.evaluate(T.cuda.func_call(name, to, source, source_code=code))
+    T.evaluate(device_call(code, to, source))

@@ -9,30 +9,26 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.tir.blocks import Size, shape_of
 
 _TMA_LOAD = "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 # Keeps the compiler from moving a use of an accumulator above the wait for the wgmma that writes it.
-_PIN = "relaxtune_pin"
-_PIN_SOURCE = """
+_PINS = {
+    "float32": """
 __forceinline__ __device__ void relaxtune_pin(float& value) { asm volatile("" : "+f"(value) :: "memory"); }
-"""
-_PIN_INTEGER = "relaxtune_pin_integer"
-_PIN_INTEGER_SOURCE = """
+""",
+    "uint32": """
 __forceinline__ __device__ void relaxtune_pin_integer(unsigned& value) { asm volatile("" : "+r"(value) :: "memory"); }
-"""
-_PINS = {"float32": (_PIN, _PIN_SOURCE), "uint32": (_PIN_INTEGER, _PIN_INTEGER_SOURCE)}
-
-
+""",
+}
 # A value that the compiler takes for the same in all threads of a warp, and so keeps in a uniform register.
-_UNIFORM = "relaxtune_uniform"
-_UNIFORM_SOURCE = """
+_UNIFORM = """
 __forceinline__ __device__ int relaxtune_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 """
 
-_DESCRIPTOR = "relaxtune_descriptor"
-_DESCRIPTOR_SOURCE = """
+_DESCRIPTOR = """
 __forceinline__ __device__ unsigned long long relaxtune_descriptor(int low, unsigned high) {
   return static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(low);
 }
@@ -123,7 +119,7 @@ def store_tile(target: tirx.Var, at: Sequence[tirx.Expr | int], source: tirx.Exp
 
 def uniform(value: tirx.Expr) -> tirx.Expr:
     """Return an int32 that is the same in all threads of a warp, in a form that tells the compiler so."""
-    return T.cuda.func_call(_UNIFORM, value, source_code=_UNIFORM_SOURCE, return_type="int32")
+    return device_call(_UNIFORM, value)
 
 
 def matrix_descriptor(
@@ -149,7 +145,7 @@ def matrix_descriptor(
 
     def with_low(low: tirx.Expr) -> tirx.Expr:
         upper = tirx.const(high, "uint32")
-        return T.cuda.func_call(_DESCRIPTOR, low, upper, source_code=_DESCRIPTOR_SOURCE, return_type="uint64")
+        return device_call(_DESCRIPTOR, low, upper)
 
     # In a cluster, the upper bits of an address say whose shared memory it is in.
     return uniform(((window & 0x3FFFF) >> 4) | (leading << 16)), with_low
@@ -191,9 +187,8 @@ def pin(registers: tirx.Var, count: int, dtype: str = "float32") -> None:
 
     `dtype` is the registers': float32 or uint32.
     """
-    name, source = _PINS[dtype]
     for index in range(count):
-        T.evaluate(T.cuda.func_call(name, registers[index], source_code=source))
+        T.evaluate(device_call(_PINS[dtype], registers[index]))
 
 
 class Ring:

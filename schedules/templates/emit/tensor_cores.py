@@ -7,7 +7,8 @@ Fragments for mma.m16n8k16 with floating point type" and "Warp-level matrix load
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.templates.emit.device_function import device_call
 
 #: Elements of 2 bytes in a chunk of 16 bytes.
 CHUNK = 8
@@ -69,7 +70,7 @@ __forceinline__ __device__ void relaxtune_ldmatrix_trans(unsigned* r, unsigned a
 }
 #endif
 """
-_ADDRESS_SOURCE = """
+_ADDRESS = """
 __forceinline__ __device__ unsigned relaxtune_shared_address(const void* at) {
   return static_cast<unsigned>(__cvta_generic_to_shared(at));
 }
@@ -118,4 +119,4 @@ def chunk_place(row: tirx.Expr, chunk: tirx.Expr, width: int, elements: int = CH
 
 def shared_address(pointer: tirx.Expr) -> tirx.Expr:
     """Return an address in shared memory as `ldmatrix` takes it, uint32."""
-    return T.cuda.func_call("relaxtune_shared_address", pointer, source_code=_ADDRESS_SOURCE, return_type="uint32")
+    return device_call(_ADDRESS, pointer)

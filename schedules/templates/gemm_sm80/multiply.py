@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import (
     CHUNK,
     FLOAT8_KINDS,
@@ -143,7 +144,7 @@ class Multiply:
         )
         sizes = plan.tile_bytes[:2]
         at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]
-        T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, tirx.IntImm("int32", step), source_code=source))
+        T.evaluate(device_call(source, *self._registers(half), *at, tirx.IntImm("int32", step)))
 
     def multiply(self, step: int) -> None:
         """Emit the multiplication of a step's fragments."""
@@ -160,7 +161,7 @@ class Multiply:
         if plan.sums_outside and step == 0:
             for index in range(plan.accumulators):
                 T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
-        T.evaluate(T.cuda.func_call(name, self._sums.ptr_to([0]), *self._registers(step % 2), source_code=source))
+        T.evaluate(device_call(source, self._sums.ptr_to([0]), *self._registers(step % 2)))
         if plan.sums_outside and step == self._last_step:
             for index in range(plan.accumulators):
                 T.buffer_store(self.accumulators, self.accumulators[index] + self._sums[index], [index])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import chunk_place, shared_address
 from relaxtune.schedules.templates.gemm_sm80.plan import (
     COLUMNS,
@@ -101,17 +102,15 @@ class MultiplyFloat:
     def load(self, half: int, stage: tirx.Expr, step: int) -> None:
         """Emit the loads of a step's elements into one half of the registers for them."""
         p = self._plan.parameters
-        name, source = load_source(self._plan, rows_of_b=self._rows_of_b)
         sizes = [block * p.block_k * _BYTES for block in (p.block_m, p.block_n, p.block_n)]
         at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]
         at.append(tirx.IntImm("int32", step))
-        T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, source_code=LOADS + source))
+        T.evaluate(device_call(LOADS + load_source(self._plan, rows_of_b=self._rows_of_b), *self._registers(half), *at))
 
     def multiply(self, step: int) -> None:
         """Emit the multiplication of a step's elements."""
-        name, source = multiply_source(self._plan, rows_of_b=self._rows_of_b)
-        operands = self._registers(step % 2)
-        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *operands, source_code=source))
+        source = multiply_source(self._plan, rows_of_b=self._rows_of_b)
+        T.evaluate(device_call(source, self.accumulators.ptr_to([0]), *self._registers(step % 2)))
 
     def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:
         return self._fragments_a.ptr_to([half * self._words_a]), self._fragments_b.ptr_to([half * self._words_b])
@@ -129,8 +128,8 @@ def lane_places(plan: GemmPlan, warp: tirx.Expr, lane: tirx.Expr, *, rows_of_b: 
     return [chunk_place(row, none, width, FLOAT_DEPTH), *columns]
 
 
-def load_source(plan: GemmPlan, *, rows_of_b: bool) -> tuple[str, str]:
-    """Return name and source of the function that loads a step's elements; it needs `LOADS` before it."""
+def load_source(plan: GemmPlan, *, rows_of_b: bool) -> str:
+    """Return the source of the function that loads a step's elements; `LOADS` stands before it."""
     p = plan.parameters
     depth_bytes = p.block_k * _BYTES
     rows_b_bytes = COLUMNS * depth_bytes if rows_of_b else p.block_n * _BYTES
@@ -138,11 +137,11 @@ def load_source(plan: GemmPlan, *, rows_of_b: bool) -> tuple[str, str]:
     kind = "rows" if rows_of_b else "depths"
     name = f"relaxtune_floats_{kind}_{p.block_k}_{p.block_n}_{plan.m_steps}_{plan.n_steps}"
     sizes = {"rows": 2 * plan.m_steps, "rows_a_bytes": _HALF * depth_bytes, "n_steps": plan.n_steps}
-    return name, _LOAD.format(name=name, load_b=load_b, **sizes)
+    return _LOAD.format(name=name, load_b=load_b, **sizes)
 
 
-def multiply_source(plan: GemmPlan, *, rows_of_b: bool) -> tuple[str, str]:
-    """Return name and source of the function that multiplies a step's elements."""
+def multiply_source(plan: GemmPlan, *, rows_of_b: bool) -> str:
+    """Return the source of the function that multiplies a step's elements."""
     kind, element = ("rows", "4 * e + k") if rows_of_b else ("depths", "2 * k + e")
     name = f"relaxtune_multiply_floats_{kind}_{plan.m_steps}_{plan.n_steps}"
-    return name, _MULTIPLY.format(name=name, rows=2 * plan.m_steps, n_steps=plan.n_steps, element=element)
+    return _MULTIPLY.format(name=name, rows=2 * plan.m_steps, n_steps=plan.n_steps, element=element)

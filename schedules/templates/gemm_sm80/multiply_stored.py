@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place, mma_source, shared_address
 from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, WARP, GemmPlan
 from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
@@ -106,7 +107,6 @@ class MultiplyStored:
 
     def __init__(self, stored: Quantisation, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
         self._stored, self._plan = stored, plan
-        self._sources = load_source(stored, plan), multiply_source(stored, plan)
         self._tiles, self._thread = tiles, thread
 
     def begin(self) -> None:
@@ -126,17 +126,14 @@ class MultiplyStored:
 
     def load(self, half: int, stage: tirx.Expr, step: int) -> None:
         """Emit the loads of a step's operands into one half of the registers for them."""
-        name, source = self._sources[0]
         at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(self._plan.tile_bytes)]
         at.append(tirx.IntImm("int32", step))
-        T.evaluate(T.cuda.func_call(name, *self._registers(half), *at, source_code=LOADS + source))
+        T.evaluate(device_call(LOADS + load_source(self._stored, self._plan), *self._registers(half), *at))
 
     def multiply(self, step: int) -> None:
         """Emit the multiplication of a step's operands."""
-        name, body = self._sources[1]
-        source = mma_source("float16") + PAIRS + body
-        operands = self._registers(step % 2)
-        T.evaluate(T.cuda.func_call(name, self.accumulators.ptr_to([0]), *operands, source_code=source))
+        source = mma_source("float16") + PAIRS + multiply_source(self._stored, self._plan)
+        T.evaluate(device_call(source, self.accumulators.ptr_to([0]), *self._registers(step % 2)))
 
     def _registers(self, half: int) -> list[tirx.Expr]:
         return [held.ptr_to([half * words]) for held, words in zip(self._fragments, self._words, strict=True)]
@@ -154,11 +151,11 @@ def lane_places(stored: Quantisation, plan: GemmPlan, warp: tirx.Expr, lane: tir
     return in_row, chunk + part * bits % _CHUNK_BYTES, column
 
 
-def load_source(stored: Quantisation, plan: GemmPlan) -> tuple[str, str]:
-    """Return name and source of the function that loads a step's operands; it needs `LOADS` before it."""
+def load_source(stored: Quantisation, plan: GemmPlan) -> str:
+    """Return the source of the function that loads a step's operands; `LOADS` stands before it."""
     p, bits = plan.parameters, stored.bits
     name = f"relaxtune_stored_{bits}_{p.block_k}_{p.block_n}_{plan.m_steps}_{plan.n_steps}_{plan.scale_rows}"
-    return name, _LOAD.format(
+    return _LOAD.format(
         name=name,
         rows=2 * plan.m_steps,
         n_steps=plan.n_steps,
@@ -172,8 +169,8 @@ def load_source(stored: Quantisation, plan: GemmPlan) -> tuple[str, str]:
     )
 
 
-def multiply_source(stored: Quantisation, plan: GemmPlan) -> tuple[str, str]:
-    """Return name and source of the function that multiplies a step's operands; it needs `PAIRS` before it."""
+def multiply_source(stored: Quantisation, plan: GemmPlan) -> str:
+    """Return the source of the function that multiplies a step's operands; `PAIRS` stands before it."""
     name = f"relaxtune_multiply_stored_{stored.bits}_{plan.m_steps}_{plan.n_steps}"
     weight = _WEIGHTS[stored.bits]
-    return name, _MULTIPLY.format(name=name, weight=weight, m_steps=plan.m_steps, n_steps=plan.n_steps)
+    return _MULTIPLY.format(name=name, weight=weight, m_steps=plan.m_steps, n_steps=plan.n_steps)

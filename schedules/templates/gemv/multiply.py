@@ -25,6 +25,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS, mma_source
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
@@ -180,15 +181,14 @@ _BEGIN_WEIGHTS = """unsigned scale[2] = {
 def emit_pairs(matmul: MatmulFunction, x: tirx.Expr, words: int) -> None:
     """Emit, where weights have 4 bits, the putting of registers of x into the pairs that `emit_products` takes."""
     if matmul.weight_bits == 4:
-        name = f"relaxtune_pairs_{words}"
-        T.evaluate(T.cuda.func_call(name, x, source_code=_PAIRS.format(count=words)))
+        T.evaluate(device_call(_PAIRS.format(count=words), x))
 
 
 def emit_offsets(column_tiles: int, offsets: tirx.Expr, x: tirx.Expr) -> None:
     """Emit what `emit_products` begins the sums of a step with: 2 float32 for each 8 rows of x, at `offsets`."""
     name = f"relaxtune_gemv_offsets_{column_tiles}"
     body = _OFFSETS.format(name=name, columns=column_tiles)
-    T.evaluate(T.cuda.func_call(name, offsets, x, source_code=mma_source("float16") + body))
+    T.evaluate(device_call(mma_source("float16") + body, offsets, x))
 
 
 def emit_products(
@@ -226,14 +226,14 @@ def emit_products(
         kind = MMA_KINDS[dtype]
         name = f"relaxtune_gemv_{kind}_{columns}"
         source = mma_source(dtype) + _PLAIN.format(name=name, kind=kind, columns=columns)
-        T.evaluate(T.cuda.func_call(name, sums, *rows, x, source_code=source))
+        T.evaluate(device_call(source, sums, *rows, x))
         return
     count = 4 * columns
     if offsets is not None:
         name = f"relaxtune_gemv_levels_{columns}"
         body = _LEVELS.format(name=name, columns=columns, count=count, end=_END_SUMS.format(count=count))
         source = mma_source("float16") + body
-        T.evaluate(T.cuda.func_call(name, sums, *rows, x, *scales, offsets, source_code=source))
+        T.evaluate(device_call(source, sums, *rows, x, *scales, offsets))
         return
     parts = (
         {"begin": _BEGIN_SUMS.format(count=count), "end": _END_SUMS.format(count=count), "weight": "pair"}
@@ -245,4 +245,4 @@ def emit_products(
         name=name, columns=columns, target="part" if grouped else "sums", **parts
     )
     source = mma_source("float16") + _HALVES + body
-    T.evaluate(T.cuda.func_call(name, sums, *rows, x, *scales, source_code=source))
+    T.evaluate(device_call(source, sums, *rows, x, *scales))

@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
@@ -34,8 +35,7 @@ __forceinline__ __device__ float relaxtune_sum_of_{lanes}_lanes(float x) {{
 
 def sum_of_lanes(value: tirx.Expr, lanes: int) -> tirx.Expr:
     """Return the sum over as many neighbouring lanes, a power of 2; all lanes of a warp have to ask."""
-    source = _LANES_SUM.format(lanes=lanes)
-    return T.cuda.func_call(f"relaxtune_sum_of_{lanes}_lanes", value, source_code=source, return_type="float32")
+    return device_call(_LANES_SUM.format(lanes=lanes), value)
 
 
 _ROW_SUMS = """
@@ -118,8 +118,7 @@ class StatisticsOfRegisters(Statistics):
         low, high = _NUMBERS[kind]
         source = _ROW_SUMS.format(kind=kind, columns=columns, words=count, low=low, high=high)
         sums = T.alloc_local([COUNT * columns], "float32")
-        name = f"relaxtune_row_sums_{kind}_{columns}_{count}"
-        T.evaluate(T.cuda.func_call(name, sums.ptr_to([0]), words.ptr_to([0]), source_code=source))
+        T.evaluate(device_call(source, sums.ptr_to([0]), words.ptr_to([0])))
         for column in range(columns):
             row = column * COLUMNS + lane // LANES
             with when([lane % LANES == 0, row < self._m]):

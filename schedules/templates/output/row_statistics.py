@@ -14,21 +14,20 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, RowNorm
 
 _HALVES = 2
 _LANES = 4
 
-_QUAD_SUM = "relaxtune_sum_of_four_lanes"
-_QUAD_SUM_SOURCE = """
+_QUAD_SUM = """
 __forceinline__ __device__ float relaxtune_sum_of_four_lanes(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 """
-_QUAD_SHARE = "relaxtune_share_of_four_sums"
-_QUAD_SHARE_SOURCE = """
+_QUAD_SHARE = """
 __forceinline__ __device__ float relaxtune_share_of_four_sums(int lane, float a, float b, float c, float d) {
   bool second = lane & 2, odd = lane & 1;
   float even_sum = (second ? c : a) + __shfl_xor_sync(~0u, second ? a : c, 2);
@@ -40,7 +39,7 @@ __forceinline__ __device__ float relaxtune_share_of_four_sums(int lane, float a,
 
 def share_of_four_sums(lane: tirx.Expr, values: Sequence[tirx.Expr]) -> tirx.Expr:
     """Return, in each of four neighbouring lanes, the sum over them of the value of its number; all have to ask."""
-    return T.cuda.func_call(_QUAD_SHARE, lane, *values, source_code=_QUAD_SHARE_SOURCE, return_type="float32")
+    return device_call(_QUAD_SHARE, lane, *values)
 
 
 def statistics_registers(norm: RowNorm, m_blocks: int) -> int:
@@ -162,7 +161,7 @@ class RowStatistics:
         # By pairs, so that sums need not wait for one another.
         while len(parts) > 1:
             parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
-        return T.cuda.func_call(_QUAD_SUM, parts[0], source_code=_QUAD_SUM_SOURCE, return_type="float32")
+        return device_call(_QUAD_SUM, parts[0])
 
     def _group(self, turn: int) -> tirx.Expr:
         """Return the group that a lane reads at its n-th turn."""

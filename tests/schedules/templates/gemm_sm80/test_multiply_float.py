@@ -9,6 +9,7 @@ import pytest
 
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
+from relaxtune.schedules.templates.emit.device_function import function_name
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import lane_places, load_source, multiply_source
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import FLOAT_TILES
@@ -51,13 +52,11 @@ def plan_of(tile: tuple[int, ...], transposed: bool) -> GemmPlan:
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Return the functions of all plans, compiled for this processor."""
     parts = [_HOST]
-    known: set[str] = set()
     for number, (tile, transposed) in enumerate(PLANS):
         plan = plan_of(tile, transposed)
-        load, loading = load_source(plan, rows_of_b=transposed)
-        multiply, multiplying = multiply_source(plan, rows_of_b=transposed)
-        parts += [text for name, text in ((load, loading), (multiply, multiplying)) if name not in known]
-        known |= {load, multiply}
+        sources = load_source(plan, rows_of_b=transposed), multiply_source(plan, rows_of_b=transposed)
+        load, multiply = map(function_name, sources)
+        parts += [source for source in sources if source not in parts]
         words = 8 * max(plan.m_steps, plan.n_steps)
         parts.append(_LANE.format(number=number, words=words, load=load, multiply=multiply))
     return compiled("\n".join(parts), tmp_path_factory.mktemp("lanes"))

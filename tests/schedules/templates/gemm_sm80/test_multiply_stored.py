@@ -13,6 +13,7 @@ import pytest
 
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
+from relaxtune.schedules.templates.emit.device_function import function_name
 from relaxtune.schedules.templates.emit.tensor_cores import chunk_place
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import lane_places, load_source, multiply_source
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
@@ -95,13 +96,11 @@ def plan_of(tile: tuple[int, ...], bits: int, group: int) -> tuple[Quantisation,
 def lanes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Return the functions of all plans, compiled for this processor."""
     parts = [_HOST]
-    known: set[str] = set()
     for number, case in enumerate(PLANS):
         stored, plan = plan_of(*case)
-        load, loading = load_source(stored, plan)
-        multiply, multiplying = multiply_source(stored, plan)
-        parts += [text for name, text in ((load, loading), (multiply, multiplying)) if name not in known]
-        known |= {load, multiply}
+        sources = load_source(stored, plan), multiply_source(stored, plan)
+        load, multiply = map(function_name, sources)
+        parts += [source for source in sources if source not in parts]
         words = 16 * max(plan.m_steps, plan.n_steps)
         parts.append(_LANE.format(number=number, words=words, load=load, multiply=multiply))
     return compiled("\n".join(parts), tmp_path_factory.mktemp("lanes"))
