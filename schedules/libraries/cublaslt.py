@@ -33,7 +33,7 @@ from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_be
 from relaxtune.schedules.libraries.vendors import CUBLASLT
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
-from relaxtune.schedules.templates.emit.fast_gelu import find_gelu
+from relaxtune.schedules.templates.emit.fast_math import find_gelu
 from relaxtune.schedules.tir.blocks import plain_blocks, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, without_casts

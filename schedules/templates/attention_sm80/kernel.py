@@ -14,10 +14,9 @@ from relaxtune.schedules.templates.attention.mask import Rows
 from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
-from relaxtune.schedules.templates.attention_sm80.keys import KeyBlocks
+from relaxtune.schedules.templates.attention_sm80.copies import KeyBlocks, RowCopies
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
-from relaxtune.schedules.templates.attention_sm80.row_copies import RowCopies
 from relaxtune.schedules.templates.attention_sm80.split_keys import SplitKeys
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import (

@@ -16,7 +16,6 @@ from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.attention_sm90.growth import NewPositions
-from relaxtune.schedules.templates.attention_sm90.memory import Maps, Memory
 from relaxtune.schedules.templates.attention_sm90.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm90.output import AttentionOutput
 from relaxtune.schedules.templates.attention_sm90.plan import (
@@ -26,7 +25,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     WARPGROUP,
     AttentionPlan,
 )
-from relaxtune.schedules.templates.attention_sm90.producer import Producer
+from relaxtune.schedules.templates.attention_sm90.ring import Maps, Memory, Producer
 from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin, uniform
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function, shared_pool
 from relaxtune.schedules.templates.emit.registers import in_register, when
-from relaxtune.schedules.templates.emit.split_sum import SplitSum
+from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.emit.tile_order import tile_place
 from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat

@@ -3,7 +3,7 @@
 B may be quantised, in 4 or 8 bits (`schedules.functions.quantised_matmul`): it is copied as it is stored, and a warp
 dequantises what it multiplies (`multiply_stored.py`).
 
-With `split_k`, blocks share the sum of a tile (`emit.split_sum`): where tiles are fewer than multiprocessors. There is
+Where tiles are fewer than multiprocessors, blocks share the sum of a tile (`split_k`, `emit.sums_exchange`). There is
 no stream-K as on Hopper, which shares the tiles of a last round that leaves multiprocessors idle. From reasoning, not
 from measurements: blocks here are small enough for two or more on a multiprocessor, so that one ends while others sum
 up, and tiles of 34 sizes leave less of a round idle than the few of wgmma. 4096 x 768 on 132 multiprocessors has 192

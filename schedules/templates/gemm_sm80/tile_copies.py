@@ -1,6 +1,6 @@
 """Copies of tiles of A and B from global to shared memory by all threads of a block; the notation is `template.py`'s.
 
-`schedules.templates.emit.tile_chunks` says which thread copies what. Rows and columns outside a matrix are clamped:
+`schedules.templates.emit.async_copy` says which thread copies what. Rows and columns outside a matrix are clamped:
 what they make is not written. Along K, zeros stand for what does not exist.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES, copy_async
+from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES, TileChunks, copy_async
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.emit.tile_chunks import TileChunks
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmPlan
 from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
 from relaxtune.schedules.tir.blocks import Size, element_bytes

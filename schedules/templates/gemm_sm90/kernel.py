@@ -18,8 +18,6 @@ from relaxtune.schedules.templates.emit.hopper import (
     wait_for_cluster,
 )
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function
-from relaxtune.schedules.templates.gemm_sm90.cluster import ClusterSum
-from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.multiply import Multiply
 from relaxtune.schedules.templates.gemm_sm90.plan import (
     CONSUMER_REGISTERS,
@@ -29,8 +27,8 @@ from relaxtune.schedules.templates.gemm_sm90.plan import (
     GemmPlan,
     tensor_maps,
 )
-from relaxtune.schedules.templates.gemm_sm90.producer import Producer
-from relaxtune.schedules.templates.gemm_sm90.stream_k import StreamPart, StreamSum, StreamTiles
+from relaxtune.schedules.templates.gemm_sm90.ring import Memory, Producer
+from relaxtune.schedules.templates.gemm_sm90.shared_sums import ClusterSum, StreamPart, StreamSum, StreamTiles
 from relaxtune.schedules.templates.gemm_sm90.tile_statistics import TileStatistics
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 from relaxtune.schedules.templates.output.output_tile import OutputTile

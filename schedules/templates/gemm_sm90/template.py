@@ -37,7 +37,7 @@ Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned
 With `split_k`, the blocks of a cluster share one tile: each sums a part of K, then each adds up, in the order of ranks,
 its part of the columns from the shared memory of all, and writes it.
 With `stream_k`, `blocks` blocks share the sums of all tiles evenly, through global memory, whatever that number is and
-wherever that cuts a sum: see `schedules.templates.gemm_sm90.stream_k`.
+wherever that cuts a sum: see `schedules.templates.gemm_sm90.shared_sums`.
 With `multicast`, the c blocks of a cluster make tiles one below the other; each loads a part of B's tile for all.
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): it
 waits for it before it reads or writes global memory, but for what is known to be constant: the first tiles of B, and

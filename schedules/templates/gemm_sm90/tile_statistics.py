@@ -14,8 +14,8 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.hopper import arrive
-from relaxtune.schedules.templates.gemm_sm90.memory import Memory
 from relaxtune.schedules.templates.gemm_sm90.plan import STATISTICS_SLOTS, STATISTICS_WARPS, GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.ring import Memory
 from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics, store_statistics
 from relaxtune.schedules.tir.epilogue import MatmulFunction

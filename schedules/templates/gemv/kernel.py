@@ -25,7 +25,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     wait_for_predecessor,
 )
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.emit.split_sum import SplitSum
+from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.norms import SharedStatistics
 from relaxtune.schedules.templates.gemv.output import gemv_output

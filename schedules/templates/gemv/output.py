@@ -20,7 +20,7 @@ from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
-from relaxtune.schedules.templates.emit.split_sum import SplitSum
+from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.gemv.norms import GroupSums, Statistics
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
 from relaxtune.schedules.tir.blocks import element_bytes

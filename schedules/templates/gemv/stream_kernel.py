@@ -17,7 +17,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     wait_for_predecessor,
 )
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.emit.split_sum import SplitSum
+from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.norms import StatisticsOfRegisters

@@ -17,8 +17,8 @@ exactly, and sums scaled in float32; where it does not, weights are scaled and r
 
 The warps' sums meet in shared memory and are added up in the order of warps, so results repeat bit by bit; then each
 thread evaluates the epilogue of its elements. With `split`, blocks share K: the last of them adds up their sums
-(`emit.split_sum`). Several rows of x are then read for more rows of W at a time, and less of them by each block. Norms
-of x, of the residual and of the output are taken in (`norms.py`, `schedules.tir.row_norm`).
+(`emit.sums_exchange`). Several rows of x are then read for more rows of W at a time, and less of them by each block.
+Norms of x, of the residual and of the output are taken in (`norms.py`, `schedules.tir.row_norm`).
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): the
 first loads of W are issued before the wait where W is known to be constant.

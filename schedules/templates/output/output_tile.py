@@ -36,11 +36,10 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
+from relaxtune.schedules.templates.emit.epilogue import evaluated, in_float32, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.hopper import uniform
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
 from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair, pair_of
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 
-from relaxtune.schedules.templates.emit.wide_epilogue import JUMPS
+from relaxtune.schedules.templates.emit.epilogue import JUMPS
 from relaxtune.schedules.tir.expressions import MATH_CALLS, call_name, rebuild
 
 

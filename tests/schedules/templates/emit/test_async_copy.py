@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from tvm import tirx
 
+from relaxtune.schedules.templates.emit.async_copy import TileChunks
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
-from relaxtune.schedules.templates.emit.tile_chunks import TileChunks
 
 
 @pytest.mark.parametrize(

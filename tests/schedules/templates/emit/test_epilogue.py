@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tvm import tirx
 
-from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu
-from relaxtune.schedules.templates.emit.wide_epilogue import in_float32
+from relaxtune.schedules.templates.emit.epilogue import in_float32
+from relaxtune.schedules.templates.emit.fast_math import fast_gelu
 
 SUM = tirx.Var("accumulator", "float32")
 

@@ -1,4 +1,8 @@
-"""Stream-K for the kernel of `template.py`: blocks share the sums of all tiles evenly.
+"""Sums that blocks of the kernel of `template.py` share: of a tile by a cluster (`split_k`), or of all (`stream_k`).
+
+With `split_k`, the blocks of a cluster exchange their partial sums through shared memory (`ClusterSum`).
+
+With `stream_k`, blocks share the sums of all tiles evenly.
 
 The tiles of K of all tiles of C, one tile after another, are cut into as many equal runs as there are blocks, wherever
 that falls::
@@ -36,6 +40,73 @@ from relaxtune.schedules.templates.emit.sums_exchange import SumsExchange
 from relaxtune.schedules.templates.gemm_sm90.plan import WARPGROUP, GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
 from relaxtune.schedules.templates.output.output_tile import OutputTile
+
+_CONSUMERS_BARRIER = 1
+
+
+class ClusterSum:
+    """Emits the sum over a cluster's blocks, through their shared memory, into the current IRBuilder.
+
+    `output` knows which rows exist; `thread` is the thread's number in its block, `rank` the block's in its cluster.
+    """
+
+    def __init__(self, plan: GemmPlan, output: OutputTile, thread: tirx.Expr, rank: tirx.Expr) -> None:
+        self._plan, self._output, self._thread, self._rank = plan, output, thread, rank
+
+    def allocate(self, pool: T.SMEMPool) -> None:
+        """Take shared memory for the partial sums: the place of the ring, whose tiles are used up by then."""
+        p, end = self._plan.parameters, pool.offset
+        pool.move_base_to(0)
+        shape = (p.block_m // 64, p.block_n // 8, WARPGROUP, 4)
+        self._partial = pool.alloc(shape, self._plan.operands.register, align=1024)
+        pool.move_base_to(max(end, pool.offset))
+
+    def total(self, accumulators: tirx.Var) -> tirx.Var:
+        """Emit the sum of the cluster's partial sums, in the order of ranks, and return this block's share of it.
+
+        Each block puts its partial sums where all can read them, and sums what makes `shares.columns` output columns.
+        """
+        plan, p = self._plan, self._plan.parameters
+        eights, share = p.block_n // 8, plan.shares.columns * plan.shares.accumulators // 8
+        register = plan.operands.register
+        kind = "u32" if plan.operands.integer else "f32"
+        thread = self._thread % WARPGROUP
+        first_group = self._thread // WARPGROUP * plan.m_blocks
+        if p.consumers > 1:
+            T.evaluate(T.ptx.bar.sync(_CONSUMERS_BARRIER, p.consumers * WARPGROUP))
+        for block in range(plan.m_blocks):
+            with self._output.rows_exist(block):
+                for eight in range(eights):
+                    at = self._partial.ptr_to([first_group + block, eight, thread, 0])
+                    registers = [accumulators[(block * eights + eight) * 4 + index] for index in range(4)]
+                    T.evaluate(T.ptx[f"st.shared.v4.{kind}"](at, *registers))
+        T.evaluate(T.ptx.barrier.cluster.arrive.release())
+        T.evaluate(T.ptx.barrier.cluster.wait.acquire())
+        total = T.alloc_local([plan.m_blocks * share * 4], register)
+        parts = [T.alloc_local([4], register) for _ in range(p.split_k * share)]
+        remote = T.alloc_local([1], "uint32")
+        for block in range(plan.m_blocks):
+            with self._output.rows_exist(block):
+                # All loads before all sums: each takes as long as one from L2.
+                for number, part in enumerate(parts):
+                    rank, eight = number // share, number % share
+                    which = tirx.min(self._rank * share + eight, eights - 1)
+                    at = self._partial.ptr_to([first_group + block, which, thread, 0])
+                    window = T.cuda.cvta_generic_to_shared(at)
+                    T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[0], window, T.uint32(rank)))
+                    T.evaluate(T.ptx[f"ld.shared::cluster.v4.{kind}"](*(part[index] for index in range(4)), remote[0]))
+                for eight in range(share):
+                    for index in range(4):
+                        value = parts[eight][index]
+                        for rank in range(1, p.split_k):
+                            value += parts[rank * share + eight][index]
+                        T.buffer_store(total, value, [(block * share + eight) * 4 + index])
+        T.evaluate(T.ptx.barrier.cluster.arrive.release())
+        return total
+
+    def wait_for_readers(self) -> None:
+        """Emit the wait until every block of the cluster has read: shared memory stays valid so long."""
+        T.evaluate(T.ptx.barrier.cluster.wait.acquire())
 
 
 @dataclass(frozen=True)

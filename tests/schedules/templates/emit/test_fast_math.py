@@ -7,8 +7,8 @@ import pytest
 from scipy import special
 from tvm import tirx
 
-from relaxtune.schedules.templates.emit import fast_gelu
-from relaxtune.schedules.templates.emit.fast_gelu import fast_gelu as fast
+from relaxtune.schedules.templates.emit import fast_math
+from relaxtune.schedules.templates.emit.fast_math import fast_gelu as fast
 
 HALF, ONE, ROOT = (tirx.const(value, "float32") for value in (0.5, 1.0, 0.5**0.5))
 SMALL = tirx.const(0.044715, "float32")
@@ -61,7 +61,7 @@ def test_other_products_are_left(product: tirx.Expr) -> None:
 
 def test_gelu_is_within_its_stated_error() -> None:
     """The coefficients of the CUDA source, evaluated in float32 steps."""
-    head, *rest = [np.float32(text) for text in re.findall(r"-?\d\.\d{5,}", fast_gelu._GELU_SOURCE)]
+    head, *rest = [np.float32(text) for text in re.findall(r"-?\d\.\d{5,}", fast_math._GELU_SOURCE)]
     assert len(rest) == 4
     x = np.linspace(-12, 12, 200_001, dtype=np.float32)
     t = np.abs(x)
@@ -77,7 +77,7 @@ def test_gelu_is_within_its_stated_error() -> None:
 
 
 def test_tanh_form_is_within_its_stated_error() -> None:
-    third, first = (np.float32(text) for text in re.findall(r"-\d\.\d{5,}", fast_gelu._GELU_TANH_SOURCE))
+    third, first = (np.float32(text) for text in re.findall(r"-\d\.\d{5,}", fast_math._GELU_TANH_SOURCE))
     x = np.linspace(-12, 12, 200_001, dtype=np.float32)
     # Far below zero the power is infinite and the quotient 0, as on the GPU.
     with np.errstate(over="ignore"):

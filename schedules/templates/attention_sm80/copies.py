@@ -1,0 +1,156 @@
+"""Copies of rows of Q, K and V between global and shared memory by all threads of a block; see `template.py`.
+
+`TileChunks` says which thread copies what. Zeros stand for positions and columns that do not exist.
+
+Caches that grow are written from shared memory: each thread writes what it has copied there to the grown cache too,
+positions of the cache before and new ones. One thread block works on each head of K and V (with `split`, on some of its
+blocks of keys), so that every element is read and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.templates.attention.sizes import flat_view
+from relaxtune.schedules.templates.attention.tiles import Tile, named
+from relaxtune.schedules.templates.attention_sm80.plan import AttentionPlan
+from relaxtune.schedules.templates.emit.async_copy import TileChunks, copy_async
+from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
+
+# The conditions under which a row is copied.
+Only: TypeAlias = "Callable[[tirx.Expr], list[tirx.Expr]]"
+# Chunks that a thread reads from shared memory before it writes them: a wait for each would be as long.
+_STORED_TOGETHER = 4
+
+
+class RowCopies:
+    """Emits the copies of tiles of `rows` rows into the current IRBuilder.
+
+    `memory` is flat, global; `columns` of its elements fill a row of `width` chunks, at most one for each of the
+    threads.
+    """
+
+    def __init__(self, memory: tirx.Var, threads: int, thread: tirx.Expr, rows: int, width: int, columns: int) -> None:
+        self._memory, self._width, self._columns = memory, width, columns
+        self._chunks = TileChunks(threads, thread, rows, width)
+
+    def load(
+        self,
+        tile: Callable[[tirx.Expr], tirx.Expr],
+        start: Callable[[tirx.Expr], tirx.Expr],
+        limit: Size | None,
+        only: Only | None = None,
+    ) -> None:
+        """Emit the copies of a tile from global memory.
+
+        `tile` returns the address of an element of it, `start` the place in global memory at which one of its rows
+        starts. Rows from `limit` on are zeros; None where all exist. Rows for which `only` does not hold are left
+        as they are.
+        """
+        chunks = self._chunks
+        for number in range(chunks.count):
+            row, exists = self._row(number, limit)
+            at = start(row) + chunks.chunk * CHUNK
+            # What is not read has to exist, too.
+            at = tirx.Select(tirx.all(*exists), at, tirx.IntImm("int32", 0)) if exists else at
+            with when([*chunks.inside(number), *(only(row) if only is not None else [])]):
+                copy_async(tile(chunks.place(number)), self._memory.ptr_to([at]), exists, lines=True)
+
+    def store(
+        self, tile: Callable[[tirx.Expr], tirx.Expr], start: Callable[[tirx.Expr], tirx.Expr], limit: Size | None
+    ) -> None:
+        """Emit the copies of a tile to global memory, of what this thread copied from there and has waited for."""
+        chunks = self._chunks
+        for begin in range(0, chunks.count, _STORED_TOGETHER):
+            numbers = range(begin, min(begin + _STORED_TOGETHER, chunks.count))
+            words = T.alloc_local([4 * len(numbers)], "uint32")
+            registers = [[words[4 * turn + index] for index in range(4)] for turn in range(len(numbers))]
+            for four, number in zip(registers, numbers, strict=True):
+                with when(chunks.inside(number)):
+                    T.evaluate(T.ptx["ld.shared.v4.u32"](*four, tile(chunks.place(number))))
+            for four, number in zip(registers, numbers, strict=True):
+                row, exists = self._row(number, limit)
+                with when([*chunks.inside(number), *exists]):
+                    target = self._memory.ptr_to([start(row) + chunks.chunk * CHUNK])
+                    T.evaluate(T.ptx["st.global.v4.u32"](target, *four))
+
+    def _row(self, number: int, limit: Size | None) -> tuple[tirx.Expr, list[tirx.Expr]]:
+        """Return the row of a thread's chunk, and the conditions under which the chunk exists in global memory."""
+        row = self._chunks.row + number * self._chunks.step
+        exists = [] if limit is None else [row < limit]
+        if self._columns < self._width * CHUNK:
+            exists.append(self._chunks.chunk * CHUNK < self._columns)
+        return row, exists
+
+
+class KeyBlocks:
+    """Emits the copies of K, or of V, into the current IRBuilder.
+
+    `role` is "key" or "value", `tile` [stages, elements] in shared memory, `at` the tile of queries; `thread` is of the
+    block, `params` are the kernel's.
+    """
+
+    def __init__(
+        self, plan: AttentionPlan, role: str, tile: tirx.Var, at: Tile, thread: tirx.Expr, params: list[tirx.Var]
+    ) -> None:
+        self._plan, self._at = plan, at
+        ages = ("",) if plan.spec.growth is None else ("", "past ", "new ")
+        self._tensors = {age: _Positions(plan, age + role, tile, at, thread, params) for age in ages}
+
+    def load(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
+        """Emit the copies of the tile's `step`-th block of keys to a stage of shared memory."""
+        first, growth = self._first(step), self._plan.spec.growth
+        if growth is None:
+            self._tensors[""].load(stage, first, self._limit(first))
+            return
+        cached = growth.past - first
+        with when([cached >= self._plan.parameters.block_k]):
+            self._tensors["past "].load(stage, first, None)
+        with when([cached < self._plan.parameters.block_k]):
+            self._tensors["past "].load(stage, first, None, lambda row: [row < cached])
+            self._tensors["new "].load(stage, -cached, self._limit(first), lambda row: [row >= cached])
+
+    def keep(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
+        """Emit the writing of a block of a cache that grows, of what this thread loaded and has waited for."""
+        if self._plan.spec.growth is not None:
+            first = self._first(step)
+            self._tensors[""].store(stage, first, self._limit(first))
+
+    def _first(self, step: tirx.Expr) -> tirx.Expr:
+        return (self._at.first_block + step) * self._plan.parameters.block_k
+
+    def _limit(self, first: tirx.Expr) -> Size | None:
+        return None if self._plan.whole_blocks else self._plan.spec.keys - first
+
+
+class _Positions:
+    """Emits the copies of some positions of one tensor, all of them from a `first` one on."""
+
+    def __init__(
+        self, plan: AttentionPlan, role: str, tile: tirx.Var, at: Tile, thread: tirx.Expr, params: list[tirx.Var]
+    ) -> None:
+        layout, columns = plan.spec.layouts()[role], plan.spec.width(role)
+        self._tile, self._stride = tile, layout.position_stride
+        width = plan.value_width if role.endswith("value") else plan.width
+        memory = flat_view(params[layout.param])
+        self._copies = RowCopies(memory, plan.threads, thread, plan.parameters.block_k, width, columns)
+        start = at.batch * layout.batch_stride + at.kv_head * layout.head_stride + layout.offset
+        self._start = named(role.replace(" ", "_") + "_start", start)
+
+    def load(self, stage: tirx.Expr | int, first: tirx.Expr, limit: Size | None, only: Only | None = None) -> None:
+        self._copies.load(self._place(stage), self._row(first), limit, only)
+
+    def store(self, stage: tirx.Expr | int, first: tirx.Expr, limit: Size | None) -> None:
+        self._copies.store(self._place(stage), self._row(first), limit)
+
+    def _place(self, stage: tirx.Expr | int) -> Callable[[tirx.Expr], tirx.Expr]:
+        return lambda place: self._tile.ptr_to([stage, place])
+
+    def _row(self, first: tirx.Expr) -> Callable[[tirx.Expr], tirx.Expr]:
+        return lambda row: self._start + (first + row) * self._stride
