@@ -32,7 +32,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_before, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUBLASLT
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, refuse_target
 from relaxtune.schedules.templates.emit.fast_math import find_gelu
 from relaxtune.schedules.tir.blocks import plain_blocks, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -75,30 +75,23 @@ class CublasLt(KernelTemplate[MatmulFunction, CublasLtParameters]):
 
     parameters = CublasLtParameters
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-        """Return the function's matmul when the library computes it."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return refuse_target(target) or _recognise(func)
 
-    def propose(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
-    ) -> Sequence[CublasLtParameters]:
-        """Return the heuristic's first places."""
-        epilogues = _epilogues(func, found)
+    def _propose(self, case: Case[MatmulFunction]) -> Sequence[CublasLtParameters]:
+        epilogues = _epilogues(case.func, case.found)
         return [CublasLtParameters(algorithm, one) for algorithm in range(_ALGORITHMS) for one in epilogues]
 
-    def make(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: CublasLtParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the PrimFunc as a call of the library, with a kernel before or after it where there must be one."""
-        matmul = found
-        if parameters.epilogue == _BY_LIBRARY:
+    def _make(self, case: Case[MatmulFunction], p: CublasLtParameters) -> tirx.PrimFunc | Refusal:
+        func, matmul = case.func, case.found
+        if p.epilogue == _BY_LIBRARY:
             fused = _fused(func, matmul)
-            return fused if isinstance(fused, Refusal) else _call_fused(func, matmul, fused, parameters.algorithm)
-        if parameters.epilogue != _BY_KERNEL:
-            return Refusal(f"epilogue is {parameters.epilogue!r}, expected {_BY_LIBRARY!r} or {_BY_KERNEL!r}")
+            return fused if isinstance(fused, Refusal) else _call_fused(func, matmul, fused, p.algorithm)
+        if p.epilogue != _BY_KERNEL:
+            return Refusal(f"epilogue is {p.epilogue!r}, expected {_BY_LIBRARY!r} or {_BY_KERNEL!r}")
         if matmul.epilogue.value.same_as(matmul.epilogue.accumulator):
             return Refusal("there is no epilogue that a kernel could do")
-        return _call_and_finish(func, matmul, parameters.algorithm)
+        return _call_and_finish(func, matmul, p.algorithm)
 
 
 def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:

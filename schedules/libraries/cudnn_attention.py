@@ -33,7 +33,7 @@ from relaxtune.schedules.functions.attention_checks import refuse_layouts
 from relaxtune.schedules.libraries.calls import LibraryCall, call_alone, call_on_made, no_pointer
 from relaxtune.schedules.libraries.vendors import CUDNN
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, refuse_target
 from relaxtune.schedules.tir.blocks import static_shape
 
 _FUNCTION = "relaxtune_cudnn_attention"
@@ -80,21 +80,14 @@ class CudnnAttention(KernelTemplate[AttentionSpec, CudnnAttentionParameters]):
 
     parameters = CudnnAttentionParameters
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-        """Return the function's attention when cuDNN computes it."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         return refuse_target(target) or _recognise(func)
 
-    def propose(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
-    ) -> Sequence[CudnnAttentionParameters]:
-        """Return the heuristic's places."""
+    def _propose(self, case: Case[AttentionSpec]) -> Sequence[CudnnAttentionParameters]:
         return [CudnnAttentionParameters(plan) for plan in range(_PLANS)]
 
-    def make(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: CudnnAttentionParameters
-    ) -> tirx.PrimFunc:
-        """Return the PrimFunc as a call of the library."""
-        return _call(func, found, parameters.plan)
+    def _make(self, case: Case[AttentionSpec], p: CudnnAttentionParameters) -> tirx.PrimFunc:
+        return _call(case.func, case.found, p.plan)
 
 
 def _recognise(func: tirx.PrimFunc) -> AttentionSpec | Refusal:

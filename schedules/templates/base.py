@@ -87,11 +87,27 @@ Found = TypeVar("Found")
 Own = TypeVar("Own", bound=Parameters)
 
 
+@dataclass(frozen=True)
+class Case(Generic[Found]):
+    """A function that a template is given: what the template recognised in it, and the target."""
+
+    func: PrimFunc
+    found: Found
+    target: ResolvedTarget
+
+    @property
+    def limits(self) -> CudaLimits:
+        """The limits of the target, which has to be CUDA."""
+        return cuda_limits(self.target)
+
+
 class KernelTemplate(ABC, Generic[Found, Own]):
     """A parametric kernel: what it recognises in a function, what it proposes for that, how it makes a kernel.
 
-    `parameters` is the class of its parameters. Where they have a field `dependent`, candidates for a target without
-    dependent launch have it unset, and `apply` refuses those that have it set.
+    A template defines `_recognise`, `_propose` and `_make`; for functions with a symbolic number of rows,
+    `_recognise_rows` and `_predict` too. `parameters` is the class of its parameters. Where they have a field
+    `dependent`, candidates for a target without dependent launch have it unset, and `apply` refuses those that have it
+    set.
     """
 
     parameters: type[Own]
@@ -101,22 +117,6 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         """Name in decisions and reports."""
         return self.parameters.template
 
-    @abstractmethod
-    def recognise(self, func: PrimFunc, target: ResolvedTarget) -> Found | Refusal:
-        """Return what the function computes when the template can make it with some parameters, or why it cannot."""
-
-    @abstractmethod
-    def propose(self, func: PrimFunc, found: Found, target: ResolvedTarget) -> Sequence[Own] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-
-    @abstractmethod
-    def make(self, func: PrimFunc, found: Found, target: ResolvedTarget, parameters: Own) -> PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-
-    def recognise_rows(self, func: PrimFunc, target: ResolvedTarget, rows: int) -> Found | Refusal:
-        """Return what a function of a symbolic number of rows computes, for a kernel of up to `rows` of them."""
-        return Refusal(f"template {self.name} makes no kernels for a number of rows")
-
     def candidates(self, func: PrimFunc, target: ResolvedTarget, rows: int | None = None) -> Sequence[Own] | Refusal:
         """Return the parameters worth measuring, the most promising first, or why there are none.
 
@@ -124,7 +124,7 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         on, the rows that it is planned for.
         """
         found = self._find(func, target, rows)
-        proposed = found if isinstance(found, Refusal) else self.propose(func, found, target)
+        proposed = found if isinstance(found, Refusal) else self._propose(found)
         if isinstance(proposed, Refusal) or Feature.DEPENDENT_LAUNCH in target.features:
             return proposed
         independent: dict[str, Any] = {_DEPENDENT: False}
@@ -133,7 +133,7 @@ class KernelTemplate(ABC, Generic[Found, Own]):
     def apply(
         self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
     ) -> PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made.
+        """Return the scheduled PrimFunc (same parameters in the same order), or why it cannot be made.
 
         Raises
         ------
@@ -145,18 +145,37 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         found = self._find(func, target, rows)
         if not isinstance(found, Refusal) and _is_dependent(parameters):
             found = refuse_target(target, Feature.DEPENDENT_LAUNCH) or found
-        return found if isinstance(found, Refusal) else self.make(func, found, target, parameters)
+        return found if isinstance(found, Refusal) else self._make(found, parameters)
 
     def refuses(self, func: PrimFunc, target: ResolvedTarget) -> Refusal | None:
         """Return why there are no candidates, None where there are."""
         offered = self.candidates(func, target)
         return offered if isinstance(offered, Refusal) else None
 
-    def _find(self, func: PrimFunc, target: ResolvedTarget, rows: int | None) -> Found | Refusal:
-        return self.recognise(func, target) if rows is None else self.recognise_rows(func, target, rows)
-
     def predict_us(self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int) -> float | None:
         """Return a time of the kernel for so many rows, to compare with others of this template; None where unknown."""
+        found = self._find(func, target, rows)
+        if isinstance(found, Refusal) or not isinstance(parameters, self.parameters):
+            return None
+        return self._predict(found, parameters, rows)
+
+    def _find(self, func: PrimFunc, target: ResolvedTarget, rows: int | None) -> Case[Found] | Refusal:
+        found = self._recognise(func, target) if rows is None else self._recognise_rows(func, target, rows)
+        return found if isinstance(found, Refusal) else Case(func, found, target)
+
+    @abstractmethod
+    def _recognise(self, func: PrimFunc, target: ResolvedTarget) -> Found | Refusal: ...
+
+    def _recognise_rows(self, func: PrimFunc, target: ResolvedTarget, rows: int) -> Found | Refusal:
+        return Refusal(f"template {self.name} makes no kernels for a number of rows")
+
+    @abstractmethod
+    def _propose(self, case: Case[Found]) -> Sequence[Own] | Refusal: ...
+
+    @abstractmethod
+    def _make(self, case: Case[Found], p: Own) -> PrimFunc | Refusal: ...
+
+    def _predict(self, case: Case[Found], p: Own, rows: int) -> float | None:
         return None
 
     def parse(self, decision: str) -> Own:

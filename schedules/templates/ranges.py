@@ -28,6 +28,7 @@ from relaxtune.schedules.marks import NAMED_ROWS_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import (
     OPEN_ROWS,
+    Case,
     KernelTemplate,
     Parameters,
     Template,
@@ -112,22 +113,19 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
     def __init__(self, makers: Mapping[str, Template]) -> None:
         self._makers = makers
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> tirx.Expr | Refusal:
-        """Return the expression of a function's number of rows."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> tirx.Expr | Refusal:
         count = symbolic_rows(func)
         known = Refusal("its output's shape is known (the other templates make such functions)")
         return known if count is None else count
 
     def refuses(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Refusal | None:
         """Return why there is no table, None where there is one."""
-        count = self.recognise(func, target)
+        count = self._recognise(func, target)
         found = count if isinstance(count, Refusal) else self._offered(func, target)
         return found if isinstance(found, Refusal) else None
 
-    def propose(
-        self, func: tirx.PrimFunc, found: tirx.Expr, target: ResolvedTarget
-    ) -> Sequence[RangesParameters] | Refusal:
-        """Return the table of what the templates propose first for each range, or why there is none."""
+    def _propose(self, case: Case[tirx.Expr]) -> Sequence[RangesParameters] | Refusal:
+        func, target = case.func, case.target
         planned, bounds = PLANNED_ROWS, DEFAULT_RANGES
         if func.attrs and ROWS_MAX_ATTR in func.attrs:
             planned, bounds = (_up_to(int(func.attrs[ROWS_MAX_ATTR]), sizes) for sizes in (planned, bounds))
@@ -143,7 +141,7 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
             # The last kernel is for all rows above, too: with norms inside, these may ask for more shared memory.
             open_ended = [one for one in proposed if is_open_ended(one)]
             if not open_ended and any(maker.predict_us(func, target, one, bounds[0]) for one in proposed):
-                return self.propose(func.without_attr(ROWS_MAX_ATTR), found, target)
+                return self._propose(replace(case, func=func.without_attr(ROWS_MAX_ATTR)))
             proposed = open_ended or proposed
         # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
         # of the first range is planned for few.
@@ -198,31 +196,22 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
         made = maker.apply(func, target, own, rows)
         return made if isinstance(made, Refusal) else None
 
-    def make(
-        self, func: tirx.PrimFunc, found: tirx.Expr, target: ResolvedTarget, parameters: RangesParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the PrimFunc that launches the kernel of each range, or why it cannot be made.
-
-        Raises
-        ------
-        TemplateError
-            A range's decision is of a template that is not known here.
-        """
-        chosen = [(one.most, *self._parsed(one.decision)) for one in parameters.ranges]
+    def _make(self, case: Case[tirx.Expr], p: RangesParameters) -> tirx.PrimFunc | Refusal:
+        chosen = [(one.most, *self._parsed(one.decision)) for one in p.ranges]
         # Launch attributes are those of the whole PrimFunc.
         if not all(getattr(own, "dependent", False) for _, _, own in chosen):
             chosen = [(most, maker, _independent(own)) for most, maker, own in chosen]
         places, kernels = _shared(chosen), []
         for most, maker, own in (chosen[place] for place in sorted(set(places))):
-            made = maker.apply(func, target, own, most)
+            made = maker.apply(case.func, case.target, own, most)
             if isinstance(made, Refusal):
                 return Refusal(f"of up to {most} rows: {made.reason}")
             kernels.append(made)
         lines = [
-            ([found <= tirx.IntImm("int64", most)], sorted(set(places)).index(place))
+            ([case.found <= tirx.IntImm("int64", most)], sorted(set(places)).index(place))
             for (most, _, _), place in zip(chosen, places, strict=True)
         ]
-        return launch_by_lines(func, lines, kernels, found)
+        return launch_by_lines(case.func, lines, kernels, case.found)
 
     def _proposed(
         self, func: tirx.PrimFunc, target: ResolvedTarget, planned: Sequence[int]

@@ -47,7 +47,7 @@ from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse
 from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm80.plan import AttentionParameters, AttentionPlan, make_plan
-from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate, refuse_target
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 _CANDIDATES_MAX = 12
@@ -74,11 +74,9 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
 
     parameters = AttentionParameters
 
-    def propose(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
-    ) -> Sequence[AttentionParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        limits, mask_bytes = cuda_limits(target), bias_bytes(func, found)
+    def _propose(self, case: Case[AttentionSpec]) -> Sequence[AttentionParameters] | Refusal:
+        found, limits = case.found, case.limits
+        mask_bytes = bias_bytes(case.func, found)
         made = (make_plan(found, one, limits, bias_bytes=mask_bytes) for one in _proposals(found))
         plans = [plan for plan in made if isinstance(plan, AttentionPlan)]
         if not plans:
@@ -96,15 +94,11 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
             first, second = plans, split
         return [plan.parameters for plan in (*first, *second)]
 
-    def make(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: AttentionParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = make_plan(found, parameters, cuda_limits(target), bias_bytes=bias_bytes(func, found))
-        return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
+    def _make(self, case: Case[AttentionSpec], p: AttentionParameters) -> tirx.PrimFunc | Refusal:
+        plan = make_plan(case.found, p, case.limits, bias_bytes=bias_bytes(case.func, case.found))
+        return plan if isinstance(plan, Refusal) else build_kernel(case.func, plan)
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-        """Return the function's attention when this template can make it with some parameters."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         if Feature.WGMMA in target.features:
             return Refusal("the target has wgmma, which the template attention_sm90 multiplies by")
         refusal = refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)

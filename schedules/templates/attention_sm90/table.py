@@ -43,7 +43,7 @@ from relaxtune.schedules.templates.attention_sm90.template import (
     propose_for,
     recognise_attention,
 )
-from relaxtune.schedules.templates.base import KernelTemplate, Parameters, TemplateError, cuda_limits, template_of
+from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, TemplateError, template_of
 from relaxtune.schedules.templates.cut import Line, cover, cut_lines, nearest
 from relaxtune.schedules.templates.launch_table import launch_by_lines
 
@@ -114,44 +114,32 @@ class AttentionTable(KernelTemplate[AttentionSpec, TableParameters]):
 
     parameters = TableParameters
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-        """Return the function's attention of symbolic sizes when this template can make it."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         spec = recognise_attention(func, target)
         if not isinstance(spec, Refusal) and spec.is_static:
             return Refusal("its sizes are known (attention_sm90 makes such functions)")
         return spec
 
-    def propose(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
-    ) -> Sequence[TableParameters] | Refusal:
-        """Return the table of the kernels that are best by prediction, or why there is none."""
-        names = tuple(sorted(variables_in(func)))
-        table = _table(found.to_json(), names, cuda_limits(target), bias_bytes(func, found))
+    def _propose(self, case: Case[AttentionSpec]) -> Sequence[TableParameters] | Refusal:
+        names = tuple(sorted(variables_in(case.func)))
+        table = _table(case.found.to_json(), names, case.limits, bias_bytes(case.func, case.found))
         return [table] if table is not None else Refusal("no tile fits these shapes")
 
-    def make(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: TableParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the PrimFunc that launches the kernel of a call's line, or why it cannot be made.
-
-        Raises
-        ------
-        TemplateError
-            The parameters bound a variable that the function does not have.
-        """
+    def _make(self, case: Case[AttentionSpec], p: TableParameters) -> tirx.PrimFunc | Refusal:
+        func, found = case.func, case.found
         variables = variables_in(func)
-        unknown = {name for line in parameters.lines for name, _ in line.most} - set(variables)
+        unknown = {name for line in p.lines for name, _ in line.most} - set(variables)
         if unknown:
             raise TemplateError(f"the table bounds {sorted(unknown)}, the function has {sorted(variables)}.")
         kernels = []
-        for p in parameters.kernels:
-            plan = symbolic_plan(found, p, cuda_limits(target), bias_bytes(func, found))
+        for kernel in p.kernels:
+            plan = symbolic_plan(found, kernel, case.limits, bias_bytes(func, found))
             if isinstance(plan, Refusal):
                 return plan
             kernels.append(build_kernel(func, plan))
         lines = [
             ([variables[name] <= tirx.IntImm("int64", most) for name, most in line.most], line.kernel)
-            for line in parameters.lines
+            for line in p.lines
         ]
         return launch_by_lines(func, lines, kernels, found.batch * found.queries * found.keys)
 

@@ -74,7 +74,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_needed,
     spills,
 )
-from relaxtune.schedules.templates.base import KernelTemplate, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate, refuse_target
 
 _CANDIDATES_MAX = 16
 # Of larger heads, a third warpgroup's share of the registers holds too few keys.
@@ -92,21 +92,15 @@ class AttentionSm90(KernelTemplate[AttentionSpec, AttentionParameters]):
 
     parameters = AttentionParameters
 
-    def propose(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget
-    ) -> Sequence[AttentionParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        return propose_for(found, cuda_limits(target), bias_bytes(func, found)) or Refusal("no tile fits this shape")
+    def _propose(self, case: Case[AttentionSpec]) -> Sequence[AttentionParameters] | Refusal:
+        proposed = propose_for(case.found, case.limits, bias_bytes(case.func, case.found))
+        return proposed or Refusal("no tile fits this shape")
 
-    def make(
-        self, func: tirx.PrimFunc, found: AttentionSpec, target: ResolvedTarget, parameters: AttentionParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = make_plan(found, parameters, cuda_limits(target), bias_bytes=bias_bytes(func, found))
-        return plan if isinstance(plan, Refusal) else build_kernel(func, plan)
+    def _make(self, case: Case[AttentionSpec], p: AttentionParameters) -> tirx.PrimFunc | Refusal:
+        plan = make_plan(case.found, p, case.limits, bias_bytes=bias_bytes(case.func, case.found))
+        return plan if isinstance(plan, Refusal) else build_kernel(case.func, plan)
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-        """Return the function's attention when this template can make it with some parameters."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         found = recognise_attention(func, target)
         if isinstance(found, Refusal) or (found.is_static and found.spans is None):
             return found

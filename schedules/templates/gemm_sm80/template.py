@@ -75,7 +75,7 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import OPEN_ROWS, Case, KernelTemplate, cuda_limits, refuse_target
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import BYTE_KINDS, FLOAT8_KINDS
 from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
@@ -186,11 +186,8 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
 
     parameters = GemmParameters
 
-    def propose(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
-    ) -> Sequence[GemmParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        limits = cuda_limits(target)
+    def _propose(self, case: Case[MatmulFunction]) -> Sequence[GemmParameters] | Refusal:
+        found, limits, target = case.found, case.limits, case.target
         made = (_plan(found, one, target) for one in _proposals(found))
         plans = [plan for plan in made if isinstance(plan, GemmPlan)]
         plans.sort(key=lambda plan: predicted_us(found, plan, limits))
@@ -200,31 +197,20 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         chosen = _various(plans)[: _CANDIDATES_MAX - min(len(split), _SPLIT_MAX)] + _various(split)[:_SPLIT_MAX]
         return [plan.parameters for plan in chosen] or Refusal("no tile fits this shape")
 
-    def make(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemmParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = _plan(found, parameters, target)
-        return plan if isinstance(plan, Refusal) else build_kernel(func, found, plan, constant_params(func))
+    def _make(self, case: Case[MatmulFunction], p: GemmParameters) -> tirx.PrimFunc | Refusal:
+        plan, func = _plan(case.found, p, case.target), case.func
+        return plan if isinstance(plan, Refusal) else build_kernel(func, case.found, plan, constant_params(func))
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-        """Return the function's matmul when this template can make it with some parameters."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return _for_target(_recognise(func), target)
 
-    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
-        """Return the matmul of a function with a symbolic number of rows."""
+    def _recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
         found = _for_target(_recognise_any(func), target)
         return found if isinstance(found, Refusal) else replace(found, m=rows)
 
-    def predict_us(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
-    ) -> float | None:
-        """Return the cost model's time of the kernel for so many rows; None where it cannot be made."""
-        found = self.recognise_rows(func, target, rows)
-        if isinstance(found, Refusal) or not isinstance(parameters, GemmParameters):
-            return None
-        plan = _plan(found, parameters, target)
-        return None if isinstance(plan, Refusal) else predicted_us(found, plan, cuda_limits(target))
+    def _predict(self, case: Case[MatmulFunction], p: GemmParameters, rows: int) -> float | None:
+        plan = _plan(case.found, p, case.target)
+        return None if isinstance(plan, Refusal) else predicted_us(case.found, plan, case.limits)
 
 
 def _plan(found: MatmulFunction, parameters: GemmParameters, target: ResolvedTarget) -> GemmPlan | Refusal:

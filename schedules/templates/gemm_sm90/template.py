@@ -65,7 +65,7 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import OPEN_ROWS, KernelTemplate, Parameters, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import OPEN_ROWS, Case, KernelTemplate, refuse_target
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us, predictor
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
@@ -98,44 +98,30 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
 
     parameters = GemmParameters
 
-    def propose(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
-    ) -> Sequence[GemmParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        matmul, limits = found, cuda_limits(target)
+    def _propose(self, case: Case[MatmulFunction]) -> Sequence[GemmParameters] | Refusal:
+        matmul, limits = case.found, case.limits
         sm_count = limits.likely_sm_count
-        constant_b = matmul.b in constant_params(func)
+        constant_b = matmul.b in constant_params(case.func)
         deepest = [_deepest(matmul, one, limits, sm_count, constant_b) for one in _proposals(matmul, sm_count)]
         fitting = [plan for plan in deepest if plan is not None]
         fitting.sort(key=lambda plan: predicted_us(matmul, plan, sm_count))
         return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
 
-    def make(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemmParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        constants = constant_params(func)
-        plan = make_plan(found, parameters, cuda_limits(target), constant_b=found.b in constants)
-        return plan if isinstance(plan, Refusal) else build_kernel(func, found, plan, constants)
+    def _make(self, case: Case[MatmulFunction], p: GemmParameters) -> tirx.PrimFunc | Refusal:
+        constants = constant_params(case.func)
+        plan = make_plan(case.found, p, case.limits, constant_b=case.found.b in constants)
+        return plan if isinstance(plan, Refusal) else build_kernel(case.func, case.found, plan, constants)
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-        """Return the function's matmul when this template can make it with some parameters."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func)
 
-    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
-        """Return the matmul of a function with a symbolic number of rows."""
+    def _recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
         refusal = refuse_target(target, Feature.WGMMA, Feature.TMA)
         found = refusal or _recognise_any(func)
         return found if isinstance(found, Refusal) else replace(found, m=rows)
 
-    def predict_us(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
-    ) -> float | None:
-        """Return the cost model's time of the kernel for so many rows; None where it cannot be made."""
-        if not isinstance(parameters, GemmParameters) or refuse_target(target, Feature.WGMMA, Feature.TMA):
-            return None
-        limits = cuda_limits(target)
-        predicted = _predictor(func, parameters, limits, loaded_rows(rows, parameters))
+    def _predict(self, case: Case[MatmulFunction], p: GemmParameters, rows: int) -> float | None:
+        predicted = _predictor(case.func, p, case.limits, loaded_rows(rows, p))
         return None if isinstance(predicted, Refusal) else predicted(rows)
 
 

@@ -29,7 +29,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import Feature, ResolvedTarget
-from relaxtune.schedules.templates.base import cuda_limits
+from relaxtune.schedules.templates.base import Case
 from relaxtune.schedules.templates.gemv.plan import TILE
 from relaxtune.schedules.templates.gemv.stream_kernel import build_gemv_stream_kernel
 from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters, GemvStreamPlan, make_stream_plan
@@ -94,14 +94,11 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
 
     parameters = GemvStreamParameters
 
-    def propose(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
-    ) -> Sequence[GemvStreamParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        limits = cuda_limits(target)
+    def _propose(self, case: Case[MatmulFunction]) -> Sequence[GemvStreamParameters] | Refusal:
+        found, limits = case.found, case.limits
         refusal = Refusal(f"K is {found.k}, too short for {_FEW_WARPS} warps to share")
         proposed: list[GemvStreamPlan] = []
-        for p in _proposals(found, limits.likely_sm_count, Feature.DEPENDENT_LAUNCH in target.features):
+        for p in _proposals(found, limits.likely_sm_count, Feature.DEPENDENT_LAUNCH in case.target.features):
             plan = make_stream_plan(found, p, limits)
             if isinstance(plan, Refusal):
                 refusal = plan
@@ -112,19 +109,15 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
             proposed.sort(key=lambda plan: (_is_uneven(plan), not _is_preferred(plan, tiles_min), not _shares_x(plan)))
         return [plan.parameters for plan in proposed] or refusal
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-        """Return the function's matmul when the template can make it with some parameters."""
-        found = super().recognise(func, target)
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
+        found = super()._recognise(func, target)
         if isinstance(found, MatmulFunction) and found.stored is None and Feature.WGMMA in target.features:
             return Refusal("the weights have 16 bits, expected 8 or 4 (template gemv reads those as fast)")
         return found
 
-    def make(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemvStreamParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = make_stream_plan(found, parameters, cuda_limits(target))
-        return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(func, found, plan)
+    def _make(self, case: Case[MatmulFunction], p: GemvStreamParameters) -> tirx.PrimFunc | Refusal:
+        plan = make_stream_plan(case.found, p, case.limits)
+        return plan if isinstance(plan, Refusal) else build_gemv_stream_kernel(case.func, case.found, plan)
 
 
 def _proposals(matmul: MatmulFunction, sm_count: int, dependent: bool) -> Iterator[GemvStreamParameters]:

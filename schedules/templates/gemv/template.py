@@ -34,7 +34,7 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.gpus import H200
-from relaxtune.schedules.templates.base import KernelTemplate, Own, cuda_limits, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate, Own, refuse_target
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.gemv.few_rows import ROWS_MAX
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
@@ -63,8 +63,7 @@ _WARPS_ENOUGH = 8
 class GemvTemplate(KernelTemplate[MatmulFunction, Own]):
     """What the templates for few rows recognise."""
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
-        """Return the function's matmul when a template for few rows can make it with some parameters."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return refuse_target(target, Feature.MMA) or _recognise(func)
 
 
@@ -73,12 +72,9 @@ class Gemv(GemvTemplate[GemvParameters]):
 
     parameters = GemvParameters
 
-    def propose(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget
-    ) -> Sequence[GemvParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        limits, moved = cuda_limits(target), tensor_bytes(func)
-        shares = _SHARES if Feature.WGMMA not in target.features else ()
+    def _propose(self, case: Case[MatmulFunction]) -> Sequence[GemvParameters] | Refusal:
+        found, limits, moved = case.found, case.limits, tensor_bytes(case.func)
+        shares = _SHARES if Feature.WGMMA not in case.target.features else ()
         plans = [
             plan
             for p in _proposals(shares)
@@ -89,12 +85,9 @@ class Gemv(GemvTemplate[GemvParameters]):
         proposed = [plan.parameters for plan in plans if plan not in shared][:_CANDIDATES_MAX]
         return proposed or Refusal("no share fits the registers of a block")
 
-    def make(
-        self, func: tirx.PrimFunc, found: MatmulFunction, target: ResolvedTarget, parameters: GemvParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        plan = make_plan(found, parameters, cuda_limits(target))
-        return plan if isinstance(plan, Refusal) else build_gemv_kernel(func, found, plan)
+    def _make(self, case: Case[MatmulFunction], p: GemvParameters) -> tirx.PrimFunc | Refusal:
+        plan = make_plan(case.found, p, case.limits)
+        return plan if isinstance(plan, Refusal) else build_gemv_kernel(case.func, case.found, plan)
 
 
 def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:

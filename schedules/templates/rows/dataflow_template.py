@@ -23,13 +23,11 @@ class DataflowTemplate(KernelTemplate[Dataflow, Own]):
     def refuse(func: tirx.PrimFunc, flow: Dataflow) -> Refusal | None:
         """Return why the template cannot make what a function computes."""
 
-    def recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
-        """Return what the function computes when this template can make it with some parameters."""
+    def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> Dataflow | Refusal:
         refusal, flow = refuse_target(target), recognise_dataflow(func)
         return refusal or (flow if isinstance(flow, Refusal) else self.refuse(func, flow) or flow)
 
-    def recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
-        """Return what a function with a symbolic number of rows computes."""
+    def _recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Dataflow | Refusal:
         found = refuse_target(target) or _recognise_any(self, func)
         return found if isinstance(found, Refusal) else replace(found, planned=rows)
 

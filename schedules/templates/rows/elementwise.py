@@ -33,7 +33,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, cuda_limits
+from relaxtune.schedules.templates.base import Case, Parameters, cuda_limits
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses
 from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.templates.emit.kernel_frame import (
@@ -95,38 +95,29 @@ class Elementwise(DataflowTemplate[ElementwiseParameters]):
             return Refusal(str(reason))
         return None
 
-    def propose(
-        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
-    ) -> Sequence[ElementwiseParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
+    def _propose(self, case: Case[Dataflow]) -> Sequence[ElementwiseParameters] | Refusal:
+        func, found, target = case.func, case.found, case.target
         sure, most = _lanes(found, func), max(_OPEN_LANES_MIN, _vector_lanes(found, func))
         if _is_open(found, most) and _elements(func, found) >= _VECTOR_ELEMENTS_MIN:
             return _propose(func, found, target, {most})[:_CANDIDATES_MAX]
         lanes = {one for one in (sure // 2, sure, sure * 2) if one and is_multiple(found.columns.size, one)}
         return _propose(func, found, target, lanes)[:_CANDIDATES_MAX]
 
-    def make(
-        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget, parameters: ElementwiseParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        refused = _refuse_parameters(parameters, found)
-        if refused is not None or not _is_open(found, parameters.lanes):
-            return refused or _Kernel(func, found, parameters).build()
-        whole = with_multiple_columns(found, parameters.lanes)
-        other = replace(_propose(func, found, target, {_lanes(found, func)})[0], dependent=parameters.dependent)
-        kernels = [_Kernel(func, whole, parameters).build(), _Kernel(func, found, other).build()]
-        divides = tirx.EQ(found.columns.size % parameters.lanes, tirx.IntImm("int64", 0))
+    def _make(self, case: Case[Dataflow], p: ElementwiseParameters) -> tirx.PrimFunc | Refusal:
+        func, found = case.func, case.found
+        refused = _refuse_parameters(p, found)
+        if refused is not None or not _is_open(found, p.lanes):
+            return refused or _Kernel(func, found, p).build()
+        whole = with_multiple_columns(found, p.lanes)
+        other = replace(_propose(func, found, case.target, {_lanes(found, func)})[0], dependent=p.dependent)
+        kernels = [_Kernel(func, whole, p).build(), _Kernel(func, found, other).build()]
+        divides = tirx.EQ(found.columns.size % p.lanes, tirx.IntImm("int64", 0))
         return launch_first(func, [divides], kernels, found.columns.size, element_checks(func))
 
-    def predict_us(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
-    ) -> float | None:
-        """Return a time of the kernel for so many rows; None where it cannot be made."""
-        found, p = self.recognise_rows(func, target, rows), parameters
-        if isinstance(found, Refusal) or not isinstance(p, ElementwiseParameters):
-            return None
+    def _predict(self, case: Case[Dataflow], p: ElementwiseParameters, rows: int) -> float | None:
+        func, found = case.func, case.found
         blocks = math.ceil(_elements(func, found) / (p.lanes * p.vectors * p.threads))
-        accesses, sm_count = accesses_of(func, found, p.lanes), cuda_limits(target).likely_sm_count
+        accesses, sm_count = accesses_of(func, found, p.lanes), case.limits.likely_sm_count
         return _predicted(p, blocks, accesses, _widest(found, func, p.lanes), tensor_bytes(func, rows), sm_count)
 
 

@@ -27,8 +27,7 @@ from collections.abc import Iterator, Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.schedules.templates.base import Parameters, cuda_limits
+from relaxtune.schedules.templates.base import Case
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
@@ -66,11 +65,9 @@ class Rows(DataflowTemplate[RowsParameters]):
             return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows")
         return None
 
-    def propose(
-        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget
-    ) -> Sequence[RowsParameters] | Refusal:
-        """Return the parameters worth measuring, the most promising first, or why there are none."""
-        flow, limits, moved = found, cuda_limits(target), tensor_bytes(func, found.planned)
+    def _propose(self, case: Case[Dataflow]) -> Sequence[RowsParameters] | Refusal:
+        func, flow, limits = case.func, case.found, case.limits
+        moved = tensor_bytes(func, flow.planned)
         plans: list[tuple[float, RowsParameters]] = []
         for lanes in _lanes(flow, func):
             accesses = accesses_of(func, flow, lanes)
@@ -85,28 +82,19 @@ class Rows(DataflowTemplate[RowsParameters]):
             f"rows of {flow.columns.size} do not fit the registers of a block"
         )
 
-    def make(
-        self, func: tirx.PrimFunc, found: Dataflow, target: ResolvedTarget, parameters: RowsParameters
-    ) -> tirx.PrimFunc | Refusal:
-        """Return the scheduled PrimFunc, or why it cannot be made."""
-        if not 1 <= parameters.lanes <= LANES_MAX or found.columns.size % parameters.lanes:
-            return Refusal(f"lanes is {parameters.lanes}, expected 1 to {LANES_MAX} and a divisor of the row")
-        accesses = Accesses(found, parameters.lanes)
-        plan = make_plan(found, accesses, parameters, cuda_limits(target))
-        return plan if isinstance(plan, Refusal) else build_rows_kernel(func, found, accesses, plan)
+    def _make(self, case: Case[Dataflow], p: RowsParameters) -> tirx.PrimFunc | Refusal:
+        if not 1 <= p.lanes <= LANES_MAX or case.found.columns.size % p.lanes:
+            return Refusal(f"lanes is {p.lanes}, expected 1 to {LANES_MAX} and a divisor of the row")
+        accesses = Accesses(case.found, p.lanes)
+        plan = make_plan(case.found, accesses, p, case.limits)
+        return plan if isinstance(plan, Refusal) else build_rows_kernel(case.func, case.found, accesses, plan)
 
-    def predict_us(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int
-    ) -> float | None:
-        """Return a time of the kernel for so many rows; None where it cannot be made."""
-        found, limits = self.recognise_rows(func, target, rows), cuda_limits(target)
-        if isinstance(found, Refusal) or not isinstance(parameters, RowsParameters):
-            return None
-        accesses = accesses_of(func, found, parameters.lanes)
-        plan = make_plan(found, accesses, parameters, limits)
+    def _predict(self, case: Case[Dataflow], p: RowsParameters, rows: int) -> float | None:
+        accesses = accesses_of(case.func, case.found, p.lanes)
+        plan = make_plan(case.found, accesses, p, case.limits)
         if isinstance(plan, Refusal):
             return None
-        return _predicted(plan, tensor_bytes(func, rows), accesses, limits.likely_sm_count)
+        return _predicted(plan, tensor_bytes(case.func, rows), accesses, case.limits.likely_sm_count)
 
 
 def _is_contraction(reduction: Reduction) -> bool:

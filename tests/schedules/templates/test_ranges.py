@@ -18,6 +18,7 @@ from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.launch_table import list_kernels
 from relaxtune.schedules.templates.ranges import DEFAULT_RANGES, Ranges, RangesParameters, SizeRange, symbolic_rows
 from relaxtune.schedules.templates.rows.elementwise import ElementwiseParameters
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.memory_cases import masked_bias
 from tests.schedules.templates.norm_cases import NormCase
@@ -159,7 +160,7 @@ def test_kernel_is_predicted_as_one_that_is_planned_for_the_rows(
 ) -> None:
     for rows in (1, 16, 65, 300, 4096, 10_000):
         static = replace(CASE, rows=(rows,)).func()
-        matmul = GemmSm90().recognise(static, target)
+        matmul = recognise_matmul(static)
         assert not isinstance(matmul, Refusal)
         plan = make_plan(matmul, parameters, cuda_limits(target))
         assert not isinstance(plan, Refusal)
@@ -183,7 +184,7 @@ def test_sums_of_unknown_rows_take_longer_by_blocks_of_several_tiles_and_by_larg
 ) -> None:
     case = NormCase(MatmulCase((BATCH, LENGTH), 768, 3072, ("bias", "residual")), group=32, sums=True)
     static = replace(case, matmul=replace(case.matmul, rows=(16384,))).func()
-    matmul = GemmSm90().recognise(static, target)
+    matmul = recognise_matmul(static)
     assert not isinstance(matmul, Refusal)
     plan = make_plan(matmul, parameters, cuda_limits(target))
     assert not isinstance(plan, Refusal)
