@@ -16,6 +16,12 @@ EXTRA_INPUTS = 3
 class Unpadding:
     """How the padding of a batch is left out.
 
+    The last inputs of `main`, which the artifact makes of a mask on its device, list the tokens row by row, those that
+    are kept behind the mask last. The first input is [tokens]: the place of each in the flat mask; what fills up is the
+    last place. The second is [tokens, 2]: the first token that the mask shows of the same row, and the one after the
+    last. The third is [rows, places]: the token that a place is, and at padding the first of its row, or the next
+    row's.
+
     Attributes
     ----------
     mask
@@ -32,35 +38,6 @@ class Unpadding:
     kept: tuple[int, ...]
     multiple: int
     zeros: tuple[str, ...]
-
-    def lists(self, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the last inputs of `main` for a mask, as the artifact makes them on its device.
-
-        Tokens lie row by row, those that are kept behind the mask last. The first input is [tokens]: the place of each
-        in the flat mask; what fills up is the last place. The second is [tokens, 2]: the first token that the mask
-        shows of the same row, and the one after the last. The third is [rows, places]: the token that a place is, and
-        at padding the first of its row, or the next row's.
-        """
-        seen = np.asarray(mask) != 0
-        kept = np.zeros_like(seen)
-        kept[:, list(self.kept)] = True
-        kept &= ~seen
-        counts, shown = (seen | kept).sum(axis=1), seen.sum(axis=1)
-        total = int(counts.sum())
-        starts = np.cumsum(counts) - counts
-        behind = starts + shown
-        hidden = np.clip(starts, 0, max(total - 1, 0))[:, None]
-        slots = np.where(
-            seen,
-            starts[:, None] + seen.cumsum(axis=1) - 1,
-            np.where(kept, behind[:, None] + kept.cumsum(axis=1) - 1, hidden),
-        )
-        rows = np.full(self.size(total, seen.size), seen.size - 1)
-        places = np.flatnonzero(seen | kept)
-        rows[slots.reshape(-1)[places]] = places
-        row = rows // seen.shape[1]
-        spans = np.stack([starts[row], starts[row] + np.maximum(shown[row], 1)], axis=1)
-        return rows.astype("int32"), spans.astype("int32"), slots.astype("int32")
 
     def size(self, tokens: int, places: int) -> int:
         """Return what a number of tokens is rounded up to."""

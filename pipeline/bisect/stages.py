@@ -16,6 +16,7 @@ from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.bisect.plain_kernels import UNOPTIMISED_FLOPS_MAX, load_code, ready_for_host
 from relaxtune.pipeline.bisect.trace import CallSite, KernelWatch, TracedCall, kernel_calls
+from relaxtune.pipeline.codegen.token_list import listed_tokens
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer.graph import ImportedGraph
@@ -93,7 +94,7 @@ class Stages:
         machine.set_instrument(watch)
         given = [self._inputs[spec.name] for spec in self._graph.inputs]
         if state.unpadding is not None:
-            given += state.unpadding.lists(self._inputs[state.unpadding.mask])
+            given += listed_tokens(state.unpadding, self._inputs[state.unpadding.mask])
         arguments = [tvm.runtime.tensor(np.asarray(array, order="C")) for array in (*given, *state.weights.values())]
         result = machine["main"](*arguments)
         watch.verify()

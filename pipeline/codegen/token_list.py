@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import tvm
-from tvm import relax, te, tirx
+from collections.abc import Sequence
 
-from relaxtune.models.unpadding import ENTRY, ROWS, SLOTS, SPANS
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from relaxtune.models.unpadding import ENTRY, ROWS, SLOTS, SPANS, Unpadding
 from relaxtune.pipeline.codegen.cuda_graph import NUM_INPUT
 from relaxtune.pipeline.passes.kit.ir import dtype_of, main_of, shape_of
 from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.schedules.cpu.token_list import token_list_loops
+from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.targets import resolve_target
+from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.templates.token_list import token_list_kernel
 
 
@@ -20,7 +27,7 @@ def with_token_list(mod: tvm.ir.IRModule, lowered: LoweredModule) -> tvm.ir.IRMo
         list_tokens(mask, rows [rows * places], spans [rows * places, 2], slots [rows, places], count [1])
 
     It writes all but the mask. The first `count` of `rows` and `spans`, rounded up, and `slots` are the last inputs of
-    `main` (`Unpadding.lists`).
+    `main` (`Unpadding`).
     """
     unpadding = lowered.unpadding
     if unpadding is None:
@@ -32,9 +39,8 @@ def with_token_list(mod: tvm.ir.IRModule, lowered: LoweredModule) -> tvm.ir.IRMo
         sizes.setdefault(size.name, tirx.Var(size.name, "int64")) if isinstance(size, tirx.Var) else size
         for size in shape_of(given) or ()
     ]
-    func = _lists(shape, dtype_of(given), unpadding.kept)
-    if lowered.target.kind.name == "cuda":
-        func = token_list_kernel(func, unpadding.kept)
+    on_gpu = lowered.target.kind.name == "cuda"
+    func = token_list(shape, dtype_of(given), unpadding.kept, on_gpu=on_gpu)
     function = builder.add_func(func, f"{ENTRY}_kernel")
     places = shape[0] * shape[1]
     types = [relax.TensorType(one, "int32") for one in ([places], [places, 2], shape, [1])]
@@ -48,78 +54,23 @@ def with_token_list(mod: tvm.ir.IRModule, lowered: LoweredModule) -> tvm.ir.IRMo
     return builder.get()
 
 
-def _lists(shape: list[tirx.Expr], dtype: str, kept: tuple[int, ...]) -> tirx.PrimFunc:
-    rows, width = (size.astype("int32") for size in shape)
-    zero, one = (tirx.IntImm("int32", number) for number in (0, 1))
-    mask = te.placeholder(shape, dtype, name="mask")
+def listed_tokens(unpadding: Unpadding, mask: np.ndarray) -> list[np.ndarray]:
+    """Return the last inputs of `main` for a mask, computed on the host."""
+    func = token_list(mask.shape, str(mask.dtype), unpadding.kept, on_gpu=False)
+    mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    library = tvm.tirx.build(mod, target=resolve_target("llvm").target, pipeline=register_mixed_pipeline())
+    rows, spans, slots, count = lists = [
+        tvm.runtime.empty(shape, "int32") for shape in ((mask.size,), (mask.size, 2), mask.shape, (1,))
+    ]
+    library["main"](tvm.runtime.tensor(np.ascontiguousarray(mask)), *lists)
+    size = unpadding.size(int(count.numpy()[0]), mask.size)
+    return [rows.numpy()[:size], spans.numpy()[:size], slots.numpy()]
 
-    def number(condition: tirx.Expr) -> tirx.Expr:
-        return tirx.Select(condition, one, zero)
 
-    def is_seen(b: tirx.Var, s: tirx.Var) -> tirx.Expr:
-        return mask[b, s] if dtype == "bool" else mask[b, s] != tirx.const(0, dtype)
-
-    def is_kept(b: tirx.Var, s: tirx.Var) -> tirx.Expr:
-        wanted = [s.astype("int32") == (place if place >= 0 else width + place) for place in kept]
-        return tirx.all(tirx.Not(is_seen(b, s)), tirx.any(*wanted)) if wanted else tirx.const(False, "bool")
-
-    seen = te.compute(shape, lambda b, s: number(is_seen(b, s)), name="seen")
-    keep = te.compute(shape, lambda b, s: number(is_kept(b, s)), name="keep")
-
-    def axis(size: tirx.Expr) -> tirx.IterVar:
-        return te.reduce_axis((0, size), name="k")
-
-    def sums_before(of: te.Tensor) -> te.Tensor:
-        """Return the sums of what stands before each element, along the last axis."""
-        last = axis(of.shape[-1])
-
-        def element(*at: tirx.Var) -> tirx.Expr:
-            return te.sum(tirx.Select(last.var < at[-1], of(*at[:-1], last.var), zero), axis=last)
-
-        return te.compute(of.shape, element, name="before")
-
-    def sum_of(of: te.Tensor) -> te.Tensor:
-        last = axis(of.shape[-1])
-        return te.compute(of.shape[:-1], lambda *at: te.sum(of(*at, last.var), axis=last), name="total")
-
-    shown = sum_of(seen)
-    kept_count = sum_of(keep)
-    counts = te.compute(shape[:1], lambda b: shown[b] + kept_count[b], name="counts")
-    seen_before, keep_before, starts = sums_before(seen), sums_before(keep), sums_before(counts)
-    every = axis(shape[0])
-    count = te.compute([tirx.IntImm("int64", 1)], lambda _: te.sum(counts[every.var], axis=every), name="count")
-
-    def slot(b: tirx.Var, s: tirx.Var) -> tirx.Expr:
-        behind = starts[b] + shown[b] + keep_before[b, s]
-        first = tirx.max(tirx.min(starts[b], count[0] - 1), zero)
-        hidden = tirx.Select(keep[b, s] == one, behind, first)
-        return tirx.Select(seen[b, s] == one, starts[b] + seen_before[b, s], hidden)
-
-    slots = te.compute(shape, slot, name="token_slots")
-    flat = [shape[0] * shape[1]]
-    batches, inner = axis(shape[0]), axis(shape[1])
-
-    def ended(t: tirx.Var) -> tirx.Expr:
-        return te.sum(number(starts[batches.var] + counts[batches.var] <= t.astype("int32")), axis=batches)
-
-    before = te.compute(flat, ended, name="rows_before")
-    row = te.compute(flat, lambda t: tirx.min(before[t], rows - 1), name="row")
-
-    def passed(t: tirx.Var) -> tirx.Expr:
-        """Count the places of a token's row that lie before it."""
-        b, s = row[t], inner.var
-        place = t.astype("int32") - starts[b]
-        of_seen = seen_before[b, s] + seen[b, s] <= place
-        of_kept = keep_before[b, s] + keep[b, s] <= place - shown[b]
-        return te.sum(number(tirx.Select(place < shown[b], of_seen, of_kept)), axis=inner)
-
-    place = te.compute(flat, passed, name="places_before")
-    token_rows = te.compute(flat, lambda t: row[t] * width + tirx.min(place[t], width - 1), name="token_rows")
-
-    def bound(t: tirx.Var, which: tirx.Var) -> tirx.Expr:
-        first = starts[row[t]]
-        return tirx.Select(which == 0, first, first + tirx.max(shown[row[t]], one))
-
-    spans = te.compute([*flat, tirx.IntImm("int64", 2)], bound, name="token_spans")
-    outputs = [token_rows, spans, slots, count]
-    return te.create_prim_func([mask, *outputs]).with_attr("tirx.noalias", True)
+def token_list(shape: Sequence[Size], dtype: str, kept: Sequence[int], *, on_gpu: bool) -> tirx.PrimFunc:
+    """Return the code that lists the tokens of a mask, the inner part of `list_tokens` above."""
+    places = shape[0] * shape[1]
+    shapes = {"mask": shape, ROWS: [places], SPANS: [places, 2], SLOTS: shape, "count": [1]}
+    params = [tirx.decl_buffer(one, dtype if name == "mask" else "int32", name) for name, one in shapes.items()]
+    func = tirx.PrimFunc(params, tirx.Evaluate(tirx.IntImm("int32", 0))).with_attr("tirx.noalias", True)
+    return token_list_kernel(func, kept) if on_gpu else token_list_loops(func, kept)

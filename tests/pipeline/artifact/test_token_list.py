@@ -12,6 +12,7 @@ from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
+from tests.token_lists import token_lists
 from tests.unoptimised import UNOPTIMISED_TEXT
 
 SHAPES = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
@@ -60,7 +61,7 @@ def test_device_lists_the_tokens_as_numpy_does(module: Module) -> None:
         lists = [tvm.runtime.empty(shape, "int32") for shape in shapes]
         module._machine[ENTRY](tvm.runtime.tensor(mask), *lists)
         rows, spans, slots, count = (one.numpy() for one in lists)
-        want_rows, want_spans, want_slots = unpadding.lists(mask)
+        want_rows, want_spans, want_slots = token_lists(unpadding, mask)
         assert unpadding.size(int(count[0]), mask.size) == len(want_rows)
         np.testing.assert_array_equal(rows[: int(count[0])], want_rows[: int(count[0])])
         np.testing.assert_array_equal(spans[: len(want_spans)], want_spans)
@@ -70,6 +71,6 @@ def test_device_lists_the_tokens_as_numpy_does(module: Module) -> None:
 def test_number_of_tokens_is_rounded_up_and_no_more_than_the_places() -> None:
     unpadding = Unpadding("mask", (), 64, ())
     assert [unpadding.size(tokens, 200) for tokens in (0, 1, 64, 65, 199)] == [64, 64, 64, 128, 200]
-    rows, _, slots = unpadding.lists(np.eye(3, 30))
+    rows, _, slots = token_lists(unpadding, np.eye(3, 30))
     assert len(rows) == 64
     assert slots.max() == 2

@@ -14,6 +14,7 @@ from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
+from tests.token_lists import token_lists
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")]
 
@@ -43,7 +44,7 @@ def test_tokens_are_listed_and_outputs_are_the_models(tmp_path_factory: pytest.T
         lists = [tvm.runtime.empty(shape, "int32", module.device) for shape in shapes]
         module._machine[ENTRY](tvm.runtime.tensor(mask, device=module.device), *lists)
         rows, spans, slots, count = (one.numpy() for one in lists)
-        want_rows, want_spans, want_slots = unpadding.lists(mask)
+        want_rows, want_spans, want_slots = token_lists(unpadding, mask)
         assert unpadding.size(int(count[0]), mask.size) == len(want_rows)
         np.testing.assert_array_equal(rows[: len(want_rows)], want_rows)
         np.testing.assert_array_equal(spans[: len(want_rows)], want_spans)

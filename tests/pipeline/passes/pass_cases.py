@@ -19,6 +19,7 @@ from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, plan_memor
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.cpu.vector_math import register_vector_math
+from tests.token_lists import token_lists
 from tests.unoptimised import LLVM, UNOPTIMISED, runnable
 
 
@@ -95,7 +96,7 @@ def run_compiled(
     machine: relax.VirtualMachine, lowered: LoweredModule, feeds: Mapping[str, np.ndarray]
 ) -> list[np.ndarray]:
     unpadding = lowered.unpadding
-    lists = () if unpadding is None else unpadding.lists(feeds[unpadding.mask])
+    lists = () if unpadding is None else token_lists(unpadding, feeds[unpadding.mask])
     arguments = [*(feeds[spec.name] for spec in lowered.graph.inputs), *lists, *lowered.weights.values()]
     return _arrays(machine["main"](*[tvm.runtime.tensor(np.asarray(a, order="C")) for a in arguments]))
 
