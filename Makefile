@@ -17,7 +17,7 @@ TIMED = $(BIN)/python -m pytest -n 0 -m "$(TESTED) and timing" $$(grep -rl mark.
 LOCK := .venv-lock/bin/uv pip compile pyproject.toml - --universal --python-version 3.11 --generate-hashes --upgrade \
 	--no-annotate --custom-compile-command 'make lock' --quiet
 
-.PHONY: demo demo-batch test coverage test-all nightly lock latest check bench tune-gpu bench-gpu clean
+.PHONY: demo demo-batch test coverage test-all nightly lock latest check docs bench tune-gpu bench-gpu clean
 
 # What the main job needs; the tests need more. Both are locked sets, renewed by `make lock`, and whole: nothing is solved
 # here, for pip 23 takes the newest of a package that another wants with an extra, locked or not.
@@ -72,6 +72,9 @@ check: $(VENV)/.installed-dev  ## lint, format, strict types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev  ## the pages and the reference as a site in out/docs; a broken link fails
+	$(BIN)/python -m sphinx -W --keep-going -b html -c docs . out/docs
 
 bench: $(VENV)/.installed-dev  ## side-by-side runs on this CPU; raw values under benchmarks/results
 	$(BIN)/python -m benchmarks.whole_models.bench_cpu
