@@ -14,7 +14,6 @@ from relaxtune.models import OnnxModel, TensorSpec, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.onnx_model import element_type_name, is_numeric, tensor_bytes
 from relaxtune.models.spec import numpy_dtype
-from relaxtune.pipeline.ahead.tables import tables_ahead
 from relaxtune.pipeline.artifact.compile import check_plan, compile_module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
@@ -156,11 +155,10 @@ def inspect_model(request: ModelRequest, *, code: bool = False) -> Inspection:
     for lowered in (prepared.lowered, *(bucket.lowered for bucket in prepared.buckets)):
         check_plan(lowered, prepared.target)
         if code:
-            with tables_ahead(lowered.mod, prepared.target):
-                choices = select_kernels(
-                    lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
-                )
-                compile_module(lowered, choices, prepared.target)
+            choices = select_kernels(
+                lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
+            )
+            compile_module(lowered, choices, prepared.target)
     return _with_tasks(replace(facts, code=code), prepared)
 
 

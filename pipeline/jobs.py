@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, runs_here
 from relaxtune.pipeline.artifact.directory import check_destination, record_validation, stage_beside
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
@@ -119,9 +118,7 @@ def compile_model(
     with ExitStack() as stack:
         mode = Mode.TUNE if record else Mode.READ_ONLY
         opened = stack.enter_context(open_databases(urls, mode=mode, create=False)) if urls else None
-        makers = stack.enter_context(closing(TableMakers()))
-        prepared = prepare_model(request, on_imported=makers.expect)
-        stack.enter_context(tables_ahead(prepared.lowered.mod, prepared.target, makers))
+        prepared = prepare_model(request)
         if opened is None:
             choices = choose_kernels(prepared, None)
         else:

@@ -153,7 +153,6 @@ def import_request(request: ModelRequest) -> Imported:
 def prepare_model(
     request: ModelRequest,
     importing: Callable[[ModelRequest], Imported] = import_request,
-    on_imported: Callable[[OnnxModel, ResolvedTarget], None] | None = None,
 ) -> PreparedModel:
     """Return the model of a request, imported, lowered and cut into tuning tasks.
 
@@ -161,8 +160,6 @@ def prepare_model(
     ----------
     importing : callable
         Returns the imported model; what is imported serves all precisions and targets.
-    on_imported : callable or None
-        Told of the model before it is lowered.
 
     Raises
     ------
@@ -175,8 +172,6 @@ def prepare_model(
     logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
     imported = importing(request)
     model = imported.model
-    if on_imported is not None:
-        on_imported(model, target)
     with stage("lower"):
         lowered = lower(imported.graph, target.target, _lowering_for(request))
     buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)

@@ -20,8 +20,6 @@ OWN_OUTPUTS_ATTR = "relaxtune.own_outputs"
 KERNEL_ATTR = "relaxtune.tirx_kernel"
 #: The function launches one of so many kernels (`schedules.templates.launch_table`).
 KERNELS_ATTR = "relaxtune.kernels"
-#: Another process has its kernels: which table it is of, and what is known of it (`schedules.templates.made_table`).
-ELSEWHERE_ATTR = "relaxtune.made_elsewhere"
 #: The function is one of symbolic sizes at one set of them. No trace is searched for it: a table's kernels take others.
 AT_SIZES_ATTR = "relaxtune.at_sizes"
 #: The most rows that calls of a function with a symbolic number of rows have; more are right too, and may be slow.

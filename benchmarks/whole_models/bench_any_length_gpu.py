@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, closing
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,6 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
     from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.models.dims import evaluate_dim
     from relaxtune.models.zoo.presets import get_preset
-    from relaxtune.pipeline.ahead.tables import TableMakers, tables_ahead
     from relaxtune.pipeline.artifact.compile import compile_module
     from relaxtune.pipeline.artifact.export import write_artifact
     from relaxtune.pipeline.choose.selection import select_kernels
@@ -79,21 +77,19 @@ def compile_artifact(model: str, sizes: Mapping[str, int], directory: str, *, un
         LoweringOptions(unpad=unpad),
         profile={axis: profile[axis] for axis in axes_of(model) if axis not in sizes},
     )
-    with closing(TableMakers()) as makers, ExitStack() as stack:
-        prepared = prepare_model(request, on_imported=makers.expect)
-        target = portable_host(prepared.target)
-        stack.enter_context(tables_ahead(prepared.lowered.mod, target, makers))
-        choices = select_kernels(
-            prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
-        )
-        compiled = compile_module(prepared.lowered, choices, target)
+    prepared = prepare_model(request)
+    target = portable_host(prepared.target)
+    choices = select_kernels(
+        prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
+    )
+    compiled = compile_module(prepared.lowered, choices, target)
     took = {"seconds": time.monotonic() - began, "cpu_s": time.process_time() - cpu}
     write_artifact(compiled, Path(directory))
     calls = prepared.lowered.kernels
     return {
         **took,
         "codegen_s": compiled.seconds["codegen"],
-        "default_schedules": sum(choice.made is None for choice in choices),
+        "default_schedules": sum(choice.scheduled is None for choice in choices),
         "functions": len(choices),
         "launches": sum(compiled.launches.get(name, 1) * len(where) for name, where in calls.items()),
         "library_bytes": sum(path.stat().st_size for path in Path(directory).rglob("*.so")),

@@ -31,7 +31,6 @@ import tvm
 from benchmarks.gpu_arms.results import machine
 from benchmarks.this_run import commit_here
 from benchmarks.whole_models.kernel_hashes import parse_case
-from relaxtune.pipeline.ahead import tables as ahead
 from relaxtune.pipeline.artifact import compile as compiling
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.finish import device_toolchain
@@ -60,7 +59,7 @@ def overheard() -> Iterator[tuple[list[str], DynamicSharedMemory]]:
             yield
 
     with (
-        mock.patch.object(ahead, "device_toolchain", partial(device_toolchain, on_log=logs.append)),
+        mock.patch.object(compiling, "device_toolchain", partial(device_toolchain, on_log=logs.append)),
         mock.patch.object(compiling, "pass_context", watched),
     ):
         yield logs, dynamic

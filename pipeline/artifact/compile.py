@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,6 @@ import tvm
 from tvm import relax
 from tvm.target import codegen
 
-from relaxtune.pipeline.ahead.tables import choose_made, toolchain
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.device_choice import missing_features
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
@@ -25,7 +24,7 @@ from relaxtune.pipeline.codegen.cuda_graph import (
     with_whole_calls,
 )
 from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
-from relaxtune.pipeline.codegen.finish import finish_kernels, pass_context
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima, with_sizes_in_order
 from relaxtune.pipeline.codegen.token_list import with_token_list
@@ -39,7 +38,6 @@ from relaxtune.schedules.gpu.binding import count_launches
 from relaxtune.schedules.targets import ResolvedTarget, portable_host
 from relaxtune.schedules.targets.resolve import vector_features
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
-from relaxtune.schedules.templates.made_table import MadeTable
 
 
 class _CodeError(LoweringError):
@@ -143,9 +141,7 @@ def _compiled(
     seconds: dict[str, float] = {}
     with _timed(seconds, "schedule"):
         graph = cuda_graph and target.kind == "cuda" and not computes_sizes(lowered.mod)
-        # Kernels of a module without a graph are launched in another way than they were made for.
-        elsewhere = choose_made([choice.made for choice in choices]) if graph else frozenset()
-        mod = with_variants(apply_choices(lowered.mod, choices, elsewhere), variants, lowered.mod)
+        mod = with_variants(apply_choices(lowered.mod, choices), variants, lowered.mod)
         mod = with_maxima(mod, lowered.maxima)
         if graph:
             mod = capture_whole_function(mod, lowered.input_count)
@@ -162,7 +158,7 @@ def _compiled(
         launches = {name: count_launches(mod[name]) for name in on_gpu}
     with _timed(seconds, "plan_memory"), pass_context(graph), target.target:
         mod, planned = _plan_memory(mod, target, graph, lowered.graph.name)
-    with _timed(seconds, "codegen"), toolchain(target.target), pass_context(graph), target.target:
+    with _timed(seconds, "codegen"), device_toolchain(target.target), pass_context(graph), target.target:
         executable = _generate(mod, target, lowered.graph.name)
     return CompiledModule(
         lowered,
@@ -179,19 +175,12 @@ def _compiled(
     )
 
 
-def apply_choices(
-    mod: tvm.ir.IRModule, choices: Sequence[KernelChoice], elsewhere: Collection[str] = ()
-) -> tvm.ir.IRModule:
-    """Return the module with the PrimFuncs of the choices replaced by their scheduled form.
-
-    Tables whose keys are among `elsewhere` stay shells (`schedules.templates.made_table`).
-    """
+def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.ir.IRModule:
+    """Return the module with the PrimFuncs of the choices replaced by their scheduled form."""
     result = tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
     for choice in choices:
-        stays = isinstance(choice.made, MadeTable) and choice.made.key in elsewhere
-        scheduled = choice.outline if stays else choice.scheduled
-        if scheduled is not None:
-            result[result.get_global_var(choice.function)] = scheduled
+        if choice.scheduled is not None:
+            result[result.get_global_var(choice.function)] = choice.scheduled
     return result
 
 

@@ -278,9 +278,8 @@ def _libraries(compiled: CompiledModule) -> tuple[str, ...]:
 
 def _library_sources(compiled: CompiledModule) -> list[Path]:
     every = chain(compiled.choices, *compiled.variants)
-    return list_library_sources(
-        [choice.outline for choice in every if choice.outline is not None], compiled.target.kind
-    )
+    scheduled = [choice.scheduled for choice in every if choice.scheduled is not None]
+    return list_library_sources(scheduled, compiled.target.kind)
 
 
 def _link(compiled: CompiledModule, path: Path) -> float:

@@ -9,7 +9,6 @@ from tvm import s_tir, tirx
 from relaxtune.pipeline.artifact.entries import ArgumentEntry, MeasuredEntry, WorkEntry
 from relaxtune.pipeline.tasks.extract import as_workload, untunable_reason
 from relaxtune.schedules.functions.attention import spec_of
-from relaxtune.schedules.templates.made_table import MadeTable
 from relaxtune.schedules.tir.blocks import buffer_bytes, static_shape, written_params
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from relaxtune.schedules.tir.index_ranges import index_ranges
@@ -44,8 +43,8 @@ class KernelChoice:
         Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
     of_sizes
         Whether it is a table of kernels that were measured at some sizes, each by a record of its own.
-    made
-        The scheduled PrimFunc, or the table that another process made; None when the fallback is to make it.
+    scheduled
+        The scheduled PrimFunc; None when the fallback is to make it.
     """
 
     function: str
@@ -60,17 +59,7 @@ class KernelChoice:
     measured: MeasuredEntry | None = None
     within_model: bool = False
     of_sizes: bool = False
-    made: tirx.PrimFunc | MadeTable | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def scheduled(self) -> tirx.PrimFunc | None:
-        """The scheduled PrimFunc, None when the fallback is to make it; what another process made is made here."""
-        return self.made.function if isinstance(self.made, MadeTable) else self.made
-
-    @property
-    def outline(self) -> tirx.PrimFunc | None:
-        """The scheduled PrimFunc as far as it is here, for what its attributes say."""
-        return self.made.shell if isinstance(self.made, MadeTable) else self.made
+    scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property
     def has_record(self) -> bool:

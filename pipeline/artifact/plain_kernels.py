@@ -19,7 +19,6 @@ from relaxtune.schedules.errors import UnscheduledError
 from relaxtune.schedules.fallback import apply_fallback, apply_plainest
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
-from relaxtune.schedules.templates.made_table import facts_of
 from relaxtune.tuning_db.records import Route
 
 logger = logging.getLogger(__name__)
@@ -46,9 +45,7 @@ def plain_instead(
     if not refused:
         made = {choice.function: choice.scheduled for choice in choices}
         functions = {name: made.get(name) or lowered.mod[name] for name in others}
-        # What another process has not made is no kernel to be judged.
-        here = {name: func for name, func in functions.items() if facts_of(func) is None}
-        refused = {name: error for name, func in here.items() if (error := _refusal(func, target))}
+        refused = {name: error for name, func in functions.items() if (error := _refusal(func, target))}
     tasks = {choice.function: choice.task for choice in choices}
     found = []
     for name, error in refused.items():
@@ -59,7 +56,7 @@ def plain_instead(
         if _refusal(plain, target) is None:
             note = f"its own schedule did not compile, so it takes the plain default, which is slow: {error}"
             logger.warning("kernel %s: %s", name, note)
-            found.append(KernelChoice(name, tasks.get(name), Route.FALLBACK, note=note, made=plain))
+            found.append(KernelChoice(name, tasks.get(name), Route.FALLBACK, note=note, scheduled=plain))
     return found
 
 

@@ -255,5 +255,5 @@ def _changed(choice: KernelChoice, record: TuningRecord, scheduled: tvm.tirx.Pri
         database=record.layer,
         measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
         within_model=True,
-        made=scheduled,
+        scheduled=scheduled,
     )

@@ -8,13 +8,11 @@ The choice says which, and why. Compiling never fails for want of a record.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from tvm import tirx
 
-from relaxtune.pipeline.ahead.tables import begin_table
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
@@ -76,7 +74,7 @@ def select_kernels(
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
     lookup = None if database is None else CandidateLookup(database, target, environment, told)
-    begun: list[Callable[[], KernelChoice]] = []
+    choices: list[KernelChoice] = []
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
@@ -88,15 +86,11 @@ def select_kernels(
             table = None
             if lookup is not None and Route.TEMPLATE in routes:
                 table = choose_table(function, func, sizes, lookup, target)
-            begun.append(_begin(function, func, target, routes, table))
-            continue
-        if lookup is None:
-            choice = _unmeasured(function, task, target, routes, why)
+            choices.append(table or _untuned(function, func, target, routes))
+        elif lookup is None:
+            choices.append(_unmeasured(function, task, target, routes, why))
         else:
-            choice = _choose(function, task, lookup, target, routes, decision)
-        begun.append(partial(_keep, choice))
-    # Tables are made side by side (`pipeline.ahead.tables`).
-    choices = [take() for take in begun]
+            choices.append(_choose(function, task, lookup, target, routes, decision))
     _log_choices(choices)
     return tuple(choices)
 
@@ -179,30 +173,12 @@ def _choose(
     return replace(choice, unusable=tuple(number for number, _ in passed_over))
 
 
-def _begin(
-    function: str,
-    func: tirx.PrimFunc,
-    target: ResolvedTarget,
-    routes: frozenset[Route],
-    table: Callable[[], KernelChoice | None] | None,
-) -> Callable[[], KernelChoice]:
-    """Begin a kernel for a function that has no tuning task, such as one of symbolic shapes; return what waits for it.
-
-    `table` waits for one of records.
-    """
-    untuned = partial(_untuned, function, func, target, routes)
-    if table is None:
-        return untuned()
-    return lambda: table() or untuned()()
-
-
-def _untuned(
-    function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route]
-) -> Callable[[], KernelChoice]:
+def _untuned(function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route]) -> KernelChoice:
+    """Return a kernel for a function that has no tuning task, such as one of symbolic shapes."""
     why = "not tunable: it has no tuning task"
     fallback = KernelChoice(function, None, Route.FALLBACK, note=why)
     candidates, _ = list_candidates(func, target) if Route.TEMPLATE in routes and not is_scheduled(func) else ([], [])
-    return _default(fallback, func, target, candidates[0], why) if candidates else partial(_keep, fallback)
+    return _default(fallback, func, target, candidates[0], why) if candidates else fallback
 
 
 def _unmeasured(
@@ -219,36 +195,22 @@ def _unmeasured(
     """
     fallback = KernelChoice(function, task.name, Route.FALLBACK, note=why)
     first = template_default(task, target, failed) if Route.TEMPLATE in routes else None
-    return fallback if first is None else _default(fallback, task.mod["main"], target, first, why)()
+    return fallback if first is None else _default(fallback, task.mod["main"], target, first, why)
 
 
 def _default(
     fallback: KernelChoice, func: tirx.PrimFunc, target: ResolvedTarget, first: Parameters, why: str
-) -> Callable[[], KernelChoice]:
-    """Begin the kernel of what a template proposes first; return what waits for it, or for the fallback."""
+) -> KernelChoice:
+    """Return the kernel of what a template proposes first, or the fallback where it cannot be made."""
     decision = first.to_json()
-
-    def here() -> tirx.PrimFunc:
-        return as_scheduled(apply_decision(func, target, decision))
-
-    # A tuning task has sizes, and so no table.
-    make = here if fallback.task else begin_table(fallback.function, func, target, decision, here)
-
-    def take() -> KernelChoice:
-        try:
-            made = make()
-        except (TemplateError, *TVM_ERRORS) as e:
-            reason = f"the default of template {first.template} cannot be made: {last_line(e)}"
-            logger.warning("kernel %s: %s", fallback.task or fallback.function, reason)
-            return replace(fallback, note=f"{why}; {reason}")
-        note = f"{why}; default of template {first.template}"
-        return replace(fallback, route=Route.TEMPLATE, decision=decision, note=note, made=made)
-
-    return take
-
-
-def _keep(choice: KernelChoice) -> KernelChoice:
-    return choice
+    try:
+        scheduled = as_scheduled(apply_decision(func, target, decision))
+    except (TemplateError, *TVM_ERRORS) as e:
+        reason = f"the default of template {first.template} cannot be made: {last_line(e)}"
+        logger.warning("kernel %s: %s", fallback.task or fallback.function, reason)
+        return replace(fallback, note=f"{why}; {reason}")
+    note = f"{why}; default of template {first.template}"
+    return replace(fallback, route=Route.TEMPLATE, decision=decision, note=note, scheduled=scheduled)
 
 
 def template_default(
@@ -283,7 +245,7 @@ def _made(
         database=record.layer,
         measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
         within_model=within_model,
-        made=scheduled,
+        scheduled=scheduled,
     )
 
 

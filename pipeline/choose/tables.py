@@ -6,11 +6,10 @@ The same records give the same table: tuning and compiling from records alone bo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tvm import tirx
 
-from relaxtune.pipeline.ahead.tables import begin_table
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
 from relaxtune.pipeline.choose.replay import replay_record
@@ -34,10 +33,8 @@ def choose_table(
     tasks: Sequence[tuple[int, TuningTask]],
     lookup: CandidateLookup,
     target: ResolvedTarget,
-) -> Callable[[], KernelChoice | None] | None:
-    """Begin the table of a function's fastest recorded kernels; return what waits for it, None where none is recorded.
-
-    That returns None where the table cannot be made.
+) -> KernelChoice | None:
+    """Return the table of a function's fastest recorded kernels; None where none is recorded, or it cannot be made.
 
     Parameters
     ----------
@@ -58,26 +55,21 @@ def choose_table(
         logger.warning("kernel %s: its records make no table: %s", function, table.reason)
         return None
     decision = table.to_json()
-    make = begin_table(function, func, target, decision, lambda: as_scheduled(apply_decision(func, target, decision)))
     measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
-
-    def take() -> KernelChoice | None:
-        try:
-            made = make()
-        except (TemplateError, *TVM_ERRORS) as e:
-            logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
-            return None
-        return KernelChoice(
-            function=function,
-            task=None,
-            route=Route.TEMPLATE,
-            decision=decision,
-            note=f"table of kernels measured at rows {measured}",
-            of_sizes=True,
-            made=made,
-        )
-
-    return take
+    try:
+        scheduled = as_scheduled(apply_decision(func, target, decision))
+    except (TemplateError, *TVM_ERRORS) as e:
+        logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
+        return None
+    return KernelChoice(
+        function=function,
+        task=None,
+        route=Route.TEMPLATE,
+        decision=decision,
+        note=f"table of kernels measured at rows {measured}",
+        of_sizes=True,
+        scheduled=scheduled,
+    )
 
 
 def _fastest(

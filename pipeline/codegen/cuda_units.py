@@ -2,34 +2,37 @@
 
 NVRTC optimises the kernels of one source mostly one after another. TVM makes one source of all of a module's kernels,
 which are many where sizes are symbolic (46 for BERT, 13 where they are known). Here each kernel is a source of its own,
-and threads compile those: NVRTC and TVM's code generation let go of Python's lock. NVRTC takes 2.5 s for BERT's longest
-kernel, and took 5.8 s for the longest unit of six (2 cores). A unit more
-costs 0.08 s of processor time: 37 s for all 46, in eight units of six 34 s. How kernels are dealt out depends on the
-kernels alone, so that every machine makes the same cubins.
+and workers compile those (`pipeline.codegen.cubin_worker`): NVRTC takes one source at a time in a process. A unit
+more costs 0.08 s of processor time: 37 s for all 46, in eight units of six 34 s. How kernels are dealt out depends on
+the kernels alone, so that every machine makes the same cubins.
 
-TVM writes source in Python, which does one thing at a time, and compiles it without. So one thread writes the sources,
-one after another, and others compile them. Threads that wrote as well waited for each other: 16 of them took a third
-more processor time and changed places 33,000 times (2 cores). Tables of kernels are written
-and compiled by other processes (`pipeline.ahead.tables`), in which NVRTC does not wait for itself.
+One thread writes the sources, one after another: it is Python's work. Threads that wrote as well waited for each other
+(16 of them took a third more processor time on 2 cores).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import tvm
 import tvm_ffi
 from tvm.ir import IRModule
 
-from relaxtune.pipeline.codegen.cuda_compiler import registered
+from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest, compile_elsewhere, registered
+from relaxtune.pipeline.workers.fork_server import Forks, ForkServer
+from relaxtune.pipeline.workers.pool import WorkerPool
+from relaxtune.pipeline.workers.replies import WorkerError
+from relaxtune.pipeline.workers.worker import Worker
 from relaxtune.schedules.targets.host import usable_cpus
-from relaxtune.schedules.templates.made_table import is_elsewhere, unit_elsewhere
+
+logger = logging.getLogger(__name__)
 
 _BUILD = "target.build.cuda"
 # TVM's build ends with it: the source of all kernels, its format, what each takes. It compiles.
@@ -38,6 +41,9 @@ _CREATE = "ffi.Module.create.cuda"
 _THREAD = threading.local()
 #: Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
 KERNELS_MIN = 20
+_WORKER = "relaxtune.pipeline.codegen.cubin_worker"
+# A worker takes 100 MB.
+_WORKERS_MAX = 16
 # TVM's names of the kernels of a function that has several: the first one has no number.
 _NUMBERED = re.compile(r"_kernel_(\d+)$")
 
@@ -72,8 +78,12 @@ def write_unit(unit: IRModule, target: tvm.target.Target) -> UnitSource:
     return written[0]
 
 
-def compile_unit(written: UnitSource) -> tvm.runtime.Module:
-    """Return the module of a unit, compiled as TVM's callback says by now."""
+def compile_unit(written: UnitSource, worker: Worker) -> tvm.runtime.Module:
+    """Return the module of a unit, its cubin made by a worker; by this process where the worker makes none.
+
+    Making it here says what is wrong, or works.
+    """
+    compile_elsewhere(partial(_ask, worker))
     module: tvm.runtime.Module = _create()(written.source, written.format, written.functions, {})
     return module
 
@@ -91,13 +101,9 @@ def units_side_by_side() -> Iterator[None]:
             return build(mod, target)
 
         def begin(unit: IRModule) -> Future[tvm.runtime.Module]:
-            ((name, kernel),) = unit.functions.items()
-            elsewhere = unit_elsewhere(name.name_hint, kernel)
-            if elsewhere is not None:
-                return elsewhere
-            return pool.submit(compile_unit, write_unit(unit, target))
+            return pool.submit(partial(compile_unit, write_unit(unit, target)))
 
-        with target, ThreadPoolExecutor(max(1, len(usable_cpus()))) as pool:
+        with target, _workers(len(units)) as pool:
             first, *others = [one.result() for one in [begin(unit) for unit in units]]
         for other in others:
             first.import_module(other)
@@ -105,6 +111,26 @@ def units_side_by_side() -> Iterator[None]:
 
     with registered(_BUILD, build_units):
         yield
+
+
+@contextmanager
+def _workers(units: int) -> Iterator[WorkerPool]:
+    """Give the workers that compile so many units."""
+    count = min(max(1, len(usable_cpus())), _WORKERS_MAX, units)
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(ForkServer([_WORKER]))) if Forks.available() else None
+        workers = [Worker(_WORKER, server=server) for _ in range(count)]
+        yield stack.enter_context(closing(WorkerPool(workers, "relaxtune-cuda")))
+
+
+def _ask(worker: Worker, request: CubinRequest) -> bytes | None:
+    """Return the cubin that a worker makes, None where it makes none."""
+    try:
+        value = worker.ask(request).value
+    except WorkerError as e:
+        logger.info("a kernel is compiled in this process: %s", e.short)
+        return None
+    return value if isinstance(value, bytes) else None
 
 
 @cache
@@ -126,14 +152,13 @@ def _create() -> Callable[..., tvm.runtime.Module]:
     return create
 
 
-def split_units(mod: IRModule, *, apart: bool = False) -> list[IRModule]:
+def split_units(mod: IRModule) -> list[IRModule]:
     """Return each kernel of a module as a module, those that take long first; the module itself if they are not many.
 
     The kernels of a table have numbers: each is of more rows than the one before it, and takes longer to compile.
-    `apart` tells that the module is part of one with many. Kernels that were made elsewhere are units in any case.
     """
     kernels = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
-    if len(kernels) < KERNELS_MIN and not apart and not any(is_elsewhere(kernel) for _, kernel in kernels):
+    if len(kernels) < KERNELS_MIN:
         return [mod]
     kernels.sort(key=lambda item: _number(item[0].name_hint), reverse=True)
     return [IRModule({var: kernel}, attrs=mod.attrs) for var, kernel in kernels]

@@ -18,7 +18,6 @@ from tvm import tirx
 
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.schedules.marks import INCIDENTAL_ATTRS, SCHEDULED_ATTR
-from relaxtune.schedules.templates.made_table import facts_of
 
 # No code depends on them. The function of a tuning task does not have them all.
 _NOT_THE_KERNEL = (*INCIDENTAL_ATTRS, SCHEDULED_ATTR)
@@ -43,9 +42,6 @@ def kernel_hash(finished: tirx.PrimFunc, kind: str) -> str:
     kind : str
         Kind of the target, `llvm` or `cuda`.
     """
-    elsewhere = facts_of(finished)
-    if elsewhere is not None:
-        return elsewhere.kernel_hash
     number, version = _structure(finished), CODE_GENERATION.get(kind, _FIRST)
     if version != _FIRST:
         number = int(hashlib.sha256(f"{number} {version}".encode()).hexdigest(), 16)

@@ -235,16 +235,16 @@ def _choice(
             scheduled = as_scheduled(apply_decision(func, target, entry.table))
         except TemplateError as e:
             raise LoweringError(f"its table of kernels cannot be made any more: {e}") from e
-        return replace(choice, decision=entry.table, of_sizes=True, made=scheduled)
+        return replace(choice, decision=entry.table, of_sizes=True, scheduled=scheduled)
     if entry.record_id is None or task is None:
         func = untuned_function(lowered, entry.function) if task is None else task.mod["main"]
         offered = (one.to_json() for one in list_candidates(func, target)[0])
         decision = next((one for one in offered if _sha256(one) == entry.decision_sha256), None)
         if decision is None:
             raise LoweringError("no template proposes its parameters any more")
-        return replace(choice, decision=decision, made=as_scheduled(apply_decision(func, target, decision)))
+        return replace(choice, decision=decision, scheduled=as_scheduled(apply_decision(func, target, decision)))
     record = _record(entry, task, database)
-    return replace(choice, decision=record.decision, made=replay_record(task, record, target))
+    return replace(choice, decision=record.decision, scheduled=replay_record(task, record, target))
 
 
 def _record(entry: KernelEntry, task: TuningTask, database: TuningDatabase | None) -> TuningRecord:

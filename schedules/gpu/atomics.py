@@ -8,17 +8,12 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call, StringImm
 
-from relaxtune.schedules.templates.made_table import facts_of
-
 # TVM's atomics, CUDA's functions, and the PTX instructions `atom` and `red` (not `reduce` or `redux`).
 _ATOMIC = re.compile(r"atomic|\batom\.|\bred\.(async|shared|global|gpu|relaxed|release|sys)|cp\.reduce")
 
 
 def uses_atomics(func: tirx.PrimFunc) -> bool:
     """Whether a scheduled function has an atomic operation: an intrinsic, or an inlined instruction."""
-    elsewhere = facts_of(func)
-    if elsewhere is not None:
-        return elsewhere.atomics
     # As one text: the parts of a PTX instruction are strings beside its name.
     calls: set[str] = set()
 

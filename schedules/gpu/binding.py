@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from tvm import s_tir, tirx
 
 from relaxtune.schedules.marks import SOURCES_ATTR
-from relaxtune.schedules.templates.made_table import facts_of
 from relaxtune.schedules.tir.blocks import child_statements, list_statements
 
 # Code made without loops to bind (sorts, scans, templates) names its threads in statements of these kinds.
@@ -33,9 +32,6 @@ def count_launches(func: tirx.PrimFunc) -> int:
 
     A call of a vendor's library counts as one, whatever the library launches for it.
     """
-    elsewhere = facts_of(func)
-    if elsewhere is not None:
-        return elsewhere.launches
     calls = 1 if func.attrs and SOURCES_ATTR in func.attrs else 0
     return max(1, _launches(func.body) + calls)
 

@@ -29,7 +29,6 @@ from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
 from relaxtune.schedules.side_by_side import context_like, map_side_by_side
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
-from relaxtune.schedules.templates.made_table import lowered_elsewhere
 
 MIXED_PIPELINE = "relaxtune_mixed"
 _ASYNC_CONFIG = {"tirx.use_async_copy": True, "tirx.disable_storage_rewrite": True}
@@ -114,49 +113,19 @@ def _lower_tables(mod: IRModule) -> IRModule:
     """Return the functions of several kernels lowered as TVM's "tirx" pipeline does it, but each kernel apart."""
     split_passes, pack_passes = _kernel_passes()
     tables = {name: split_table(func) for name, func in mod.functions.items()}
-    elsewhere = {name: lowered_elsewhere(func) for name, func in mod.functions.items()}
     # One function a module: of those of several, passes rename the variables that two of them share.
-    parts = [
-        IRModule({name: one})
-        for name, table in tables.items()
-        for one in (table.choice, *(table.kernels if elsewhere[name] is None else ()))
-    ]
+    parts = [IRModule({name: one}) for name, table in tables.items() for one in (table.choice, *table.kernels)]
     lowered = iter(map_side_by_side(split_passes, parts))
     joined = {}
     for name, table in tables.items():
         (choice,) = next(lowered).functions.values()
         hosts, names = [], _kernel_names(name.name_hint)
-        for one in elsewhere[name] or [next(lowered) for _ in table.kernels]:
+        for one in islice(lowered, len(table.kernels)):
             host, renamed, kernels = _with_names(one, name.name_hint, names)
             joined.update(kernels)
             hosts.append(with_kernel_names(host, renamed))
         joined[name.name_hint] = join_table(choice, hosts)
     return pack_passes(IRModule(joined, attrs=mod.attrs))
-
-
-def lower_kernels(
-    name: str, table: PrimFunc, count_launches: Callable[[PrimFunc], int]
-) -> Iterator[tuple[int, IRModule, IRModule]]:
-    """Yield each kernel of a table, that of most rows first: its place, what the pipeline makes of it, its device code.
-
-    The device code is finished, and has the names of the compiled module.
-
-    Raises
-    ------
-    ValueError
-        What a kernel launches is not what `count_launches` tells, by which the device code of others is named.
-    """
-    split_passes, pack_passes = _kernel_passes()
-    _, _, finish_device = PIPELINE_MAP["s_tir"]()
-    kernels = split_table(table).kernels
-    launches = [count_launches(one) for one in kernels]
-    for place in reversed(range(len(kernels))):
-        lowered = split_passes(IRModule({name: kernels[place]}))
-        found = len(lowered.functions) - 1
-        if found != launches[place]:
-            raise ValueError(f"kernel {place} of {name} launches {found}, expected {launches[place]}")
-        _, _, device = _with_names(lowered, name, islice(_kernel_names(name), sum(launches[:place]), None))
-        yield place, lowered, _each_side_by_side(finish_device(), pack_passes(IRModule(device)))
 
 
 def _with_names(

@@ -102,7 +102,7 @@ def test_variants_in_one_module_compute_the_same_each_in_its_own_graph(tmp_path:
         prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
     )
     variants = [
-        [dataclasses.replace(choice, made=made) for choice in choices if choice.task == task.name]
+        [dataclasses.replace(choice, scheduled=made) for choice in choices if choice.task == task.name]
         for task in prepared.tasks
         for made in second_candidate(task, prepared.target)
     ]

@@ -285,7 +285,7 @@ def test_kernel_that_the_compiler_refuses_takes_the_plain_schedule(
     lowered = lower(import_model(make_model(nodes, {"x": spec}, {"y": spec, "z": spec}, {})), target.target)
     name = next(name for name in lowered.kernels if "relu" in name)
     made = _too_much_shared_memory.with_attr(SCHEDULED_ATTR, True)
-    compiled = compile_module(lowered, [KernelChoice(name, None, Route.FALLBACK, made=made)], target)
+    compiled = compile_module(lowered, [KernelChoice(name, None, Route.FALLBACK, scheduled=made)], target)
     assert f"kernel {name}: its own schedule did not compile" in caplog.text
     kernel = next(one for one in write_artifact(compiled, tmp_path / "artifact").kernels if one.function == name)
     assert kernel.route == "fallback"

@@ -35,7 +35,7 @@ def lowered(bert_tiny: OnnxModel) -> LoweredModule:
 def as_it_is(lowered: LoweredModule, function: str) -> KernelChoice:
     """Return a choice of the loops as they were written, which no fallback schedules any more."""
     scheduled = lowered.mod[function].with_attr(SCHEDULED_ATTR, True)
-    return KernelChoice(function, None, Route.FALLBACK, made=scheduled)
+    return KernelChoice(function, None, Route.FALLBACK, scheduled=scheduled)
 
 
 def called(mod: tvm.ir.IRModule, entry: str) -> set[str]:
@@ -103,7 +103,7 @@ def test_every_variant_is_one_cuda_graph(bert_tiny: OnnxModel) -> None:
 
 def as_bound(lowered: LoweredModule, function: str) -> KernelChoice:
     """Return a choice of the fallback with another attribute, which makes it another kernel."""
-    return KernelChoice(function, None, Route.FALLBACK, made=lowered.mod[function].with_attr("variant", 1))
+    return KernelChoice(function, None, Route.FALLBACK, scheduled=lowered.mod[function].with_attr("variant", 1))
 
 
 def test_a_function_that_is_not_there_is_refused(lowered: LoweredModule) -> None:

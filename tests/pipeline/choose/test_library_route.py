@@ -105,7 +105,7 @@ def test_an_artifact_needs_only_the_libraries_that_it_calls(tmp_path: Path) -> N
     target = resolve_target("cuda:sm_90a")
     lowered = lowered_for_libraries(bert(), target, "fp16")
     choices = [
-        choice if "attention" in choice.function else replace(choice, route=Route.FALLBACK, made=None)
+        choice if "attention" in choice.function else replace(choice, route=Route.FALLBACK, scheduled=None)
         for choice in choose(lowered, target, tmp_path / "tuning.db", ROUTES)
     ]
     libraries = write(lowered, choices, target, tmp_path / "artifact").target.libraries

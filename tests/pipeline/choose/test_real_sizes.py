@@ -43,4 +43,4 @@ def test_each_kernel_of_symbolic_sizes_is_a_templates(model: str, profiled: bool
         prepared.lowered, prepared.tasks, database=None, target=target, environment=prepared.environment
     )
     # What makes a shape is no kernel.
-    assert {choice.function for choice in choices if choice.made is None} <= {"shape_to_tensor"}
+    assert {choice.function for choice in choices if choice.scheduled is None} <= {"shape_to_tensor"}

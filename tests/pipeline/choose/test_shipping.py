@@ -47,7 +47,7 @@ def slow(prepared: PreparedModel) -> CompiledModule:
     """The same model with a matmul of plain loops, which takes many times as long."""
     mod = prepared.lowered.mod
     choices = [
-        replace(choice, record_id=7, made=mod[choice.function].with_attr(SCHEDULED_ATTR, True))
+        replace(choice, record_id=7, scheduled=mod[choice.function].with_attr(SCHEDULED_ATTR, True))
         if "matmul" in choice.function
         else choice
         for choice in untuned_kernels(prepared)

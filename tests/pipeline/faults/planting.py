@@ -112,7 +112,9 @@ class FaultyKernel:
         made = scheduled.without_attr("global_symbol").with_attr(SCHEDULED_ATTR, True)
         route = Route.FALLBACK if self.record is None else Route.METASCHEDULE
         return [
-            replace(choice, made=made, record_id=self.record, route=route) if choice.function == function else choice
+            replace(choice, scheduled=made, record_id=self.record, route=route)
+            if choice.function == function
+            else choice
             for choice in choices
         ]
 

@@ -1,1 +1,0 @@
-"""Kernels that other processes make while a model is compiled."""
