@@ -91,7 +91,7 @@ def _refute(prepared: PreparedModel, choice: KernelChoice, reason: str, database
     task = next(task for task in prepared.tasks if task.name == choice.task)
     made = (choice.route, choice.decision)
     lookup = CandidateLookup(database, prepared.target, prepared.environment)
-    refuted = next(record for record in lookup.list_standing(task) if (record.route, record.decision) == made)
+    refuted = next(record for record in lookup.judge(task).standing if (record.route, record.decision) == made)
     wrong = replace(
         refuted,
         workload_hash=task.workload_hash,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import OWN_ARM
-from relaxtune.pipeline.choose.candidates import Told
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -40,6 +39,7 @@ from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment, Route
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import left_aside
 
 # What the kernels of a model say that ships without its records.
 UNTUNED = "untuned: the model is no faster with tuned kernels"
@@ -196,27 +196,39 @@ def record_shipped(
 
 
 def select_as_measured(
-    prepared: PreparedModel, database: TuningDatabase, told: Told | None = None
+    prepared: PreparedModel, database: TuningDatabase, *, explain: bool = False
 ) -> tuple[PreparedModel, tuple[KernelChoice, ...]]:
     """Return the model in the form that its newest record says, and its kernels, of records alone.
 
-    `told` is as in `select_kernels`; it is told nothing where the model is no faster with records.
+    `explain` is as in `select_kernels`.
     """
     decision = measured_model(prepared).find(database)
     prepared = _as_decided(prepared, decision)
-    if decision is not None and decision.untuned:
-        return prepared, untuned_kernels(prepared)
-    return prepared, choose_kernels(prepared, database, decision=decision, told=told)
+    return prepared, _as_it_ships(prepared, database, decision, explain)
 
 
 def bucket_kernels(
-    bucket: PreparedModel, database: TuningDatabase | None, told: Told | None = None
+    bucket: PreparedModel, database: TuningDatabase | None, *, explain: bool = False
 ) -> tuple[KernelChoice, ...]:
     """Return the kernels of a shape bucket, from records unless it was no faster with them; nothing is measured."""
     decision = None if database is None else measured_model(bucket).find(database)
-    if decision is not None and decision.untuned:
-        return untuned_kernels(bucket)
-    return choose_kernels(bucket, database, told=told)
+    untuned = decision if decision is not None and decision.untuned else None
+    return _as_it_ships(bucket, database, untuned, explain)
+
+
+def _as_it_ships(
+    prepared: PreparedModel, database: TuningDatabase | None, decision: ModelDecision | None, explain: bool
+) -> tuple[KernelChoice, ...]:
+    """Return the kernels of a model; where it ships untuned, those it has without records."""
+    if decision is None or not decision.untuned:
+        return choose_kernels(prepared, database, decision=decision, explain=explain)
+    untuned = untuned_kernels(prepared)
+    if not explain:
+        return untuned
+    tuned = {choice.function: choice for choice in choose_kernels(prepared, database, explain=True)}
+    return tuple(
+        dataclasses.replace(choice, trace=left_aside(tuned[choice.function].trace, UNTUNED)) for choice in untuned
+    )
 
 
 def _tune_forms(
@@ -339,7 +351,8 @@ def choose_kernels(
     prepared: PreparedModel,
     database: TuningDatabase | None,
     decision: ModelDecision | None = None,
-    told: Told | None = None,
+    *,
+    explain: bool = False,
 ) -> tuple[KernelChoice, ...]:
     """Return how each kernel of a model gets its schedule; see `select_kernels`."""
     return select_kernels(
@@ -350,7 +363,7 @@ def choose_kernels(
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
         decision=decision,
-        told=told,
+        explain=explain,
     )
 
 

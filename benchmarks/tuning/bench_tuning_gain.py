@@ -139,7 +139,7 @@ def _kernels(tuned: TunedModel, untuned: Sequence[KernelChoice], database: Tunin
         untuned_us[task.name] = next(
             (
                 record.latency_us
-                for record in lookup.list_standing(task)
+                for record in lookup.judge(task).standing
                 if default is not None
                 and record.route is default.route
                 and (default.route is Route.FALLBACK or record.decision == default.decision)

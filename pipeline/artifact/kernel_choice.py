@@ -14,6 +14,7 @@ from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, 
 from relaxtune.schedules.tir.index_ranges import index_ranges
 from relaxtune.schedules.tir.signature import describe_kernel
 from relaxtune.tuning_db.records import Route
+from relaxtune.tuning_db.winner import Trace
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class KernelChoice:
         Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
     of_sizes
         Whether it is a table of kernels that were measured at some sizes, each by a record of its own.
+    trace
+        The records that were looked at, and what became of each.
     scheduled
         The scheduled PrimFunc; None when the fallback is to make it.
     """
@@ -59,6 +62,7 @@ class KernelChoice:
     measured: MeasuredEntry | None = None
     within_model: bool = False
     of_sizes: bool = False
+    trace: Trace = field(default=(), repr=False, compare=False)
     scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -30,6 +30,7 @@ from relaxtune.tuning_db.records import (
     utc_now,
 )
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import Preferred
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.prepare import PreparedModel
@@ -60,6 +61,11 @@ class ModelDecision:
     kernels: Mapping[str, tuple[Route, str]] = field(default_factory=dict)
     untuned: bool = False
     made_at: datetime | None = None
+
+    def preferred(self, workload_hash: str) -> Preferred | None:
+        """Return the decision that the model prefers for a kernel."""
+        kernel = self.kernels.get(workload_hash)
+        return None if kernel is None or self.made_at is None else Preferred(*kernel, self.made_at)
 
 
 @dataclass(frozen=True)
@@ -146,16 +152,6 @@ def read_decision(record: TuningRecord) -> ModelDecision:
             f"record {record.id} does not say how its model is compiled ({e}): the database is damaged. Restore it "
             f"from a copy, or remove the record: relaxtune db delete {record.id}"
         ) from e
-
-
-def inside_the_model(
-    workload_hash: str, records: Sequence[TuningRecord], decision: ModelDecision | None
-) -> list[TuningRecord]:
-    """Return the record that a decision about the model names, unless the fastest was measured since."""
-    if decision is None or not records or decision.made_at is None or records[0].created_at > decision.made_at:
-        return []
-    wanted = decision.kernels.get(workload_hash)
-    return [record for record in records if (record.route, record.decision) == wanted]
 
 
 def measured_model(prepared: PreparedModel) -> MeasuredModel:

@@ -1,9 +1,8 @@
-"""Make the kernel of a record again, and tell whether it is still the kernel that was measured."""
+"""Makes the kernel of a record again, if it is still the kernel that was measured."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from tvm import tirx
 
@@ -21,9 +20,7 @@ from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.metaschedule import replay_decision
-from relaxtune.tuning_db.records import Route, Status, TuningRecord
-
-logger = logging.getLogger(__name__)
+from relaxtune.tuning_db.records import Route, TuningRecord
 
 
 def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
@@ -50,26 +47,6 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
             "(`relaxtune tune`)"
         )
     return as_scheduled(scheduled)
-
-
-def without_stale_fallbacks(
-    task: TuningTask, records: Sequence[TuningRecord], target: ResolvedTarget
-) -> list[TuningRecord]:
-    """Return a task's records less valid ones of fallbacks that the default schedules make in another way by now."""
-    fallbacks = [one for one in records if one.route is Route.FALLBACK and one.status is Status.OK]
-    # Measured again and again, it is scheduled once for each kernel it was.
-    holds = {hash_: _holds(task, one, target) for hash_, one in {one.kernel_hash: one for one in fallbacks}.items()}
-    stale = {id(one) for one in fallbacks if not holds[one.kernel_hash]}
-    return [one for one in records if id(one) not in stale]
-
-
-def _holds(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> bool:
-    try:
-        replay_record(task, record, target)
-    except LoweringError as e:
-        logger.info("%s", e)
-        return False
-    return True
 
 
 def _replay_metaschedule(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:

@@ -221,7 +221,7 @@ def _rivals(
         return []
     others = [
         record
-        for record in lookup.list_standing(task)
+        for record in lookup.judge(task).standing
         if (record.layer, record.id) != (mine[0].database, mine[0].record_id)
         and (record.route, record.decision) != (mine[0].route, mine[0].decision)
         and record.route in prepared.request.routes | {Route.FALLBACK}

@@ -1,6 +1,6 @@
 """Pick a kernel for every PrimFunc of a lowered module, from what was measured.
 
-A kernel is picked from the tuning database by the rules of `tuning_db.lookup`. Where no record can be used, a template
+The record that wins (`tuning_db.winner`) makes the kernel. Where no record can be used, a template
 that makes the function gives its default, its own first guess; where none does, the fallback schedule takes its place.
 The choice says which, and why. Compiling never fails for want of a record.
 """
@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 from tvm import tirx
 
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, TAKEN, CandidateLookup, Told, left_out
-from relaxtune.pipeline.choose.model_records import ModelDecision, inside_the_model
+from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.model_records import ModelDecision
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.tables import choose_table
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
@@ -33,8 +34,8 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.ranges import symbolic_rows
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
-from relaxtune.tuning_db.standing import without_ties
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import Preferred, summary, winner
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def select_kernels(
     routes: frozenset[Route] = DEFAULT_ROUTES,
     decision: ModelDecision | None = None,
     why: str = "no database was given",
-    told: Told | None = None,
+    explain: bool = False,
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.
 
@@ -69,11 +70,11 @@ def select_kernels(
         What the choices say where there is no database.
     decision : ModelDecision or None
         Kernels that are faster inside the model than those that are the fastest alone.
-    told : callable or None
-        Told what became of each record that was looked at.
+    explain : bool
+        Whether the traces of the choices have records that are not true here, too.
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
-    lookup = None if database is None else CandidateLookup(database, target, environment, told)
+    lookup = None if database is None else CandidateLookup(database, target, environment, explain=explain)
     choices: list[KernelChoice] = []
     for function in lowered.kernels:
         task = by_function.get(function)
@@ -88,9 +89,11 @@ def select_kernels(
                 table = choose_table(function, func, sizes, lookup, target)
             choices.append(table or _untuned(function, func, target, routes))
         elif lookup is None:
-            choices.append(_unmeasured(function, task, target, routes, why))
+            fallback = KernelChoice(function, task.name, Route.FALLBACK)
+            choices.append(_noted(_unmeasured(fallback, task, target, routes), why))
         else:
-            choices.append(_choose(function, task, lookup, target, routes, decision))
+            preferred = None if decision is None else decision.preferred(task.workload_hash)
+            choices.append(_choose(function, task, lookup, target, routes, preferred))
     _log_choices(choices)
     return tuple(choices)
 
@@ -118,89 +121,83 @@ def _choose(
     lookup: CandidateLookup,
     target: ResolvedTarget,
     routes: frozenset[Route],
-    decision: ModelDecision | None,
+    preferred: Preferred | None,
 ) -> KernelChoice:
-    standing = lookup.list_standing(task)
-    records = [record for record in standing if record.route in routes]
-    lookup.tell(task, [one for one in standing if one.route not in routes], "its route is left aside (--routes)")
-    if all(record.route is Route.FALLBACK for record in records):
-        # A run that ended early measured the fallback alone: that says nothing against a template.
-        why = "no record of a candidate" if records else "no record"
-        default = _unmeasured(function, task, target, routes, why, lookup.failed_templates(task))
-        if default.route is Route.TEMPLATE or not records:
-            lookup.tell(task, records, "of default schedules alone: a template's default goes before them")
-            return default
-    preferred = inside_the_model(task.workload_hash, records, decision)
-    distinct = without_ties(records)
-    tied = left_out(records, [*distinct, *preferred])
-    lookup.tell(
-        task,
-        tied,
-        "no faster than the default schedule, whose latencies scatter as much",
-    )
-    ranked = [*preferred, *left_out(distinct, preferred)]
-    passed_over: list[tuple[int, str]] = []
-    for number, record in enumerate(ranked[:RECORDS_TRIED]):
-        after = ranked[number + 1 :]
+    """Return the kernel of the record that wins, or one without a record."""
+    fallback = KernelChoice(function, task.name, Route.FALLBACK)
+    scheduled: dict[int, tirx.PrimFunc] = {}
+
+    @cache
+    def default() -> KernelChoice:
+        return _unmeasured(fallback, task, target, routes, lookup.failed_templates(task))
+
+    def unusable(record: TuningRecord) -> str | None:
         if record.route is Route.FALLBACK:
-            if passed_over:
-                # What was faster is made in another way by now: more likely faster still than slower than this.
-                failed = lookup.failed_templates(task)
-                default = _unmeasured(function, task, target, routes, _note(passed_over), failed)
-                if default.route is Route.TEMPLATE:
-                    lookup.tell(task, [record, *after], "a template's default goes before it: faster records are stale")
-                    return replace(default, unusable=tuple(number for number, _ in passed_over))
-            scheduled = None
-        else:
-            try:
-                scheduled = replay_record(task, record, target)
-            except LoweringError as e:
-                logger.warning("%s", e)
-                passed_over.append((record.id or 0, str(e)))
-                lookup.tell(task, [record], str(e))
-                continue
-        inside = record in preferred
-        lookup.tell(task, [record], f"{TAKEN}: the whole model is faster with it" if inside else TAKEN)
-        lookup.tell(task, after, "the one taken ranks before it")
-        choice = _made(function, task, record, passed_over, scheduled, within_model=inside)
-        faster_us = tied[0].latency_us if tied else None
-        if record.route is Route.FALLBACK and faster_us and faster_us < (record.latency_us or 0.0) and not choice.note:
-            told = f"within noise, default kept: the fastest candidate took {faster_us:.3g} us"
-            choice = replace(choice, note=told)
-        return choice
-    lookup.tell(task, ranked[RECORDS_TRIED:], f"{RECORDS_TRIED} faster ones could not be used, more are not tried")
-    choice = _unmeasured(function, task, target, routes, _note(passed_over), lookup.failed_templates(task))
-    return replace(choice, unusable=tuple(number for number, _ in passed_over))
+            return None
+        try:
+            scheduled[id(record)] = replay_record(task, record, target)
+        except LoweringError as e:
+            logger.warning("%s", e)
+            return str(e)
+        return None
+
+    found = winner(
+        lookup.judge(task),
+        routes=routes,
+        preferred=preferred,
+        unusable=unusable,
+        has_default=lambda: default().route is Route.TEMPLATE,
+    )
+    logger.debug("task %s: %s", task.name, summary(found.trace))
+    record = found.record
+    passed_over = tuple(one.id or 0 for one in found.unusable)
+    if record is None:
+        return replace(_noted(default(), found.why), unusable=passed_over, trace=found.trace)
+    return replace(
+        fallback,
+        route=record.route,
+        record_id=record.id,
+        latency_us=record.latency_us,
+        decision=record.decision,
+        note=found.why,
+        unusable=passed_over,
+        database=record.layer,
+        measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
+        within_model=found.inside,
+        trace=found.trace,
+        scheduled=scheduled.get(id(record)),
+    )
 
 
 def _untuned(function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route]) -> KernelChoice:
     """Return a kernel for a function that has no tuning task, such as one of symbolic shapes."""
-    why = "not tunable: it has no tuning task"
-    fallback = KernelChoice(function, None, Route.FALLBACK, note=why)
+    fallback = KernelChoice(function, None, Route.FALLBACK)
     candidates, _ = list_candidates(func, target) if Route.TEMPLATE in routes and not is_scheduled(func) else ([], [])
-    return _default(fallback, func, target, candidates[0], why) if candidates else fallback
+    chosen = _default(fallback, func, target, candidates[0]) if candidates else fallback
+    return _noted(chosen, "not tunable: it has no tuning task")
+
+
+def _noted(choice: KernelChoice, why: str) -> KernelChoice:
+    """Return a kernel without a record whose note begins with the reason."""
+    return replace(choice, note=f"{why}; {choice.note}" if choice.note else why)
 
 
 def _unmeasured(
-    function: str,
+    fallback: KernelChoice,
     task: TuningTask,
     target: ResolvedTarget,
     routes: frozenset[Route],
-    why: str,
     failed: frozenset[str] = frozenset(),
 ) -> KernelChoice:
     """Return a kernel without any measurement: the first that a template proposes and that has not failed yet.
 
     Where no template makes the function, it is the fallback.
     """
-    fallback = KernelChoice(function, task.name, Route.FALLBACK, note=why)
     first = template_default(task, target, failed) if Route.TEMPLATE in routes else None
-    return fallback if first is None else _default(fallback, task.mod["main"], target, first, why)
+    return fallback if first is None else _default(fallback, task.mod["main"], target, first)
 
 
-def _default(
-    fallback: KernelChoice, func: tirx.PrimFunc, target: ResolvedTarget, first: Parameters, why: str
-) -> KernelChoice:
+def _default(fallback: KernelChoice, func: tirx.PrimFunc, target: ResolvedTarget, first: Parameters) -> KernelChoice:
     """Return the kernel of what a template proposes first, or the fallback where it cannot be made."""
     decision = first.to_json()
     try:
@@ -208,8 +205,8 @@ def _default(
     except (TemplateError, *TVM_ERRORS) as e:
         reason = f"the default of template {first.template} cannot be made: {last_line(e)}"
         logger.warning("kernel %s: %s", fallback.task or fallback.function, reason)
-        return replace(fallback, note=f"{why}; {reason}")
-    note = f"{why}; default of template {first.template}"
+        return replace(fallback, note=reason)
+    note = f"default of template {first.template}"
     return replace(fallback, route=Route.TEMPLATE, decision=decision, note=note, scheduled=scheduled)
 
 
@@ -222,37 +219,6 @@ def template_default(
     if first is None:
         logger.debug("task %s: %s", task.name, "; ".join(refused) or "every candidate of a template has failed")
     return first
-
-
-def _made(
-    function: str,
-    task: TuningTask,
-    record: TuningRecord,
-    passed_over: list[tuple[int, str]],
-    scheduled: tirx.PrimFunc | None,
-    *,
-    within_model: bool,
-) -> KernelChoice:
-    return KernelChoice(
-        function=function,
-        task=task.name,
-        route=record.route,
-        record_id=record.id,
-        latency_us=record.latency_us,
-        decision=record.decision,
-        note="faster inside the model than alone" if within_model else _note(passed_over),
-        unusable=tuple(number for number, _ in passed_over),
-        database=record.layer,
-        measured=MeasuredEntry(record.environment.device_name, record.registers, record.smem_bytes, record.spill_bytes),
-        within_model=within_model,
-        scheduled=scheduled,
-    )
-
-
-def _note(passed_over: list[tuple[int, str]]) -> str:
-    if not passed_over:
-        return ""
-    return f"{len(passed_over)} record(s) passed over: {'; '.join(reason for _, reason in passed_over)}"
 
 
 def _log_choices(choices: Sequence[KernelChoice]) -> None:

@@ -6,16 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
-from relaxtune.pipeline.choose.plausible_latency import believable_records
-from relaxtune.pipeline.choose.replay import replay_record, without_stale_fallbacks
-from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.choose.candidates import CandidateLookup, doubt_of, unusable
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.lookup import SIGNATURE_ROUTES
 from relaxtune.tuning_db.records import Environment, Status, TuningRecord
-from relaxtune.tuning_db.standing import standing_records
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import judge, winner
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +39,16 @@ def without_stale(lookup: CandidateLookup, task: TuningTask, known: Sequence[Tun
     known : sequence of TuningRecord
         Of this device, failed ones included.
     """
-    known = without_stale_fallbacks(task, believable_records(task, known), lookup.target)
+    doubt = doubt_of(task, lookup.target)
+    known = [record for record in known if doubt(record) is None]
     offered = [record for record in known if record.route in SIGNATURE_ROUTES]
-    ranked = sorted(
-        (record for record in offered if record.status is Status.OK), key=lambda record: record.latency_us or 0.0
-    )
-    stale: set[str] = set()
-    # Most tasks of a new plan have no records: what refutes none is not asked for.
-    refuted = lookup.list_refuted(task) if ranked else ()
-    tried = standing_records(ranked, lookup.environment, refuted)[:RECORDS_TRIED]
-    for record in tried:
-        try:
-            replay_record(task, record, lookup.target)
-            break
-        except LoweringError as e:
-            logger.info("%s", e)
-            stale.add(record.decision)
-    else:
-        if tried:
-            stale = {record.decision for record in offered}
+    valid = [record for record in offered if record.status is Status.OK]
+    ranked = sorted(valid, key=lambda record: record.latency_us or 0.0)
+    judged = judge(ranked, lookup.environment, lambda: lookup.list_refuted(task))
+    found = winner(judged, unusable=lambda record: unusable(task, record, lookup.target))
+    stale = {record.decision for record in found.unusable}
+    if stale:
+        logger.info("task %s: %s", task.name, found.why)
+    if stale and found.record is None:
+        stale = {record.decision for record in offered}
     return [record for record in known if record.route not in SIGNATURE_ROUTES or record.decision not in stale]

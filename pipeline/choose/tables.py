@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.candidates import RECORDS_TRIED, CandidateLookup
-from relaxtune.pipeline.choose.replay import replay_record
+from relaxtune.pipeline.choose.candidates import CandidateLookup, unusable
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
-from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.errors import Refusal
@@ -23,6 +21,7 @@ from relaxtune.schedules.registry import RANGES, apply_decision
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.tuning_db.records import Route, TuningRecord
+from relaxtune.tuning_db.winner import Choice, winner
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +42,8 @@ def choose_table(
     tasks : sequence of (int, TuningTask)
         Numbers of rows, and the function at each.
     """
-    found: dict[int, TuningRecord] = {}
-    for rows, task in tasks:
-        record = _fastest(task, func, rows, lookup, target)
-        if record is not None:
-            found[rows] = record
+    chosen = {rows: _fastest(task, func, rows, lookup, target) for rows, task in tasks}
+    found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
     if not found:
         return None
     table = RANGES.measured(func, target, {rows: record.decision for rows, record in found.items()})
@@ -68,23 +64,25 @@ def choose_table(
         decision=decision,
         note=f"table of kernels measured at rows {measured}",
         of_sizes=True,
+        trace=tuple(entry for choice in chosen.values() for entry in choice.trace),
         scheduled=scheduled,
     )
 
 
 def _fastest(
     task: TuningTask, func: tirx.PrimFunc, rows: int, lookup: CandidateLookup, target: ResolvedTarget
-) -> TuningRecord | None:
+) -> Choice:
     """Return the fastest record that still makes the kernel that was measured, and one for symbolic rows too."""
-    records = [record for record in lookup.list_standing(task) if record.route is Route.TEMPLATE]
-    for record in records[:RECORDS_TRIED]:
-        try:
-            replay_record(task, record, target)
-        except LoweringError as e:
-            logger.warning("%s", e)
-            continue
+
+    def refusal(record: TuningRecord) -> str | None:
+        reason = unusable(task, record, target)
+        if reason is not None:
+            logger.warning("%s", reason)
+            return reason
         refused = RANGES.refusal(func, target, record.decision, rows)
         if refused is None:
-            return record
+            return None
         logger.info("record %s of task %s is not for symbolic rows: %s", record.id, task.name, refused.reason)
-    return None
+        return f"it is not for symbolic rows: {refused.reason}"
+
+    return winner(lookup.judge(task), routes=(Route.TEMPLATE,), unusable=refusal)

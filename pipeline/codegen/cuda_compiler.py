@@ -223,6 +223,17 @@ def compile_cubin(
     return cubin
 
 
+def start() -> Callable[[object], bytes]:
+    """Return the function with which a worker compiles a `CubinRequest`."""
+
+    def compile_request(request: object) -> bytes:
+        if not isinstance(request, CubinRequest):
+            raise TypeError(f"expected a CubinRequest, got {type(request).__name__}")
+        return request.compile()
+
+    return compile_request
+
+
 def compiler_release() -> str:
     """Return the release of CUDA that the compiler of this machine is of, such as 13.0.
 

@@ -2,7 +2,7 @@
 
 NVRTC optimises the kernels of one source mostly one after another. TVM makes one source of all of a module's kernels,
 which are many where sizes are symbolic (46 for BERT, 13 where they are known). Here each kernel is a source of its own,
-and workers compile those (`pipeline.codegen.cubin_worker`): NVRTC takes one source at a time in a process. A unit
+and workers compile those (`pipeline.codegen.cuda_compiler`): NVRTC takes one source at a time in a process. A unit
 more costs 0.08 s of processor time: 37 s for all 46, in eight units of six 34 s. How kernels are dealt out depends on
 the kernels alone, so that every machine makes the same cubins.
 
@@ -41,7 +41,7 @@ _CREATE = "ffi.Module.create.cuda"
 _THREAD = threading.local()
 #: Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
 KERNELS_MIN = 20
-_WORKER = "relaxtune.pipeline.codegen.cubin_worker"
+_WORKER = "relaxtune.pipeline.codegen.cuda_compiler"
 # A worker takes 100 MB.
 _WORKERS_MAX = 16
 # TVM's names of the kernels of a function that has several: the first one has no number.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.choose.model_records import ModelDecision, inside_the_model, read_decision
+from relaxtune.pipeline.choose.model_records import ModelDecision, read_decision
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
@@ -29,8 +29,8 @@ from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.queries import TaskBest, query, top
 from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Status, TuningRecord, Workload, signature_key
-from relaxtune.tuning_db.standing import standing_records, without_ties
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import Choice, impossible_latency, judge, summary, winner
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.report.profile import Profile
@@ -235,8 +235,8 @@ def _report_of_job(
     for workload_hash, task in tasks.items():
         workload = database.get_workload(workload_hash, task.tvm_version)
         found = best.get(workload_hash)
-        record = _that_ships(database, workload, found.best, decision) if found else None
-        rows.append(_row_of_task(task, workload, record))
+        chosen = _that_ships(database, workload, found.best, decision) if found else None
+        rows.append(_row_of_task(task, workload, chosen))
     known = ceilings or known_ceilings(device)
     kernels = judged(rows, known)
     tvm_versions = sorted({one.best.environment.tvm_version for one in best.values()})
@@ -271,14 +271,18 @@ def _model_record(database: TuningDatabase, job: Job, tasks: Mapping[str, JobTas
 
 def _that_ships(
     database: TuningDatabase, workload: Workload, best: TuningRecord, decision: ModelDecision | None
-) -> TuningRecord:
-    """Return the record that compiling takes where `best` was measured, by the rules of `choose.selection`."""
+) -> Choice:
+    """Return which record compiling takes where `best` was measured; without a look at the code that makes kernels."""
     question = Question(workload.workload_hash, signature_key(workload.signature), best.target, best.environment, None)
     here = device_of(best.environment)
     listed = [one for one in database.list_top(question, k=_LISTED) if device_of(one.environment) == here]
-    wrong = database.list_failed(question, status=Status.WRONG_RESULT)
-    standing = standing_records(listed, best.environment, wrong)
-    return next(iter([*inside_the_model(workload.workload_hash, standing, decision), *without_ties(standing)]), best)
+    judged = judge(
+        listed,
+        best.environment,
+        lambda: database.list_failed(question, status=Status.WRONG_RESULT),
+        lambda record: impossible_latency(record, workload.flops, workload.bytes),
+    )
+    return winner(judged, preferred=None if decision is None else decision.preferred(workload.workload_hash))
 
 
 def _records_of(manifest: Manifest, database: TuningDatabase | None, notes: list[str]) -> dict[str, TuningRecord]:
@@ -330,7 +334,8 @@ def _row_of_kernel(kernel: KernelEntry, record: TuningRecord | None, profile: Pr
     return row if known is None else _with_resources(row, known)
 
 
-def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None) -> KernelRow:
+def _row_of_task(task: JobTask, workload: Workload, chosen: Choice | None) -> KernelRow:
+    record = None if chosen is None else chosen.record
     parameters = json.loads(workload.signature).get("inputs", [])
     row = KernelRow(
         name=workload.name,
@@ -339,6 +344,7 @@ def _row_of_task(task: JobTask, workload: Workload, record: TuningRecord | None)
         calls=task.weight,
         route=record.route.value if record else "",
         record_id=record.id if record else None,
+        note="" if chosen is None else summary(chosen.trace),
         flops=workload.flops,
         bytes=workload.bytes,
         dtype=float_dtype([str(dtype) for _, dtype in parameters]),

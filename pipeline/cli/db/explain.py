@@ -13,7 +13,8 @@ from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.explain import ConsideredRecord, ExplainedKernel
+    from relaxtune.pipeline.explain import ExplainedKernel
+    from relaxtune.tuning_db.winner import Considered
 
 # Rows of one kernel in the table, beside the record taken; JSON and CSV have all.
 _ROWS = 4
@@ -53,7 +54,7 @@ def _rows(kernel: ExplainedKernel) -> list[tuple[str, ...]]:
     first = (name, "", kernel.route.value, "", "", "", "", "", kernel.note or "made by the record below")
     if kernel.taken is None and not kernel.records:
         return [(*first[:-1], kernel.note or "no record of it is in the database")]
-    groups: dict[tuple[object, ...], list[ConsideredRecord]] = {}
+    groups: dict[tuple[object, ...], list[Considered]] = {}
     for record in kernel.records:
         key = (record.route, record.device_name, record.arch, record.tvm_version, record.code_version, record.reason)
         groups.setdefault(key, []).append(record)
@@ -66,7 +67,7 @@ def _rows(kernel: ExplainedKernel) -> list[tuple[str, ...]]:
     return [first, *rows]
 
 
-def _row(group: Sequence[ConsideredRecord]) -> tuple[str, ...]:
+def _row(group: Sequence[Considered]) -> tuple[str, ...]:
     best = group[0]
     number = "" if best.id is None else str(best.id)
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""

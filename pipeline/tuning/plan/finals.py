@@ -17,7 +17,7 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, median_latency_us, spread
 from relaxtune.tuning_db.records import Route
-from relaxtune.tuning_db.standing import drift
+from relaxtune.tuning_db.winner import drift
 
 logger = logging.getLogger(__name__)
 

@@ -59,7 +59,7 @@ def keep(database, *records):
 
 
 def decisions(database, place, task=TASK):
-    return [record.decision for record in CandidateLookup(database, *place).list_standing(task)]
+    return [record.decision for record in CandidateLookup(database, *place).judge(task).standing]
 
 
 def test_a_refutation_in_a_shared_database_is_seen(tmp_path, place, record):
@@ -89,11 +89,10 @@ def test_a_refuted_trace_of_a_twin_refutes_nothing(place, record):
         assert decisions(database, place) == ["a"]
 
 
-def test_each_record_is_told_what_became_of_it(tmp_path, place, record):
+def test_the_trace_says_what_became_of_each_record(tmp_path, place, record):
     target, environment = place
     elsewhere = {"target": replace(target_key(target), arch="sparc"), "environment": replace(environment, arch="sparc")}
     other_tvm = {"route": Route.METASCHEDULE, "environment": replace(environment, tvm_version="0.1")}
-    told: dict[str, str] = {}
     with TuningDatabase.open(tmp_path / "shared.db") as shared:
         keep(shared, record("below", 3.0))
     with LayeredDatabase.open_layers([tmp_path / "mine.db", tmp_path / "shared.db"]) as database:
@@ -112,14 +111,13 @@ def test_each_record_is_told_what_became_of_it(tmp_path, place, record):
             record("impossible", 1e-6),
         )
 
-        def hear(_task: TuningTask, one: TuningRecord, reason: str) -> None:
-            told[f"{one.decision} {one.latency_us}"] = reason
-
-        lookup = CandidateLookup(database, target, environment, hear)
-        standing = [one.decision for one in lookup.list_standing(TASK)]
-        untold = CandidateLookup(database, *place).list_standing(TASK)
-    assert standing == ["right", "again", "below"] == [one.decision for one in untold]
-    assert told == {
+        names = {(one.layer, one.id): f"{one.decision} {one.latency_us}" for one in database.list_records()}
+        found = CandidateLookup(database, target, environment, explain=True).judge(TASK)
+        reasons = {names[one.database, one.id]: one.reason for one in found.trace}
+        unexplained = CandidateLookup(database, *place).judge(TASK)
+    assert [one.decision for one in found.standing] == ["right", "again", "below"]
+    assert found.standing == unexplained.standing
+    assert reasons == {
         "again 1.5": "a later measurement of the same decision counts",
         "refuted 1.0": "its decision gave a wrong result since: it is refuted",
         "refuted None": "the candidate failed: wrong_result",
@@ -128,7 +126,7 @@ def test_each_record_is_told_what_became_of_it(tmp_path, place, record):
         "TVM that made it",
         "twin 1.0": "of a like workload: a decision of route metaschedule belongs to one workload alone",
         "failed None": "the candidate failed: run_error",
-        "impossible 1e-06": "its latency is less than any device takes",
+        "impossible 1e-06": "its latency is 1e-06 us, and no device takes less than 0.002 us",
     }
 
 

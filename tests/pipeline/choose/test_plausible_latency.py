@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from relaxtune.pipeline.choose.candidates import CandidateLookup
-from relaxtune.pipeline.choose.plausible_latency import believable_records, least_latency_us
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import impossible_latency, least_latency_us
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of
 
 
@@ -36,9 +36,9 @@ def test_a_tuning_run_does_not_know_an_impossible_latency(tasks, llvm_target) ->
 @pytest.mark.parametrize(("kind", "least_us"), [("cpu", 0.002), ("cuda", 0.5)])
 def test_least_latency_is_that_of_a_call_for_a_small_kernel(tasks, kind, least_us) -> None:
     task = min(tasks, key=lambda one: one.bytes)
-    assert least_latency_us(task, kind) == least_us
+    assert least_latency_us(task.flops, task.bytes, kind) == least_us
 
 
 def test_failed_records_stay(tasks, llvm_target) -> None:
     failed = record_of(tasks[0], llvm_target, status="run_error", latencies_us=(), error="boom")
-    assert believable_records(tasks[0], [failed]) == [failed]
+    assert impossible_latency(failed, tasks[0].flops, tasks[0].bytes) is None

@@ -8,7 +8,7 @@ import signal
 import pytest
 import tvm
 
-from relaxtune.pipeline.codegen import cubin_worker, cuda_units
+from relaxtune.pipeline.codegen import cuda_compiler, cuda_units
 from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest, find_toolchain
 from relaxtune.pipeline.codegen.finish import device_toolchain
 from relaxtune.pipeline.errors import LoweringError
@@ -85,7 +85,7 @@ def test_the_error_of_the_compiler_is_the_compilations(
 
 
 def test_a_worker_compiles_requests_alone() -> None:
-    compile_request = cubin_worker.start()
+    compile_request = cuda_compiler.start()
     request = CubinRequest(SOURCE, "sm_90a", find_toolchain(), False, False)
     assert compile_request(request) == request.compile()
     with pytest.raises(TypeError, match="expected a CubinRequest, got str"):

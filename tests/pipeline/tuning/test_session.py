@@ -32,8 +32,8 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.errors import DatabaseWriteError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
-from relaxtune.tuning_db.standing import standing_records
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import judge
 from tests import warm_python
 from tests.pipeline.tuning.tuning_cases import (
     MadeUpRecipe,
@@ -136,7 +136,7 @@ def test_tune_ends_with_a_final_between_contenders(place: Place, database: Tunin
     # A loop over 16 KiB leaves the schedules near each other.
     assert len(finals) >= 2
     assert all(len(record.latencies_us) == 5 for record in records[-len(finals) :])
-    standing = standing_records([r for r in records if r.status is Status.OK], place.environment)
+    standing = judge([r for r in records if r.status is Status.OK], place.environment).standing
     assert standing[0].latency_us == summary.tasks[0].after_us
     assert summary.tasks[0].spread is not None
     assert children() == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -12,9 +13,9 @@ from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.plan.finals import Finals, list_finalists
 from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, summarise
-from relaxtune.tuning_db.records import RecordFilter, Route, Status, TuningRecord, utc_now
-from relaxtune.tuning_db.standing import standing_records
+from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.winner import judge
 from tests.pipeline.tuning.tuning_cases import Place, matmul_task, spec_of
 
 NOW = utc_now()
@@ -147,38 +148,44 @@ def record(place: Place, decision: str, us: float, minutes: int, status: Status 
     )
 
 
+def standing(
+    records: list[TuningRecord], environment: Environment, refuted: Sequence[TuningRecord] = ()
+) -> list[TuningRecord]:
+    return list(judge(records, environment, lambda: refuted).standing)
+
+
 def test_the_newest_measurement_of_a_decision_counts(place: Place) -> None:
     lucky, again = record(place, "a", 9.0, 0), record(place, "a", 10.5, 5)
     steady = record(place, "b", 10.0, 1)
-    assert standing_records([lucky, steady, again], place.environment) == [steady, again]
+    assert standing([lucky, steady, again], place.environment) == [steady, again]
 
 
 def test_a_decision_refuted_later_does_not_count(place: Place) -> None:
     fast, slow = record(place, "a", 9.0, 0), record(place, "b", 10.0, 0)
     wrong = record(place, "a", 0.0, 3, Status.WRONG_RESULT)
-    assert standing_records([fast, slow], place.environment, [wrong]) == [slow]
+    assert standing([fast, slow], place.environment, [wrong]) == [slow]
     earlier = record(place, "a", 0.0, -3, Status.WRONG_RESULT)
-    assert standing_records([fast, slow], place.environment, [earlier]) == [fast, slow]
+    assert standing([fast, slow], place.environment, [earlier]) == [fast, slow]
 
 
 def test_what_was_measured_once_counts_as_if_it_had_drifted_like_the_others(place: Place) -> None:
     before = [record(place, "a", 44.2, 0), record(place, "b", 44.6, 0), record(place, "c", 47.6, 0)]
     again = [record(place, "b", 50.2, 1), record(place, "a", 49.6, 1)]
-    assert standing_records([*before, *again], place.environment) == [again[1], again[0], before[2]]
+    assert standing([*before, *again], place.environment) == [again[1], again[0], before[2]]
     # Measured since, it is as fast as it says.
     later = replace(before[2], created_at=NOW + timedelta(minutes=2))
-    assert standing_records([*before[:2], later, *again], place.environment) == [later, again[1], again[0]]
+    assert standing([*before[:2], later, *again], place.environment) == [later, again[1], again[0]]
 
 
 def test_a_machine_without_the_device_counts_what_a_machine_with_it_counts(place: Place) -> None:
     records = [record(place, "a", 9.0, 0), record(place, "b", 10.0, 1), record(place, "a", 10.5, 5)]
     elsewhere = replace(place.environment, device_name="unknown")
-    assert standing_records(records, elsewhere) == standing_records(records, place.environment) == records[1:]
+    assert standing(records, elsewhere) == standing(records, place.environment) == records[1:]
 
 
 def test_measurements_of_other_devices_stay_behind_as_they_were(place: Place) -> None:
     here = record(place, "a", 10.0, 0)
     other = replace(record(place, "b", 5.0, 9), environment=replace(place.environment, device_name="another"))
-    assert standing_records([here, other], place.environment) == [here, other]
+    assert standing([here, other], place.environment) == [here, other]
     wrong = record(place, "b", 0.0, 10, Status.WRONG_RESULT)
-    assert standing_records([here, other], place.environment, [wrong]) == [here]
+    assert standing([here, other], place.environment, [wrong]) == [here]
