@@ -1,4 +1,4 @@
-"""Which parts of a scheduled GPU function threads run: its kernels, and the blocks that are outside all of them.
+"""Parts of a scheduled GPU function that threads run: its kernels, and the blocks that are outside all of them.
 
 TVM compiles a block outside every thread binding into a loop on the host, which then reads and writes device memory:
 the process dies at the first call, with no message.

@@ -1,4 +1,4 @@
-"""What a scheduled GPU function asks of a launch, against what a launch may have: threads, grid, memory of a block."""
+"""Limits of a launch, and the resources that a scheduled GPU function needs: threads, grid, memory of a block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exceeded_limit(func: tirx.PrimFunc, target: Target) -> str | None:
     Extents that are known at run time alone are taken to fit.
     """
     exceeded = _exceeded(func, target, compact=False)
-    # That buffers have no more than their used part takes long to find out.
+    # Shrinking buffers to the part that is used takes long.
     return None if exceeded is None else _exceeded(func, target, compact=True)
 
 

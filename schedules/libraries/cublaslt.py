@@ -53,7 +53,7 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class CublasLtParameters(Parameters):
-    """Which algorithm multiplies, and who does the rest."""
+    """The algorithm that multiplies, and who does the rest."""
 
     template: ClassVar[str] = "cublaslt"
 
@@ -63,7 +63,7 @@ class CublasLtParameters(Parameters):
 
 @dataclass(frozen=True)
 class _Fused:
-    """What the library does besides: positions of the parameters that it adds, None where there is none; gelu."""
+    """The library's own epilogue: positions of the parameters that it adds, None where there is none; gelu."""
 
     bias: int | None = None
     residual: int | None = None

@@ -1,6 +1,6 @@
 """Attention by cuDNN 9: one execution plan of its fused attention, the plan a place in its heuristic's list.
 
-Notation: see `schedules.functions.attention`. What cuDNN takes here: float16 or bfloat16 for Q, K, V and O, which
+Notation: see `schedules.functions.attention`. cuDNN takes float16 or bfloat16 for Q, K, V and O, which
 may lie anywhere (slices of one packed product, heads before positions or after); grouped queries; heads of a multiple
 of 8 up to 256; a causal mask, also with more keys than queries; a window; an added mask of float16, bfloat16 or float32
 that broadcasts along any axis; a `keep` mask, which a small kernel before each call turns into an added one of 0 and
@@ -59,7 +59,7 @@ _ANSWERS = {
 
 @dataclass(frozen=True)
 class CudnnAttentionParameters(Parameters):
-    """Which plan runs: `plan` is a place in the list of cuDNN's heuristic (mode A), 0 its favourite."""
+    """The plan that runs: a place in the list of cuDNN's heuristic (mode A), 0 its favourite."""
 
     template: ClassVar[str] = "cudnn_attention"
 

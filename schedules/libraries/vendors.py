@@ -14,7 +14,7 @@ class VendorLibrary:
     """A shared library that is opened when a kernel first calls it."""
 
     title: str  # Its name in messages.
-    file: str  # What the loader looks for.
+    file: str  # The name that the loader looks for.
     variable: str  # Environment variable with its path, for a process whose loader does not find it.
     distribution: str  # Package of PyPI that has it.
     source: str  # C source in this folder that opens and calls it.
@@ -22,7 +22,7 @@ class VendorLibrary:
 
     @property
     def missing(self) -> str:
-        """What a call says where the library is not there."""
+        """The error of a call where the library is not there."""
         version = f" ({self.oldest} or later)" if self.oldest else ""
         return (
             f"{self.title} is not there: expected {self.file}{version} on the loader's path or at ${self.variable}; "

@@ -1,4 +1,4 @@
-"""What each CUDA architecture offers: one table, which templates, passes, the search and code generation ask.
+"""The features of each CUDA architecture: one table, which templates, passes, the search and code generation ask.
 
 A new architecture is a row of `_ROWS`. Nothing outside this folder compares or takes apart the name of an architecture.
 
@@ -78,7 +78,7 @@ _EXACT_FROM = 90
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an architecture offers: features, bytes of shared memory that a block may opt in to, a usual GPU's.
+    """The features of an architecture, bytes of shared memory that a block may opt in to, a usual GPU's.
 
     `gpu` is None where no more than its multiprocessors is known.
     """

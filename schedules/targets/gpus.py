@@ -14,7 +14,7 @@ Not NVIDIA's: multiprocessors and clock of A10, L4 and L40S are of third-party p
 driver of an H200 tells as the highest.
 
 Multiply-adds are TFLOP/s without sparsity over 2 * multiprocessors * clock. The data sheets of Hopper state wgmma's,
-2,048. That mma.sync has half of that is an assumption: a product of 4096 cubed reached 429 TFLOP/s on an H200
+2,048. mma.sync is assumed to have half of it: a product of 4096 cubed reached 429 TFLOP/s on an H200
 (`benchmarks/results/h200-mma-sync.json`), which is 821 in a cycle of the clock here.
 """
 
@@ -27,7 +27,7 @@ from relaxtune.schedules.errors import TargetError
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU has."""
+    """The resources of a GPU."""
 
     name: str  # As its driver calls it, without the maker and the form.
     compute: str  # Its compute capability.
@@ -48,7 +48,7 @@ H100 = Gpu("H100 SXM", "9.0", 132, 1980, 3350, 1024)
 H200 = Gpu("H200", "9.0", 132, 1980, 4800, 1024)
 RTX_5090 = Gpu("RTX 5090", "12.0", 170, 2407, 1792, 256)
 GPUS = (A100_40, A100, A10, L4, L40S, RTX_4090, H100, H200, RTX_5090)
-# What drivers call them, where that is not the name.
+# Names that drivers give them, where they differ.
 _DEVICES = {
     "A100-SXM4-40GB": A100_40,
     "A100-PCIE-40GB": A100_40,

@@ -1,4 +1,4 @@
-"""What this machine's processor is: cores this process may use, caches, instruction sets.
+"""The processor of the machine: cores that this process may use, caches, instruction sets.
 
 Read from Linux's /sys and /proc; where those files do not exist, the answer is None (unknown), never a guess.
 """
@@ -23,7 +23,8 @@ _WANTED = frozenset(
 )
 # Flags of /proc/cpuinfo that LLVM calls otherwise, both without dots, dashes and underscores.
 _OTHER_NAMES = {"pni": "sse3", "abm": "lzcnt", "bmi1": "bmi"}
-# What LLVM emits by itself; tuning hints ("fast-...") and system instructions are no reason to refuse a machine.
+# Instructions that LLVM emits by itself. Tuning hints ("fast-...") and system instructions are no reason to refuse a
+# machine.
 _VECTOR_FEATURE = re.compile("(sse|ssse|avx|fma|f16c|bmi|lzcnt|popcnt|movbe|amx|neon|sve|dotprod|fullfp16|i8mm|bf16).*")
 
 

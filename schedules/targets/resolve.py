@@ -33,7 +33,7 @@ ACCEPTED_FORMS = (
     'nvidia/geforce-rtx-3090, or JSON such as {"kind": "llvm", "mcpu": "znver4"}'
 )
 
-# What kernels for tiles are made of: bfloat16 is cut from float32 in vectors. Linux gives a process tiles when it asks.
+# Instructions of kernels for tiles: bfloat16 is cut from float32 in vectors. Linux gives a process tiles when it asks.
 _TILES = frozenset({"amx-tile", "amx-bf16", "avx512bw"})
 
 # Attribute of a CUDA target. It says how code is packed, not what code is made, so that records do not depend on it.
@@ -46,7 +46,7 @@ _THREADS_MAX, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 
 @dataclass(frozen=True)
 class CpuLimits:
-    """What one core offers, and how many there are; None where unknown.
+    """The resources of a core, and the number of cores; None where unknown.
 
     `has_tiles` says that a core multiplies tiles of bfloat16 (Intel AMX), which Linux allows.
     """
@@ -61,7 +61,7 @@ class CpuLimits:
 
 @dataclass(frozen=True)
 class CudaLimits:
-    """What one thread block may use, and the multiprocessors: `sm_count` if known, else a likely GPU's.
+    """The resources of a thread block, and the multiprocessors: `sm_count` if known, else a likely GPU's.
 
     All but the opt-in and the multiprocessors is the same for every architecture. `gpu` is the one that the target
     names, this machine's where it runs the target's code, or a usual one of the architecture; None where its clock and
@@ -101,12 +101,12 @@ class ResolvedTarget:
     source: str  # How it was found, for logs and reports.
     kind: str  # `llvm` or `cuda`.
     arch: str  # The CPU name as LLVM calls it, or the GPU architecture such as `sm_90a`.
-    limits: TargetLimits  # What schedules may use.
+    limits: TargetLimits  # The resources that schedules may use.
 
     # Asked for with every kernel whose time is predicted.
     @cached_property
     def features(self) -> frozenset[Feature]:
-        """What the GPU can do beyond the least; nothing for a CPU."""
+        """The features of the GPU; none for a CPU."""
         return target_features(self.target)
 
     @property

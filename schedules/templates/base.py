@@ -1,4 +1,4 @@
-"""What a kernel template is: a kernel written once, made for a PrimFunc from a few numbers.
+"""Kernel templates: a kernel written once, made for a PrimFunc from a few numbers.
 
 A template looks at an unscheduled PrimFunc (what FuseTIR gives) and either says why it is not for it, or lists the
 parameters worth measuring and makes the scheduled PrimFunc for any of them. The parameters are all that a database

@@ -18,7 +18,7 @@ from tvm.ir import Call, StringImm
 from relaxtune.schedules.marks import KERNELS_ATTR
 from relaxtune.schedules.tir.blocks import shape_of, static_shape
 
-#: What must hold, and the text of the error where it does not.
+#: A condition, and the text of the error where it does not hold.
 Check: TypeAlias = "tuple[tirx.Expr, str]"
 
 # Stands for a kernel in the function that chooses; never compiled.

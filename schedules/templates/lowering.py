@@ -113,7 +113,7 @@ def _lower_tables(mod: IRModule) -> IRModule:
     """Return the functions of several kernels lowered as TVM's "tirx" pipeline does it, but each kernel apart."""
     split_passes, pack_passes = _kernel_passes()
     tables = {name: split_table(func) for name, func in mod.functions.items()}
-    # One function a module: of those of several, passes rename the variables that two of them share.
+    # A module has one function: in modules of several, passes rename the variables that two of them share.
     parts = [IRModule({name: one}) for name, table in tables.items() for one in (table.choice, *table.kernels)]
     lowered = iter(map_side_by_side(split_passes, parts))
     joined = {}

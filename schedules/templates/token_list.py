@@ -2,8 +2,8 @@
 
 A block of threads has a row of the mask [rows, width]. It counts the tokens of all rows before its own, and of all
 rows, then goes through its own in steps of a place a thread; a place's rank comes of ballots and sums of warps. Nothing
-is waited for between blocks. That every block reads the whole mask (32 x 512 places of 8 bytes: 131 KB from the L2
-cache) takes less than a second launch would.
+is waited for between blocks. Each block reads the whole mask (32 x 512 places of 8 bytes: 131 KB from the L2 cache),
+which takes less time than a second launch.
 """
 
 from __future__ import annotations

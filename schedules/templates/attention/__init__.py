@@ -1,1 +1,1 @@
-"""What kernels of attention share: which tiles a block makes, masks and the online softmax on registers, sizes."""
+"""Shared parts of the kernels of attention: tiles of a block, masks and the online softmax on registers, sizes."""

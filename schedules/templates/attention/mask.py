@@ -97,7 +97,7 @@ class _OfLanes:
 
     @property
     def words(self) -> list[tirx.Expr]:
-        """What the lane holds."""
+        """The registers of the lane."""
         return [self._held[word] for word in _words(self._held)]
 
     def read(self, start: tirx.Expr, block: tirx.Expr) -> None:
@@ -274,7 +274,7 @@ class BiasReader:
         """Factor from scores to powers of 2 once a mask is added; None where nothing is added: plain products."""
         if self._bias.kind == "keep":
             return None
-        # What float16 holds may be multiplied by log2(e) beforehand; of a wider range, low finite numbers become -inf.
+        # Numbers of float16 may be multiplied by log2(e) beforehand; of a wider range, low finite ones become -inf.
         return 1.0 if self._dtype == "float16" else LOG2_E
 
     def find_added(self) -> tirx.Expr | None:

@@ -1,4 +1,4 @@
-"""Which attentions a kernel of ours makes: widths, layouts and masks that each of the templates takes."""
+"""Attentions that the templates make: the widths, layouts and masks that each of them takes."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class TilePlan:
     section: int  # Of all groups of heads, those whose tiles are made together, the longest tiles first (`causal`).
     # The kernel's flat view of the spans of keys, once there is a kernel.
     spans: tirx.Var | None = field(default=None, kw_only=True)
-    # What divides by `head_items`, once there is a kernel, where they are symbolic.
+    # Division by `head_items`, once there is a kernel, where they are symbolic.
     divisor: Divisor | None = field(default=None, kw_only=True)
 
     def span(self, query: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:

@@ -1,4 +1,4 @@
-"""Which tiles a thread block of the kernel of `template.py` makes, and which keys each sees."""
+"""Tiles that a thread block of the kernel of `template.py` makes, and the keys that each sees."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class RowCopies:
         for number in range(chunks.count):
             row, exists = self._row(number, limit)
             at = start(row) + chunks.chunk * CHUNK
-            # What is not read has to exist, too.
+            # The address has to exist even where nothing is read.
             at = tirx.Select(tirx.all(*exists), at, tirx.IntImm("int32", 0)) if exists else at
             with when([*chunks.inside(number), *(only(row) if only is not None else [])]):
                 copy_async(tile(chunks.place(number)), self._memory.ptr_to([at]), exists, lines=True)

@@ -1,4 +1,4 @@
-"""What a warp of the kernel of `template.py` multiplies: Q by K, then the weights by V.
+"""Multiplications of a warp of the kernel of `template.py`: Q by K, then the weights by V.
 
 Fragments of K and V serve all of a warp's rows. Each is loaded one instruction ahead of its use.
 """

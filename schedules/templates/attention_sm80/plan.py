@@ -1,4 +1,4 @@
-"""What follows from an attention and parameters for the kernel of `template.py`: sizes, or a refusal."""
+"""Sizes of the kernel of `template.py` for an attention and parameters, or a refusal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, DEPTH = 16, 16
 _STAGES_MAX = 4
 # Chunks of a row of shared memory: half a line of banks, or whole ones.
 _HALF_LINE, _LINE = 4, 8
-# What a thread needs beside scores, weights, output and fragments (addresses, row statistics), measured.
+# Registers of a thread beside scores, weights, output and fragments (addresses, row statistics), measured.
 _REGISTERS_BESIDE = 44
 # Of a tile whose caches grow, as on Hopper: more rows are worth more tiles, which use more multiprocessors.
 _GROWTH_ROWS_MAX = 64

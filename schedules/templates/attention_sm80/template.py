@@ -25,7 +25,7 @@ All threads copy (cp.async): while a block of keys is worked on, the next ones a
 are waited for after its softmax.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
-sm_90 on); `gemm_sm80` says why it is not proposed. What holds of masks is the same as in
+sm_90 on); `gemm_sm80` says why it is not proposed. Masks are those of
 `schedules.templates.attention_sm90.template`. With `split`, blocks share the keys of a tile (`split_keys.py`). Where
 caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too (`copies.py`). Symbolic sizes
 are not made.
@@ -56,13 +56,13 @@ _SPLIT_MAX = 4
 _SPLITS = (4, 2, 8, 16)
 # Of a multiprocessor in a cycle: multiply-adds, bytes of shared memory, powers of 2.
 _MULTIPLY_ADDS, _SHARED_BYTES, _POWERS = 1200, 128, 16
-# What a warp waits for on its own in a step, and a block before and after its steps.
+# Cycles that a warp waits for on its own in a step, and a block before and after its steps.
 _STEP_CYCLES, _TILE_CYCLES = 500, 3000
 # Where one tile alone reads its keys, they come from memory: cycles of a step, bytes that a warp copies in a cycle, and
 # what each block that shares keys adds to the exchange of sums. A fit to 45 medians of an H200
 # (`h200-attention-decode-sm80.json`): 8 tiles of 4,096 keys took 42.0 us whole and 10.2 by eight blocks each.
 _COPY_CYCLES, _COPIED_BYTES, _EXCHANGE_CYCLES = 220, 14, 900
-# What a step takes more where caches grow: they are written from shared memory. A second warp, of no rows, halves what
+# Cycles of a step more where caches grow: they are written from shared memory. A second warp, of no rows, halves what
 # copies and writes take. A fit to 80 medians of an H200 (`h200-decode-sm80.json`): with 1,024 keys, the first proposal
 # takes 7.4 us for one sequence and 21.4 for 16 (at best 7.4 and 21.1); before, of one warp and without these, it took
 # 8.3 and 26.9.

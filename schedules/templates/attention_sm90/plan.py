@@ -1,4 +1,4 @@
-"""What follows from an attention and parameters for the kernel of `attention_sm90`: sizes, or a refusal."""
+"""Sizes of the kernel of `template.py` for an attention and parameters, or a refusal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STAGES_MAX = 8
 _CLUSTER_MAX = 8
 # consumers -> registers of a thread of a consumer and of the producer's warpgroup after setmaxnreg; the file has 65536.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
-# What a consumer needs beside scores, weights and output (addresses, row statistics, masks), measured.
+# Registers of a consumer beside scores, weights and output (addresses, row statistics, masks), measured.
 _REGISTERS_BESIDE = 27
 # For the part of a mask of padding by which a warp sees whether there is anything in it.
 _REGISTERS_TO_SCAN = 8
@@ -182,9 +182,9 @@ def spills(plan: AttentionPlan, limits: CudaLimits, bias_bytes: int) -> bool:
     """Whether a kernel of known sizes likely keeps some values in memory for want of registers.
 
     The loop over two blocks of keys, a number known beforehand, is straight code. ptxas then multiplies the scores of
-    the second block before it has made weights of the first one's. What that takes is a fit to 72 kernels, as CUDA
-    13.5 has them: all 26 that spill more than 64 bytes are found, and 6 besides. Kernels whose blocks make several
-    tiles are left out: what is proposed first of them spills 68 bytes at most.
+    the second block before it has made weights of the first one's. The registers for it are a fit to 72 kernels of CUDA
+    13.5: all 26 that spill more than 64 bytes are found, and 6 besides. Kernels whose blocks make several tiles are
+    left out: the first proposals of them spill 68 bytes at most.
     """
     spec, p = plan.spec, plan.parameters
     if not p.overlap or p.split > 1 or p.blocks or spec.causal or spec.hides_earlier or plan.key_blocks != 2:

@@ -131,7 +131,7 @@ class Producer:
             self._begin_query()
         left = count - first
         with T.serial(left) as step:
-            # What is loaded now takes the place of what was copied.
+            # The next loads take the place of the blocks that were copied.
             T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
             self._load_keys(ring_k, stages + step)
             self._load_values(ring_v, stages + step)

@@ -53,7 +53,7 @@ _LENGTHS = (16, 64, 128, 256, 512, 1024, 2048)
 # Positions of caches, beside lengths.
 _PAST = (64, 512, 2048)
 _PROPOSED_MAX = 3
-# What symbolic sizes take where residents share the registers (of 96 with 4 residents, one was spilled).
+# Registers of symbolic sizes where residents share them (of 96 with 4 residents, one was spilled).
 _REGISTERS_OF_SIZES = 6
 # A point has a kernel of its own where the others would take longer by more than this factor.
 _GOOD_ENOUGH = 1.04

@@ -82,7 +82,7 @@ _THIRD_HEAD_DIM_MAX = 96
 _STAGES_MAX = 4
 # Of a warpgroup's step, what keeps the others from theirs beside the arithmetic.
 _STEP_CYCLES = 80
-# One that spills comes after those that are predicted to take this much longer. Measured were 1.03 to 1.35
+# A kernel that spills comes after others that are predicted to take this much longer. Measured were 1.03 to 1.35
 # (`benchmarks/results/h200-attention-against-torch.json`).
 _SPILLED = 1.05
 
@@ -136,7 +136,7 @@ def propose_for(
     )
     distinct: dict[tuple[AttentionParameters, int], AttentionParameters] = {}
     for plan in plans:
-        # Those that differ only in places that no block takes are the same.
+        # Kernels that differ only in places that no block takes are the same.
         places = min(_blocks_held(plan, limits), math.ceil(plan.blocks / sm_count))
         distinct.setdefault((replace(plan.parameters, residents=1, stages=1), places), plan.parameters)
     return list(distinct.values())[:_CANDIDATES_MAX]
@@ -202,7 +202,7 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     # 2048 multiply-adds and 16 powers of 2 a cycle at best, by all warpgroups of a multiprocessor.
     products = ROWS * p.block_k * (plan.columns + spec.value_dim) / 2048
     powers = ROWS * p.block_k / 16
-    # What a warpgroup waits for on its own.
+    # Cycles that a warpgroup waits for on its own.
     alone = max(products, powers) + 155 if p.overlap else products + powers + 215
     if p.stages == 1 and steps > 1:
         # Each load waits for the step before.

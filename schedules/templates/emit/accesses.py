@@ -39,7 +39,7 @@ Guard = tuple[tirx.Expr, bool]
 class Access:
     """One load, for all lanes of a thread."""
 
-    # What is loaded from.
+    # The tensor that is read, and its elements.
     buffer: tirx.Var
     dtype: str
     width: int  # Elements that one instruction reads: 0 when one element serves all lanes.

@@ -1,4 +1,4 @@
-"""What kernels begin and end with: parameters, flat views, dependent launch; the frame of memory-bound functions."""
+"""The frame of kernels: parameters, flat views, blocks and threads, dependent launch."""
 
 from __future__ import annotations
 

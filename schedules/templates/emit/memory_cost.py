@@ -24,7 +24,7 @@ _EARLY_PER_SM = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What the time of a kernel depends on."""
+    """The sizes that a kernel's time depends on."""
 
     moved_bytes: float  # Read and written.
     # Of the grid, of a block, of a thread.
@@ -48,6 +48,6 @@ def predicted_us(shape: Shape, sm_count: int) -> float:
     moving = shape.moved_bytes / rate / overlap * shape.waste
     work = shape.accesses * _ACCESS_US * (1 + _BESIDE * resident * shape.threads / 32)
     latency = (_BASE_US + work) * shape.waste
-    # As many start while the kernel before ends.
+    # Two blocks a multiprocessor start while the kernel before ends.
     starting = _LAUNCH_US * max(0, shape.blocks - _EARLY_PER_SM * sm_count)
     return float((starting**_SHARPNESS + (moving + latency) ** _SHARPNESS) ** (1 / _SHARPNESS))

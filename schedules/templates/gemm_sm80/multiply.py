@@ -1,4 +1,4 @@
-"""What a warp of the kernel of `template.py` does with a stage: load fragments, multiply them.
+"""Work of a warp of the kernel of `template.py` on a stage: load fragments, multiply them.
 
 Lane l gives the address of row l % 8 of matrix l / 8 of four that `ldmatrix` loads. Of A these are both halves of 16
 rows, at both halves of 16 along K; of B as [N, K] both halves of K of 8 columns, then of the next 8; of B as [K, N] the

@@ -1,4 +1,4 @@
-"""What a warp of the kernel of `template.py` does with a stage in float32: load rows, multiply by fused multiply-adds.
+"""Work of a warp of the kernel of `template.py` on a stage in float32: load rows, multiply by fused multiply-adds.
 
 A thread has the sums that an instruction of 16 x 8 would give it, so that the output is written in the same way. Lane l
 has, of each 8 rows, row l / 4, and of each 8 columns, columns 2 * (l % 4) and the next. A step is a chunk of 16 bytes

@@ -1,4 +1,4 @@
-"""What a warp of the kernel of `template.py` does with a stage where B is quantised: load, dequantise, multiply.
+"""Work of a warp of the kernel of `template.py` on a stage where B is quantised: load, dequantise, multiply.
 
 A step is 32 along K: two instructions. The sum over K has no order, so a lane takes 8 neighbours along K for the places
 that these have for it (PTX ISA 9.0, "Matrix Fragments for mma.m16n8k16"): lane 4 g + c has places 8 c to 8 c + 7 of

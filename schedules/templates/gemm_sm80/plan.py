@@ -1,4 +1,4 @@
-"""What follows from a shape and parameters for the kernel of `template.py`: sizes, or a refusal."""
+"""Sizes of the kernel of `template.py` for a shape and parameters, or a refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SCALE_BYTES = 2
 FLOAT_DEPTH = 4
 _WARPS_MAX = 16
 _STAGES_MAX = 8
-# What a thread needs beside accumulators and fragments (addresses, the epilogue's values), measured.
+# Registers of a thread beside accumulators and fragments (addresses, the epilogue's values), measured.
 _REGISTERS_BESIDE = 46
 # With fewer left, the epilogue evaluates fewer columns side by side; least where rows are written by element.
 _REGISTERS_TO_EVALUATE = 130

@@ -1,4 +1,4 @@
-"""Which quantised matrices the kernel of `template.py` reads as they are stored, and how their rows lie in a stage."""
+"""Quantised matrices that the kernel of `template.py` reads as they are stored, and how their rows lie in a stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 
 #: Along K of a step of the kernel: each has one scale a column.
 STORED_DEPTH = 32
-#: What a GPU needs for the kernel.
+#: Features of a GPU that the kernel needs.
 FEATURES = frozenset({Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX})
 # Halves in a copy of 16 bytes.
 _SCALES = 8

@@ -271,7 +271,7 @@ def _splits(matmul: MatmulFunction, plan: GemmPlan, target: ResolvedTarget) -> I
     tiles, count = plan.tiles_m * plan.tiles_n, cuda_limits(target).likely_sm_count
     for split in _SPLITS if tiles < count else ():
         made = _plan(matmul, replace(plan.parameters, split_k=split), target)
-        # As many tiles of K at least as the ring has stages.
+        # At least as many tiles of K as the ring has stages.
         if isinstance(made, GemmPlan) and tiles * split < 2 * count and made.k_tiles >= plan.parameters.stages:
             yield made
 

@@ -101,7 +101,7 @@ class _Rows(_Tile):
         exists = [k + self._chunks.chunk * self._each < self._depth] if self._depth % self._shape[1] else []
         for number in range(self._chunks.count):
             at = self._starts[number] + k
-            # What is not read has to exist, too.
+            # The address has to exist even where nothing is read.
             at = tirx.Select(exists[0], at, self._starts[number] - self._chunks.chunk * self._each) if exists else at
             with when(self._chunks.inside(number)):
                 copy_async(

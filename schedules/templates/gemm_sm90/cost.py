@@ -54,14 +54,14 @@ _INTEGER_WRITE = 2.0
 _STREAM_US = 3.75
 _STREAM_SUM_US = 1.02e-4
 _STREAM_DOUBT = 1.13
-# What it takes longer to start two warpgroups of which one has no tile: 128 x 768 x 768 by tiles of 64 x 64 took 4.4 us
+# Starting a second warpgroup that has no tile: 128 x 768 x 768 by tiles of 64 x 64 took 4.4 us
 # on an H100, by one warpgroup 3.3.
 _IDLE_US = 1.0
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
 # Up to this many, a matmul waits for its weights, not for arithmetic.
 _FEW_ROWS = 64
-# What a projection of few rows that rotates heads saves besides on half of the multiprocessors: attention over caches
+# Saved besides by a projection of few rows that rotates heads on half of the multiprocessors: attention over caches
 # that grow comes next, and reads and writes them on the other half meanwhile. Llama-1B's decode step of 16 rows over
 # 1024 positions took 1013 us with projections on 96 multiprocessors and 970 us with those on 64.
 _BESIDE_ATTENTION_US = 0.5
@@ -96,7 +96,7 @@ _REREAD = 0.1958
 # latter where one warpgroup multiplies at a time, set by matmuls of 1024 rows: 64 x 96 had been put first there and
 # took up to 1.32 times as long as the fastest.
 _NARROW, _NARROW_ALONE = 1.211, 1.8
-# What a kernel on half of the multiprocessors saves, which begins beside the one before it.
+# Saved by a kernel on half of the multiprocessors, which begins beside the one before it.
 _BESIDE_US = 0.1683
 # Part of `_TILE_US` that `pingpong` does not hide behind the other warpgroup's sum, by 674 medians with pingpong among
 # them: with 1, the kernel put first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %.
@@ -173,7 +173,7 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> Callable
         if p.stream_k:
             tiles_us *= max(1.0, k_share / plan.k_tiles)
             write *= math.ceil(k_share / plan.k_tiles)
-            # One part is handed over, and as many are added up as a tile takes besides.
+            # A block hands over one part, and adds up the other parts of its tile.
             parts = 1 + max(1.0, plan.k_tiles / k_share)
             reduce = _STREAM_US + parts * min(p.block_m, rows) * p.block_n / p.consumers * _STREAM_SUM_US
         total = longest + tiles_us + blocks / sm_count * _BLOCK_US + write + reduce + idle - beside

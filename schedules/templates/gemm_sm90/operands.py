@@ -1,4 +1,4 @@
-"""What the wgmma instructions of `template.py` multiply: dtypes, their sums, depth and columns.
+"""Operands of the wgmma instructions of `template.py`: dtypes, their sums, depth and columns.
 
 =============  =============  =====  ===========  ==============================================================
 A              B              depth  sums         B lies as
@@ -19,7 +19,7 @@ Sums of float8 are float32 in name, but the tensor cores cut each addend off at 
 "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.2): with numbers between 0 and 1, an H200 summed up 5.2e-3
 too little over K = 512, 3.1e-2 over 2048 and 0.25 over 16384 (`python -m benchmarks.kernels.float8_sums`). So they only
 sum up a stage, 128 products, and the stages are added up in float32 registers: 5e-4 too little over any K, and of
-normal numbers a relative error of 1.3e-4, as with cuBLASLt's exact sums. That takes twice the registers for sums.
+normal numbers a relative error of 1.3e-4, as with cuBLASLt's exact sums. It takes twice the registers for sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What follows from a shape and parameters for the kernel of `template.py`: sizes, or a refusal."""
+"""Sizes of the kernel of `template.py` for a shape and parameters, or a refusal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATISTICS_WARPS, STATISTICS_SLOTS = 2, 2
 # With one consumer there is no shortage.
 CONSUMER_REGISTERS = 232
 PRODUCER_REGISTERS = 40
-# What a consumer needs beside its accumulators (addresses, descriptors, the epilogue's values), measured; and more
+# Registers of a consumer beside its accumulators (addresses, descriptors, the epilogue's values), measured; and more
 # where it reads residuals of a symbolic number of rows: 192 accumulators took 1.2 to 1.7 times as long as others then.
 _REGISTERS_BESIDE, _ANY_RESIDUAL = 40, 16
 # With fewer, the compiler evaluates one element after another; fewer columns at a time leave it registers.
@@ -70,7 +70,7 @@ class GemmParameters(Parameters):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a TMA load reads: a tensor, a box at a time; axes with the contiguous one first."""
+    """A tensor that TMA loads, a box at a time; axes with the contiguous one first."""
 
     name: str  # Of the kernel's parameter.
     param: int  # Position of the tensor among the function's parameters.
@@ -184,7 +184,7 @@ def make_plan(
     # Sums of a stage, and of all stages where those are added up apart.
     accumulators = m_blocks * p.block_n // 2 * (2 if operands.exact_sums else 1)
     registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
-    # One consumer has a single warp beside it, whose one thread loads.
+    # A single consumer has one warp beside it, of which one thread loads.
     apart = matmul.norm is not None and p.consumers > 1 and not p.stream_k
     partials = 0 if matmul.norm is None or apart else statistics_registers(matmul.norm, m_blocks)
     any_residual = matmul.rows is not None and bool(residual_loads(matmul))
@@ -268,10 +268,10 @@ def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, Tens
 def loaded_rows(rows: int, p: GemmParameters) -> int:
     """Return how many rows of A a stage holds: whole swizzle atoms of 8 rows.
 
-    Where the number of rows is symbolic, it is the planned one at most, or that is a tile's at least.
+    With symbolic rows, the planned number is an upper bound, or at least one tile.
     """
     rows = 8 * math.ceil(rows / 8)
-    # What is read beyond the last stage of A lies in the stages of B.
+    # Reads beyond the last stage of A end in the stages of B.
     return rows if rows < p.block_m <= rows + p.stages * p.block_n else p.block_m
 
 

@@ -1,4 +1,4 @@
-"""Which tiles a block of the kernel of `template.py` makes, and which part of their sums."""
+"""Tiles that a block of the kernel of `template.py` makes, and the part of their sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relaxtune.schedules.tir.blocks import Size
 
 @dataclass(frozen=True)
 class Part:
-    """What a block makes at a time: a tile, or a part of the sum of one.
+    """A tile, or a part of the sum of one, that a block makes at a time.
 
     `turn` is its number among the block's parts; `row` and `column` are the tile's, in tiles; `start` is the first tile
     of K, and `count` says how many are summed, at least one.
@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class GridSizes:
-    """What of a plan's sizes follows from the number of rows, as code: numbers, or int32 expressions of the host.
+    """Sizes of the grid for a number of rows, as code: numbers, or int32 expressions of the host.
 
     `tiles_m` are rows of tiles (with `multicast`, of clusters of them), `blocks` the clusters of the grid, and a block
     makes every `step`-th tile.

@@ -58,7 +58,7 @@ class _Kernel:
         self._scales = None if self._stored is None else flat_view(params[self._stored.scales])
         constant = constant_params(func)
         read = {weight} if self._stored is None else {weight, self._stored.scales}
-        # What the kernel before does not write may be read before it has ended.
+        # Tensors that the kernel before does not write may be read before it has ended.
         self._ahead = self._p.dependent and read <= constant
 
     def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
@@ -215,7 +215,7 @@ class _Kernel:
         if p.staged:
             self._stage_x(turn)
         else:
-            # What reads weights ahead has waited for the kernel before it in between.
+            # A kernel that reads weights ahead has waited for the kernel before it in between.
             if not self._ahead:
                 keep_loads_before()
             self._load_x(turn)

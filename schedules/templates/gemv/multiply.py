@@ -29,7 +29,7 @@ from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS, mma_source
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
-# What the sums of levels are multiplied by.
+# The factor of the sums of levels.
 LEVELS_FACTOR = 2.0**24
 _HALVES = """
 __forceinline__ __device__ unsigned relaxtune_subtract(unsigned a, unsigned b) {

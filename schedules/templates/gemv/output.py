@@ -66,7 +66,7 @@ def gemv_output(
 
 @dataclass(frozen=True)
 class GemvOutput:
-    """What is done with the sums of one tile of rows of W; the methods emit into the current IRBuilder.
+    """The epilogue of one tile of rows of W; the methods emit into the current IRBuilder.
 
     `renamed` has the kernel's parameter for each of the function, `output` is the kernel's flat view of the output. A
     warp makes `tiles` tiles of 16 rows of W; `warps` warps share the sum over K. The sums are multiplied by `factor`.

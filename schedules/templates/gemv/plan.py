@@ -1,4 +1,4 @@
-"""What follows from a function and parameters for the kernel of `template.py`: sizes, or a refusal."""
+"""Sizes of the kernel of `template.py` for a function and parameters, or a refusal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Tiled(Protocol):
 
 
 class StepSizes:
-    """What follows for a step along K from the weights in a load and the tiles."""
+    """Sizes of a step along K, from the weights in a load and the tiles."""
 
     length: int
     parameters: Tiled
@@ -127,7 +127,7 @@ def make_plan(matmul: MatmulFunction, p: GemvParameters, limits: CudaLimits) -> 
     column_tiles = math.ceil(matmul.m / COLUMNS)
     words = p.unroll * p.tiles * (2 * LOAD_BYTES // 4 + (1 if stored else 0))
     words += (1 if p.staged else p.unroll) * column_tiles * length // 2
-    # What a pair of rows is unpacked into.
+    # Registers that a pair of rows is unpacked into.
     unpacked = length if stored else 0
     registers = _REGISTERS_BESIDE + words + unpacked + p.tiles * column_tiles * 4
     refusal = refuse_registers(registers, p.warps * WARP, limits)

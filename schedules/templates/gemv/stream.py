@@ -12,7 +12,7 @@ an H100 in its sm_80 form, Llama-1B's decode step takes 0.96 of the time of `tem
 the L2 cache that are asked for whole are 3 % of it, and x that is loaded on the way, in place of blocks that share K,
 2 %.
 
-With `dependent`, that begins before the kernel before has ended. What is on its way then does not depend on registers.
+With `dependent`, the copies begin before the kernel before has ended, and depend on no registers.
 With `early`, x, which has to wait for the kernel before, is asked for before the last of these steps instead of behind
 them all. With `collected`, the block's warps meet once, when all tiles are made, instead of at each tile's end.
 

@@ -53,7 +53,7 @@ class _Kernel:
         read = {matmul.b} if plan.stored is None else {plan.stored.packed, plan.stored.scales}
         self._weight = flat_view(params[matmul.b if plan.stored is None else plan.stored.packed])
         self._scales = None if plan.stored is None else flat_view(params[plan.stored.scales])
-        # What the kernel before does not write may be read before it has ended.
+        # Tensors that the kernel before does not write may be read before it has ended.
         self._early = self._p.dependent and read <= constant_params(func)
 
     def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:

@@ -1,4 +1,4 @@
-"""What follows from a function and parameters for the kernel of `stream.py`, or a refusal."""
+"""Sizes of the kernel of `stream.py` for a function and parameters, or a refusal."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ class GemvStreamParameters(Parameters):
     depth: int = 8  # Steps of W on their way to a warp's shared memory.
     blocks: int = 132  # Of the grid, which share the tiles.
     dependent: bool = False  # Whether the kernel may start before the one before it has ended.
-    # Steps that are asked for before x, which waits for the kernel before; 0 for all. What is asked for first comes
-    # first.
+    # Steps that are asked for before x, which waits for the kernel before; 0 for all. Loads arrive in their order.
     early: int = added(0)
     # Whether the sums of all tiles of a block wait in shared memory until its last one, so that its warps wait for each
     # other but once.

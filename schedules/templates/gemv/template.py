@@ -61,7 +61,7 @@ _WARPS_ENOUGH = 8
 
 
 class GemvTemplate(KernelTemplate[MatmulFunction, Own]):
-    """What the templates for few rows recognise."""
+    """The base of the templates for few rows."""
 
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return refuse_target(target, Feature.MMA) or _recognise(func)
@@ -125,7 +125,7 @@ def _refuse_norms(matmul: MatmulFunction) -> Refusal | None:
 
 
 def _proposals(shares: Sequence[int]) -> Iterator[GemvParameters]:
-    """Yield shares that may suit a shape; some do not fit. So many blocks may share K."""
+    """Yield shares that may suit a shape; some do not fit. `shares` are numbers of blocks that may share K."""
     for split, most_tiles in ((1, 2), *((split, 4) for split in shares)):
         for tiles in (1, 2, 4):
             for warps in (1, 2, 4, 8, 16) if tiles <= most_tiles else ():

@@ -1,4 +1,4 @@
-"""What writing a tile of a matmul's output takes: who writes how much of it, and what the epilogue reads of what kind.
+"""How a tile of a matmul's output is written: the share of each warp, and the kinds of tensors that the epilogue reads.
 
 The code is `schedules.templates.output.output_tile`'s, whose docstring says how each kind is read.
 """

@@ -38,7 +38,7 @@ class PatchWriter:
     # Of the thread.
     warp: tirx.Expr
     lane: tirx.Expr
-    # What lies from here on is left out; None where nothing does.
+    # The first row and column that are left out; None where all are written.
     row_end: Size | None
     column_end: Size | None
     uniform_rows: bool  # Whether a warp whose rows all exist has code of its own where it writes element by element.

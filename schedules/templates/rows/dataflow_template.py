@@ -1,4 +1,4 @@
-"""What the templates for rows and for elementwise functions share: both read a function as a `Dataflow`."""
+"""The base of the templates for rows and for elementwise functions: both read a function as a `Dataflow`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def build_rows_kernel(func: tirx.PrimFunc, flow: Dataflow, accesses: Accesses, p
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One vector of each thread of a row: what makes its elements, which it is, and if that is inside the row."""
+    """A vector of each thread of a row: its elements, its number, and whether it is inside the row."""
 
     lanes: Lanes
     place: tirx.Expr

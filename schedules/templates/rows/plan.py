@@ -1,4 +1,4 @@
-"""What follows from a function and parameters for the kernel of `template.py`: sizes, or a refusal."""
+"""Sizes of the kernel of `template.py` for a function and parameters, or a refusal."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: i
     turns = 0.03 * max(0.0, elements / 64 - 1) if p.held else 0.0
     # The rows of a block wait for each other where a row is more than a warp's.
     waiting = 0.15 if plan.warps > 1 and p.rows > 1 else 0.0
-    # What is read again comes from the caches, but a thread waits for it.
+    # A second read comes from the caches, but a thread waits for it.
     again = 0.0 if p.held else 1.0
     shape = Shape(
         moved_bytes=moved_bytes,
