@@ -42,27 +42,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class AxisRelation:
-    """What a graph demands of an axis.
+    """What a graph demands of an axis."""
 
-    Attributes
-    ----------
-    axis
-        Name of the axis, as the file has it; a sum of names where only the sum is bounded.
-    sign
-        "=", ">=" or "<=".
-    size
-        A number, or a sum of products of other axes' names.
-    where
-        The axes of inputs with that name, such as `attention_mask[1]`.
-    table
-        What sets a bound: a table by its name, or the node that reads.
-    """
-
-    axis: str
-    sign: str
-    size: str
-    where: tuple[str, ...] = ()
-    table: str = field(default="", compare=False)
+    axis: str  # Name of the axis, as the file has it; a sum of names where only the sum is bounded.
+    sign: str  # "=", ">=" or "<=".
+    size: str  # A number, or a sum of products of other axes' names.
+    where: tuple[str, ...] = ()  # The axes of inputs with that name, such as `attention_mask[1]`.
+    table: str = field(default="", compare=False)  # What sets a bound: a table by its name, or the node that reads.
 
     def __str__(self) -> str:
         """Return `total (attention_mask[1]) = past + sequence`, and what sets it."""
@@ -84,21 +70,13 @@ class AxisRelation:
 
 @dataclass(frozen=True)
 class IndexLimit:
-    """The integers that an input may hold, `least` to `most`: places of a table, negative ones from its end.
-
-    Attributes
-    ----------
-    rows
-        Of the table.
-    table
-        Its name, and the node that looks up.
-    """
+    """The integers that an input may hold, `least` to `most`: places of a table, negative ones from its end."""
 
     input: str
     least: int
     most: int
-    rows: int
-    table: str
+    rows: int  # Of the table.
+    table: str  # Its name, and the node that looks up.
 
     def problem(self, values: np.ndarray) -> str | None:
         """Return which value is outside of the table; None where none is."""

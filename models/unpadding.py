@@ -21,23 +21,14 @@ class Unpadding:
     last place. The second is [tokens, 2]: the first token that the mask shows of the same row, and the one after the
     last. The third is [rows, places]: the token that a place is, and at padding the first of its row, or the next
     row's.
-
-    Attributes
-    ----------
-    mask
-        The input [rows, places] that is 0 at padding.
-    kept
-        Places of each row that are computed even where the mask hides them; from the end where negative.
-    multiple
-        What the number of tokens is rounded up to, so that few numbers come; what fills it up is computed and not read.
-    zeros
-        The outputs [rows, places, ...] that are 0 at padding, whatever the model has there.
     """
 
-    mask: str
+    mask: str  # The input [rows, places] that is 0 at padding.
+    # Places of each row that are computed even where the mask hides them; from the end where negative.
     kept: tuple[int, ...]
+    # What the number of tokens is rounded up to, so that few numbers come; what fills it up is computed and not read.
     multiple: int
-    zeros: tuple[str, ...]
+    zeros: tuple[str, ...]  # The outputs [rows, places, ...] that are 0 at padding, whatever the model has there.
 
     def size(self, tokens: int, places: int) -> int:
         """Return what a number of tokens is rounded up to."""

@@ -45,27 +45,17 @@ _LENGTHS_MAX = 24
 
 @dataclass(frozen=True)
 class ValidationRequest:
-    """How an artifact is validated.
+    """How an artifact is validated."""
 
-    Attributes
-    ----------
-    rtol, atol
-        What may differ; None takes the table of tolerances.
-    samples, seed, repeats
-        Random inputs, their seed, and how often each is run.
-    drift
-        What the drift report holds beside its defaults.
-    database
-        Where the result is noted, by file or URL; None for nowhere.
-    """
-
+    # What may differ; None takes the table of tolerances.
     rtol: float | None = None
     atol: float | None = None
+    # Random inputs, their seed, and how often each is run.
     samples: int = DEFAULT_SAMPLES
     seed: int = 0
     repeats: int = DEFAULT_REPEATS
-    drift: DriftOptions = field(default_factory=DriftOptions)
-    database: DatabasePlace | None = None
+    drift: DriftOptions = field(default_factory=DriftOptions)  # What the drift report holds beside its defaults.
+    database: DatabasePlace | None = None  # Where the result is noted, by file or URL; None for nowhere.
 
 
 @dataclass(frozen=True)

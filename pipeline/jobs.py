@@ -55,18 +55,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Beforehand:
-    """What is made of a model to finish it, and that no tuning changes: it may be made while the model is tuned.
+    """What is made of a model to finish it, and that no tuning changes: it may be made while the model is tuned."""
 
-    Attributes
-    ----------
-    untuned
-        The model compiled without records.
-    reference
-        Has computed the samples that the artifact is validated with.
-    """
-
-    untuned: CompiledModule
-    reference: Reference | None
+    untuned: CompiledModule  # The model compiled without records.
+    reference: Reference | None  # Has computed the samples that the artifact is validated with.
 
 
 def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None = None) -> Beforehand:

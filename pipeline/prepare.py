@@ -40,42 +40,22 @@ LIBRARY_PASSES = frozenset({"recognise_attention"})
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What a user asks to have compiled.
+    """What a user asks to have compiled."""
 
-    Attributes
-    ----------
-    source
-        Path of an `.onnx` file, or a zoo name.
-    shapes
-        Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.
-    target
-        Text for `schedules.targets.resolve_target`.
-    lowering
-        Precision, passes switched off, IR dump, whether weights are embedded.
-    seed
-        Seed of the zoo's weights.
-    routes
-        Who may make kernels; the fallback always may.
-    buckets
-        Symbolic axis -> sizes that the artifact gets code of its own for, each combination of several axes' sizes.
-    profile
-        Symbolic axis -> the sizes that it takes in calls.
-    lengths
-        The sizes of real calls, counted; `profile` is then of them.
-    portable
-        Whether PTX is kept beside the machine code, so that newer GPUs run it too.
-    """
-
-    source: str | Path
+    source: str | Path  # Path of an `.onnx` file, or a zoo name.
+    # Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.
     shapes: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
-    target: str = "auto"
+    target: str = "auto"  # Text for `schedules.targets.resolve_target`.
+    # Precision, passes switched off, IR dump, whether weights are embedded.
     lowering: LoweringOptions = field(default_factory=LoweringOptions)
-    seed: int = 0
-    routes: frozenset[Route] = DEFAULT_ROUTES
+    seed: int = 0  # Seed of the zoo's weights.
+    routes: frozenset[Route] = DEFAULT_ROUTES  # Who may make kernels; the fallback always may.
+    # Symbolic axis -> sizes that the artifact gets code of its own for, each combination of several axes' sizes.
     buckets: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    # Symbolic axis -> the sizes that it takes in calls.
     profile: Mapping[str, AxisProfile] = field(default_factory=dict)
-    lengths: Sequence[SizePoint] = ()
-    portable: bool = False
+    lengths: Sequence[SizePoint] = ()  # The sizes of real calls, counted; `profile` is then of them.
+    portable: bool = False  # Whether PTX is kept beside the machine code, so that newer GPUs run it too.
 
 
 @dataclass(frozen=True)

@@ -21,25 +21,17 @@ VARIABLE = "RELAXTUNE_SPANS"
 
 @dataclass(frozen=True)
 class Span:
-    """A stage that is over.
+    """A stage that is over."""
 
-    Attributes
-    ----------
-    stage, of
-        What was done, and for what: a workload hash, a cell, or "".
-    began_s, seconds
-        By the machine's monotonic clock.
-    cpu_s
-        Seconds of a processor that the thread itself took meanwhile; None where another thread did the work.
-    process, thread
-        Who did it.
-    """
-
+    # What was done, and for what: a workload hash, a cell, or "".
     stage: str
     of: str
+    # By the machine's monotonic clock.
     began_s: float
     seconds: float
+    # Seconds of a processor that the thread itself took meanwhile; None where another thread did the work.
     cpu_s: float | None
+    # Who did it.
     process: int
     thread: str
 

@@ -100,17 +100,9 @@ class Driver:
 
 @dataclass(frozen=True)
 class CellSpec:
-    """What a plan asks for, one column each.
+    """What a plan asks for, one column each."""
 
-    Attributes
-    ----------
-    name
-        Unique in its batch.
-    key
-        Content key of all that decides what the cell's artifact is, records aside: source, options, code.
-    """
-
-    name: str
+    name: str  # Unique in its batch.
     source: str
     shape: str
     buckets: str
@@ -119,7 +111,7 @@ class CellSpec:
     target: str
     importance: int
     tags: str
-    key: str
+    key: str  # Content key of all that decides what the cell's artifact is, records aside: source, options, code.
     max_latency_ms: float | None = None
     rtol: float | None = None
     atol: float | None = None
@@ -127,34 +119,22 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class CellFacts:
-    """What came of a cell; None where it is not known.
+    """What came of a cell; None where it is not known."""
 
-    Attributes
-    ----------
-    error
-        Why the cell is not accepted.
-    artifact, artifact_key, size_bytes
-        The artifact's directory, what it is (`Artifact.key`), and its size on disk.
-    validated
-        Whether its outputs agree with the reference.
-    untuned_ms, shipped_ms, peer_ms
-        Median latencies of the model without records, of the artifact, and of `peer` on the same device.
-    job_id
-        The job of the database that made the artifact.
-    """
-
-    error: str | None = None
+    error: str | None = None  # Why the cell is not accepted.
     model: str | None = None
+    # The artifact's directory, what it is (`Artifact.key`), and its size on disk.
     artifact: str | None = None
     artifact_key: str | None = None
     size_bytes: int | None = None
-    validated: bool | None = None
+    validated: bool | None = None  # Whether its outputs agree with the reference.
+    # Median latencies of the model without records, of the artifact, and of `peer` on the same device.
     untuned_ms: float | None = None
     shipped_ms: float | None = None
     peer: str | None = None
     peer_ms: float | None = None
     seconds: float | None = None
-    job_id: str | None = None
+    job_id: str | None = None  # The job of the database that made the artifact.
 
 
 NO_FACTS = CellFacts()
@@ -201,28 +181,19 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Batch:
-    """A plan that was begun.
-
-    Attributes
-    ----------
-    key
-        Two batches of one plan have the same: its name and the folder of its artifacts.
-    path, plan
-        The plan's file and its text, so that `resume` carries out what was begun.
-    driver, heartbeat_at
-        Who works on it, or did last.
-    finished_at, outcome
-        None while it goes on, or where its driver died.
-    """
+    """A plan that was begun."""
 
     id: str
-    key: str
+    key: str  # Two batches of one plan have the same: its name and the folder of its artifacts.
     name: str
+    # The plan's file and its text, so that `resume` carries out what was begun.
     path: str
     plan: str
+    # Who works on it, or did last.
     driver: Driver
     heartbeat_at: datetime
     started_at: datetime
+    # None while it goes on, or where its driver died.
     finished_at: datetime | None = None
     outcome: str | None = None
 

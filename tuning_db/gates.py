@@ -20,27 +20,16 @@ from relaxtune.tuning_db.store import TuningDatabase, question
 
 @dataclass(frozen=True)
 class GateRun:
-    """What a gate found.
-
-    Attributes
-    ----------
-    artifact_key, baseline_key
-        What wanted to take whose place; the baseline is None where it was not kept.
-    model
-        Of the artifact.
-    by
-        Who ran it, as user@host.
-    report
-        Checks, conditions and verdict, as canonical JSON.
-    """
+    """What a gate found."""
 
     id: str
+    # What wanted to take whose place; the baseline is None where it was not kept.
     artifact_key: str
     baseline_key: str | None
-    model: str
+    model: str  # Of the artifact.
     passed: bool
-    by: str
-    report: str
+    by: str  # Who ran it, as user@host.
+    report: str  # Checks, conditions and verdict, as canonical JSON.
     created_at: datetime = field(default_factory=utc_now)
 
     def __post_init__(self) -> None:

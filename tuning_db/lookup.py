@@ -59,23 +59,15 @@ _FAMILIES = (
 
 @dataclass(frozen=True)
 class Question:
-    """What a look-up asks.
+    """What a look-up asks."""
 
-    Attributes
-    ----------
-    workload_hash, signature_key
-        The kernel to make. A look-up without one of them does not find the routes that go by it.
-    target, environment
-        What is compiled for, and where it is to run.
-    route
-        The only route wanted; None for all.
-    """
-
+    # The kernel to make. A look-up without one of them does not find the routes that go by it.
     workload_hash: str | None
     signature_key: str | None
+    # What is compiled for, and where it is to run.
     target: TargetKey
     environment: Environment
-    route: Route | None = None
+    route: Route | None = None  # The only route wanted; None for all.
 
     @property
     def routes(self) -> tuple[Route, ...]:

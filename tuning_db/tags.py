@@ -37,27 +37,16 @@ class TagMovedError(TuningDatabaseError):
 
 @dataclass(frozen=True)
 class TagMove:
-    """One move of a tag.
-
-    Attributes
-    ----------
-    number
-        Counts the moves of this tag from 1.
-    artifact_key
-        Where it went; None where it was removed.
-    by, why
-        Who moved it, as user@host, and what they said.
-    gate
-        What the gate found, as JSON; None where none was run.
-    """
+    """One move of a tag."""
 
     tag: str
-    number: int
+    number: int  # Counts the moves of this tag from 1.
     kind: MoveKind
-    artifact_key: str | None
+    artifact_key: str | None  # Where it went; None where it was removed.
+    # Who moved it, as user@host, and what they said.
     by: str
     why: str
-    gate: str | None = None
+    gate: str | None = None  # What the gate found, as JSON; None where none was run.
     created_at: datetime = field(default_factory=utc_now)
 
     def __post_init__(self) -> None:

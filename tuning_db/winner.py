@@ -42,20 +42,9 @@ def _none(_record: TuningRecord) -> None:
 
 @dataclass(frozen=True)
 class Considered:
-    """A record that was looked at, and what became of it.
+    """A record that was looked at, and what became of it."""
 
-    Attributes
-    ----------
-    id, database
-        Its number, and the database it is in where several lie over each other.
-    code_version
-        The relaxtune that measured it, with its commit where that is known.
-    taken
-        Whether the kernel is made by it.
-    reason
-        Why it is taken or not.
-    """
-
+    # Its number, and the database it is in where several lie over each other.
     id: int | None
     database: str | None
     route: Route
@@ -65,9 +54,9 @@ class Considered:
     arch: str
     driver: str | None
     tvm_version: str
-    code_version: str | None
-    taken: bool
-    reason: str
+    code_version: str | None  # The relaxtune that measured it, with its commit where that is known.
+    taken: bool  # Whether the kernel is made by it.
+    reason: str  # Why it is taken or not.
 
     @classmethod
     def of(cls, record: TuningRecord, reason: str, *, taken: bool = False) -> Considered:
@@ -101,27 +90,13 @@ class Preferred:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which record makes a kernel.
+    """Which record makes a kernel."""
 
-    Attributes
-    ----------
-    record
-        None where no record makes it.
-    why
-        Why there is none, or which better ones could not be used; empty for the first one.
-    trace
-        Each record that was looked at.
-    unusable
-        Records that rank before it and cannot be used.
-    inside
-        Whether it is taken since the whole model is faster with it.
-    """
-
-    record: TuningRecord | None
-    why: str
-    trace: Trace
-    unusable: tuple[TuningRecord, ...] = ()
-    inside: bool = False
+    record: TuningRecord | None  # None where no record makes it.
+    why: str  # Why there is none, or which better ones could not be used; empty for the first one.
+    trace: Trace  # Each record that was looked at.
+    unusable: tuple[TuningRecord, ...] = ()  # Records that rank before it and cannot be used.
+    inside: bool = False  # Whether it is taken since the whole model is faster with it.
 
 
 def least_latency_us(flops: float, bytes_: float, device_kind: str) -> float:

@@ -46,41 +46,22 @@ class _CodeError(LoweringError):
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """A module compiled in memory, with what it was made of.
+    """A module compiled in memory, with what it was made of."""
 
-    Attributes
-    ----------
-    lowered, choices, target
-        What went in.
-    executable
-        TVM's executable; `pipeline.artifact.export.write_artifact` writes it.
-    cuda_graph
-        Whether the kernels run as one captured CUDA graph.
-    seconds
-        Phase of the compilation -> seconds.
-    planned_bytes
-        Storage of the static memory plan; None when it depends on the inputs' shapes.
-    launches
-        PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
-    kernel_hashes
-        PrimFunc -> the hash of its code (`pipeline.codegen.kernel_hash`).
-    determinism
-        What it promises about equal bits.
-    variants
-        The choices of the entries beside `main`.
-    """
-
+    # What went in.
     lowered: LoweredModule
     choices: tuple[KernelChoice, ...]
     target: ResolvedTarget
-    executable: relax.VMExecutable
-    cuda_graph: bool
-    seconds: Mapping[str, float]
-    planned_bytes: int | None = None
+    executable: relax.VMExecutable  # TVM's executable; `pipeline.artifact.export.write_artifact` writes it.
+    cuda_graph: bool  # Whether the kernels run as one captured CUDA graph.
+    seconds: Mapping[str, float]  # Phase of the compilation -> seconds.
+    planned_bytes: int | None = None  # Storage of the static memory plan; None when it depends on the inputs' shapes.
+    # PrimFunc -> kernels that one call of it launches on a GPU; empty for a CPU.
     launches: Mapping[str, int] = field(default_factory=dict)
+    # PrimFunc -> the hash of its code (`pipeline.codegen.kernel_hash`).
     kernel_hashes: Mapping[str, str] = field(default_factory=dict)
-    determinism: DeterminismEntry | None = None
-    variants: tuple[tuple[KernelChoice, ...], ...] = ()
+    determinism: DeterminismEntry | None = None  # What it promises about equal bits.
+    variants: tuple[tuple[KernelChoice, ...], ...] = ()  # The choices of the entries beside `main`.
 
 
 def compile_module(

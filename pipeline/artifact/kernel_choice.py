@@ -19,50 +19,28 @@ from relaxtune.tuning_db.winner import Trace
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """How one PrimFunc gets its schedule.
+    """How one PrimFunc gets its schedule."""
 
-    Attributes
-    ----------
-    function
-        Name of the PrimFunc in the lowered module.
-    task
-        Name of its tuning task, None when it has none.
-    route
-        Who makes the kernel.
-    record_id, latency_us, decision
-        The database record behind it, its median latency, and its decision (JSON); None for the fallback. A
-        template's default has a decision alone.
-    note
-        Why there is no record and what stands in, or which better records could not be used.
-    unusable
-        Ids of the records that were passed over because their decision cannot be replayed.
-    database
-        The database the record is in, when several lie over each other; else None.
-    measured
-        The record's device and what the kernel takes there; None without a record.
-    within_model
-        Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
-    of_sizes
-        Whether it is a table of kernels that were measured at some sizes, each by a record of its own.
-    trace
-        The records that were looked at, and what became of each.
-    scheduled
-        The scheduled PrimFunc; None when the fallback is to make it.
-    """
-
-    function: str
-    task: str | None
-    route: Route
+    function: str  # Name of the PrimFunc in the lowered module.
+    task: str | None  # Name of its tuning task, None when it has none.
+    route: Route  # Who makes the kernel.
+    # The database record behind it, its median latency, and its decision (JSON); None for the fallback. A template's
+    # default has a decision alone.
     record_id: int | None = None
     latency_us: float | None = None
     decision: str | None = None
-    note: str = ""
+    note: str = ""  # Why there is no record and what stands in, or which better records could not be used.
+    # Ids of the records that were passed over because their decision cannot be replayed.
     unusable: tuple[int, ...] = ()
-    database: str | None = None
-    measured: MeasuredEntry | None = None
+    database: str | None = None  # The database the record is in, when several lie over each other; else None.
+    measured: MeasuredEntry | None = None  # The record's device and what the kernel takes there; None without a record.
+    # Whether it is taken since the whole model is faster with it, though another kernel is faster alone.
     within_model: bool = False
+    # Whether it is a table of kernels that were measured at some sizes, each by a record of its own.
     of_sizes: bool = False
+    # The records that were looked at, and what became of each.
     trace: Trace = field(default=(), repr=False, compare=False)
+    # The scheduled PrimFunc; None when the fallback is to make it.
     scheduled: tirx.PrimFunc | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -47,33 +47,20 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One artifact that a plan asks for.
+    """One artifact that a plan asks for."""
 
-    Attributes
-    ----------
-    name
-        Unique in the plan; the artifact's directory in the plan's folder `out`.
-    source, shape, buckets, precision, target
-        As the plan says them; of a file, `source` is its path. `shape` "" keeps the model's own, `precision` `graph`
-        the graph's dtypes.
-    importance
-        How many times each call of its kernels counts.
-    limits
-        What its artifact must keep.
-    seed
-        Of the weights of a zoo model.
-    """
-
-    name: str
+    name: str  # Unique in the plan; the artifact's directory in the plan's folder `out`.
+    # As the plan says them; of a file, `source` is its path. `shape` "" keeps the model's own, `precision` `graph` the
+    # graph's dtypes.
     source: str
     shape: str
     buckets: tuple[str, ...]
     precision: str
     target: str
-    importance: int
-    limits: Limits
+    importance: int  # How many times each call of its kernels counts.
+    limits: Limits  # What its artifact must keep.
     tags: tuple[str, ...]
-    seed: int = 0
+    seed: int = 0  # Of the weights of a zoo model.
 
     @property
     def request(self) -> ModelRequest:

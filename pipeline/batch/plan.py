@@ -60,22 +60,14 @@ class BudgetTable(_Table):
 
 
 class DefaultsTable(_Table):
-    """What a `[[cells]]` table has that does not say it itself.
+    """What a `[[cells]]` table has that does not say it itself."""
 
-    Attributes
-    ----------
-    shapes
-        Each as `--shape` has it: `input_ids=1x128`. `""` keeps the model's own.
-    buckets
-        Each as `--bucket` has it: `sequence=128,256`. All of them are of every cell.
-    importance
-        How many times each call of a cell's kernels counts in the choice of what to tune.
-    """
-
+    # Each as `--shape` has it: `input_ids=1x128`. `""` keeps the model's own.
     shapes: list[str] | None = Field(default=None, min_length=1)
-    buckets: list[str] | None = None
+    buckets: list[str] | None = None  # Each as `--bucket` has it: `sequence=128,256`. All of them are of every cell.
     precisions: Texts | None = None
     targets: Texts | None = None
+    # How many times each call of a cell's kernels counts in the choice of what to tune.
     importance: int | None = Field(default=None, ge=1)
     limits: LimitsTable = LimitsTable()
     tags: list[str] | None = None

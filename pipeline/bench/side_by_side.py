@@ -70,16 +70,10 @@ def threads_of_caller(streams: int) -> int:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Peers that run, and why others do not.
-
-    Attributes
-    ----------
-    artifact
-        What they are compared with; others of its model may be measured too.
-    """
+    """Peers that run, and why others do not."""
 
     model: OnnxModel
-    artifact: LoadedArtifact
+    artifact: LoadedArtifact  # What they are compared with; others of its model may be measured too.
     request: BenchRequest
     reference: Reference
     running: dict[str, PeerProcess] = field(default_factory=dict)

@@ -23,21 +23,12 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a run leaves the reference.
+    """Where a run leaves the reference."""
 
-    Attributes
-    ----------
-    tensor
-        The first ONNX tensor, in the order of the graph, that differs.
-    nodes
-        The nodes between it and the tensors seen to be right: the fault is in what computes them.
-    comparison
-        How much it differs.
-    """
-
-    tensor: str
+    tensor: str  # The first ONNX tensor, in the order of the graph, that differs.
+    # The nodes between it and the tensors seen to be right: the fault is in what computes them.
     nodes: tuple[OnnxNode, ...]
-    comparison: SampleComparison
+    comparison: SampleComparison  # How much it differs.
 
 
 class TensorMatcher:

@@ -49,43 +49,26 @@ class FaultyPass:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Where a wrong result comes from.
+    """Where a wrong result comes from."""
 
-    Attributes
-    ----------
-    model
-        Its name.
-    culprit
-        What brought the fault in. `import`: results are wrong before any pass, by a converter or the normalisation.
-        `runtime`: kernels and passes are right by themselves; what is left is the memory plan or the weights.
-    node, op_type
-        The first ONNX node whose tensor diverges, and its operator.
-    nodes
-        All nodes between the last tensors seen to be right and the first seen to be wrong; `node` is the first of them.
-    tensor, reason
-        That first wrong tensor, and how it differs from ONNX Runtime's.
-    kernel, kernels
-        The first faulty kernel in the order of execution, and all of them.
-    lowering_pass
-        The pass to blame.
-    tried
-        What was tried, in order.
-    reproduction
-        The script that shows the fault, where one was written.
-    """
-
-    model: str
+    model: str  # Its name.
+    # What brought the fault in. `import`: results are wrong before any pass, by a converter or the normalisation.
+    # `runtime`: kernels and passes are right by themselves; what is left is the memory plan or the weights.
     culprit: Culprit
+    # The first ONNX node whose tensor diverges, and its operator.
     node: str | None
     op_type: str | None
+    # All nodes between the last tensors seen to be right and the first seen to be wrong; `node` is the first of them.
     nodes: tuple[str, ...]
+    # That first wrong tensor, and how it differs from ONNX Runtime's.
     tensor: str | None
     reason: str
+    # The first faulty kernel in the order of execution, and all of them.
     kernel: FaultyKernel | None = None
     kernels: tuple[FaultyKernel, ...] = ()
-    lowering_pass: FaultyPass | None = None
-    tried: tuple[str, ...] = ()
-    reproduction: str | None = None
+    lowering_pass: FaultyPass | None = None  # The pass to blame.
+    tried: tuple[str, ...] = ()  # What was tried, in order.
+    reproduction: str | None = None  # The script that shows the fault, where one was written.
 
     def to_json(self) -> dict[str, object]:
         """Return the value as plain JSON data."""

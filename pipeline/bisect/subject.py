@@ -34,22 +34,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Subject:
-    """An artifact under suspicion.
+    """An artifact under suspicion."""
 
-    Attributes
-    ----------
-    module
-        Loaded, its kernels called one by one.
-    lowered, target
-        What the passes make of the model now, with the artifact's options and target.
-    calls
-        The kernels it runs, in order.
-    """
-
-    module: Module
+    module: Module  # Loaded, its kernels called one by one.
+    # What the passes make of the model now, with the artifact's options and target.
     lowered: LoweredModule
     target: ResolvedTarget
-    calls: tuple[CallSite, ...]
+    calls: tuple[CallSite, ...]  # The kernels it runs, in order.
 
     @property
     def host(self) -> tvm.target.Target:

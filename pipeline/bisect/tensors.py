@@ -33,21 +33,12 @@ class OnnxNode:
 
 @dataclass(frozen=True)
 class OnnxTensors:
-    """The tensors of one run.
+    """The tensors of one run."""
 
-    Attributes
-    ----------
-    nodes
-        In the order of the graph, which is topological.
-    values
-        Tensor name -> what ONNX Runtime computed; inputs of the model included, constants not.
-    outputs
-        Names of the model's outputs.
-    """
-
-    nodes: tuple[OnnxNode, ...]
+    nodes: tuple[OnnxNode, ...]  # In the order of the graph, which is topological.
+    # Tensor name -> what ONNX Runtime computed; inputs of the model included, constants not.
     values: Mapping[str, np.ndarray]
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...]  # Names of the model's outputs.
     _order: Mapping[str, int] = field(init=False, repr=False, compare=False)
     _writer: Mapping[str, OnnxNode] = field(init=False, repr=False, compare=False)
     _by_label: Mapping[str, OnnxNode] = field(init=False, repr=False, compare=False)

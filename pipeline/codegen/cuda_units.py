@@ -50,21 +50,11 @@ _NUMBERED = re.compile(r"_kernel_(\d+)$")
 
 @dataclass(frozen=True)
 class UnitSource:
-    """What TVM's code generation makes of a unit, before CUDA's compiler.
+    """What TVM's code generation makes of a unit, before CUDA's compiler."""
 
-    Attributes
-    ----------
-    source
-        CUDA's.
-    format
-        Of the source, in TVM's words.
-    functions
-        Kernel -> `runtime.FunctionInfo`: what it takes. A map of TVM's.
-    """
-
-    source: bytes
-    format: str
-    functions: object
+    source: bytes  # CUDA's.
+    format: str  # Of the source, in TVM's words.
+    functions: object  # Kernel -> `runtime.FunctionInfo`: what it takes. A map of TVM's.
 
 
 def write_unit(unit: IRModule, target: tvm.target.Target) -> UnitSource:

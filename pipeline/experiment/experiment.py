@@ -58,46 +58,27 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Question:
-    """The question of an experiment.
+    """The question of an experiment."""
 
-    Attributes
-    ----------
-    border
-        A relative difference of latency: 0.02 separates arms that take over 2 % more than the baseline from the others,
-        -`LEAST_GAIN` those that are faster.
-    doubt
-        The probability with which any arm at the border may be put on a side, for each of the two sides.
-    seconds
-        The time that the runs may take.
-    """
-
+    # A relative difference of latency: 0.02 separates arms that take over 2 % more than the baseline from the others,
+    # -`LEAST_GAIN` those that are faster.
     border: float
-    doubt: float
-    seconds: float
+    doubt: float  # The probability with which any arm at the border may be put on a side, for each of the two sides.
+    seconds: float  # The time that the runs may take.
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """The latency of an arm relative to the baseline's.
+    """The latency of an arm relative to the baseline's."""
 
-    Attributes
-    ----------
-    difference
-        0.05 takes 5 % more, -0.05 takes 5 % less.
-    least, most
-        Its bounds, each wrong with a probability of at most the doubt of the question; minus and plus infinity where
-        the runs were too few.
-    side
-        The verdict.
-    detectable
-        The smallest difference that as many blocks, as noisy, would put above the border in 95 of 100 experiments;
-        infinite without bounds.
-    """
-
-    difference: float
+    difference: float  # 0.05 takes 5 % more, -0.05 takes 5 % less.
+    # Its bounds, each wrong with a probability of at most the doubt of the question; minus and plus infinity where the
+    # runs were too few.
     least: float
     most: float
-    side: Side
+    side: Side  # The verdict.
+    # The smallest difference that as many blocks, as noisy, would put above the border in 95 of 100 experiments;
+    # infinite without bounds.
     detectable: float = math.inf
 
     @property
@@ -113,30 +94,18 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What came of an experiment.
+    """What came of an experiment."""
 
-    Attributes
-    ----------
-    contrasts
-        Of each arm that was judged, by name.
-    arms
-        The latencies of all arms, in the order taken; the baseline comes first.
-    runs, blocks, loadings
-        Timed runs of each arm, the blocks that they came in, and how often the arms were loaded.
-    looks, planned_looks
-        How often the bounds were computed, and how often they might have been.
-    seconds
-        The time it took.
-    """
-
-    contrasts: Mapping[str, Contrast]
-    arms: Mapping[str, ArmResult]
+    contrasts: Mapping[str, Contrast]  # Of each arm that was judged, by name.
+    arms: Mapping[str, ArmResult]  # The latencies of all arms, in the order taken; the baseline comes first.
+    # Timed runs of each arm, the blocks that they came in, and how often the arms were loaded.
     runs: int
     blocks: int
     loadings: int
+    # How often the bounds were computed, and how often they might have been.
     looks: int
     planned_looks: int
-    seconds: float
+    seconds: float  # The time it took.
 
 
 def run_experiment(

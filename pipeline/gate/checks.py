@@ -24,27 +24,16 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One line of a gate.
+    """One line of a gate."""
 
-    Attributes
-    ----------
-    name
-        `latency`, `drift`, ...; with the shape bucket behind it where there are several.
-    baseline, new, change
-        What was found, in words; "" where there is nothing to say.
-    limit
-        What was asked for; "" for nothing.
-    reason
-        Why it says what it says.
-    """
-
-    name: str
+    name: str  # `latency`, `drift`, ...; with the shape bucket behind it where there are several.
     verdict: Verdict
+    # What was found, in words; "" where there is nothing to say.
     baseline: str
     new: str
     change: str
-    limit: str
-    reason: str
+    limit: str  # What was asked for; "" for nothing.
+    reason: str  # Why it says what it says.
 
 
 def check_latency(found: LatencyComparison, route: str) -> Check:

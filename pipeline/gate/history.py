@@ -27,21 +27,7 @@ _DEVICE_MIN = 5
 
 @dataclass(frozen=True)
 class Regression:
-    """A task beside what it took before.
-
-    Attributes
-    ----------
-    before_us, after_us
-        Medians of its fastest kernel before, and of the same after; of the best after where none was measured twice.
-    ratio
-        How many times as long it takes, over all pairs.
-    least
-        The ratio's lower bound; None where there are too few measurements for any.
-    device_ratio
-        How many times as long all kernels of the device and route take; 1 where they are few.
-    kernels
-        Pairs of measurements.
-    """
+    """A task beside what it took before."""
 
     name: str
     family: str
@@ -49,12 +35,13 @@ class Regression:
     arch: str
     device_name: str
     route: Route
+    # Medians of its fastest kernel before, and of the same after; of the best after where none was measured twice.
     before_us: float
     after_us: float
-    ratio: float
-    least: float | None
-    device_ratio: float
-    kernels: int
+    ratio: float  # How many times as long it takes, over all pairs.
+    least: float | None  # The ratio's lower bound; None where there are too few measurements for any.
+    device_ratio: float  # How many times as long all kernels of the device and route take; 1 where they are few.
+    kernels: int  # Pairs of measurements.
 
     def is_slower(self, threshold: float) -> bool:
         """Whether it surely takes more than `threshold` times as long, the device's own change left out."""

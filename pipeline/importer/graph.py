@@ -12,29 +12,16 @@ from relaxtune.models import OnnxModel, TensorSpec
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """An ONNX graph as a Relax module, with the way back to its ONNX nodes.
+    """An ONNX graph as a Relax module, with the way back to its ONNX nodes."""
 
-    Attributes
-    ----------
-    name
-        Short model name (zoo name or file stem).
-    model
-        The ONNX model as the user gave it: the reference that validation runs, not the normalised one.
-    mod
-        IRModule with one Relax function `main`; its parameters are the ONNX inputs in order, weights are constants.
-    inputs, outputs
-        Signature in ONNX order: names, NumPy dtype names, static sizes or symbol names. `main` returns a tensor for
-        one output and a tuple for several.
-    source_map
-        Relax binding name (the `name_hint` of a variable bound in `main`) -> names of the ONNX nodes it computes.
-    source_sha256
-        Content hash of the ONNX model, weights included.
-    """
-
-    name: str
-    model: OnnxModel
+    name: str  # Short model name (zoo name or file stem).
+    model: OnnxModel  # The ONNX model as the user gave it: the reference that validation runs, not the normalised one.
+    # IRModule with one Relax function `main`; its parameters are the ONNX inputs in order, weights are constants.
     mod: tvm.ir.IRModule
+    # Signature in ONNX order: names, NumPy dtype names, static sizes or symbol names. `main` returns a tensor for one
+    # output and a tuple for several.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    # Relax binding name (the `name_hint` of a variable bound in `main`) -> names of the ONNX nodes it computes.
     source_map: Mapping[str, tuple[str, ...]]
-    source_sha256: str
+    source_sha256: str  # Content hash of the ONNX model, weights included.

@@ -39,23 +39,13 @@ _MAIN_DOMAINS = ("", "ai.onnx")
 
 @dataclass(frozen=True, eq=False)
 class NormalisedGraph:
-    """An ONNX model ready for conversion.
+    """An ONNX model ready for conversion."""
 
-    Attributes
-    ----------
-    proto
-        The model without functions, `Constant` nodes, unnamed or equally named nodes.
-    sources
-        Node name in `proto` -> names of the nodes of the user's graph it stands for.
-    opset
-        Version of the main ONNX operator set.
-    nodes_before, nodes_after
-        Nodes of the main graph as given and as left.
-    """
-
-    proto: onnx.ModelProto
+    proto: onnx.ModelProto  # The model without functions, `Constant` nodes, unnamed or equally named nodes.
+    # Node name in `proto` -> names of the nodes of the user's graph it stands for.
     sources: Mapping[str, tuple[str, ...]]
-    opset: int
+    opset: int  # Version of the main ONNX operator set.
+    # Nodes of the main graph as given and as left.
     nodes_before: int
     nodes_after: int
 

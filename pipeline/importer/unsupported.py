@@ -25,29 +25,16 @@ from relaxtune.pipeline.importer.quiet import quiet_libraries
 
 @dataclass(frozen=True)
 class UnsupportedNode:
-    """A node that cannot be imported.
+    """A node that cannot be imported."""
 
-    Attributes
-    ----------
-    domain, operator, opset
-        What it is; `opset` is the model's version of the domain, None where the model does not say.
-    nodes
-        Names of the nodes of the user's graph that it stands for.
-    inputs
-        `name: dtype[shape]` of each input.
-    reason
-        Why: no converter, or what its converter said.
-    nearest
-        The nearest thing that is supported, or how to go on.
-    """
-
+    # What it is; `opset` is the model's version of the domain, None where the model does not say.
     domain: str
     operator: str
     opset: int | None
-    nodes: tuple[str, ...]
-    inputs: tuple[str, ...]
-    reason: str
-    nearest: str
+    nodes: tuple[str, ...]  # Names of the nodes of the user's graph that it stands for.
+    inputs: tuple[str, ...]  # `name: dtype[shape]` of each input.
+    reason: str  # Why: no converter, or what its converter said.
+    nearest: str  # The nearest thing that is supported, or how to go on.
 
 
 @dataclass(frozen=True)

@@ -20,24 +20,12 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session is made with.
+    """What a session is made with."""
 
-    Attributes
-    ----------
-    level
-        How far its graph is optimised.
-    threads
-        On the CPU; None leaves it to ONNX Runtime.
-    entries
-        Keys and values of its configuration.
-    provider
-        What computes.
-    """
-
-    level: Level
-    threads: int | None = None
-    entries: tuple[tuple[str, str], ...] = ()
-    provider: str = CPU
+    level: Level  # How far its graph is optimised.
+    threads: int | None = None  # On the CPU; None leaves it to ONNX Runtime.
+    entries: tuple[tuple[str, str], ...] = ()  # Keys and values of its configuration.
+    provider: str = CPU  # What computes.
 
 
 @dataclass(frozen=True)
@@ -55,27 +43,13 @@ class Description:
 
 @dataclass(frozen=True)
 class Open:
-    """Asks for a session; answered by the providers that it has.
+    """Asks for a session; answered by the providers that it has."""
 
-    Attributes
-    ----------
-    session
-        Its number.
-    graph
-        A ModelProto whose large weights are elsewhere.
-    weights_key
-        The number of these weights: sessions with the same one share them.
-    weights
-        Where they lie.
-    settings
-        What it is made with.
-    """
-
-    session: int
-    graph: bytes
-    weights_key: int
-    weights: ArraysPlace
-    settings: Settings
+    session: int  # Its number.
+    graph: bytes  # A ModelProto whose large weights are elsewhere.
+    weights_key: int  # The number of these weights: sessions with the same one share them.
+    weights: ArraysPlace  # Where they lie.
+    settings: Settings  # What it is made with.
 
 
 @dataclass(frozen=True)

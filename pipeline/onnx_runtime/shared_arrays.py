@@ -26,21 +26,11 @@ class Place:
 
 @dataclass(frozen=True)
 class ArraysPlace:
-    """What another process needs to read arrays.
+    """What another process needs to read arrays."""
 
-    Attributes
-    ----------
-    path
-        A file; one in memory is seen under the process that has it open.
-    size
-        Its bytes.
-    places
-        Where each array lies in it.
-    """
-
-    path: str
-    size: int
-    places: tuple[Place, ...]
+    path: str  # A file; one in memory is seen under the process that has it open.
+    size: int  # Its bytes.
+    places: tuple[Place, ...]  # Where each array lies in it.
 
 
 class SharedArrays:

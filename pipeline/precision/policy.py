@@ -34,33 +34,16 @@ _GROUP_STEP = 32
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What tensors are held in.
+    """What tensors are held in."""
 
-    Attributes
-    ----------
-    name
-        As it is asked for.
-    weights
-        Of matmuls: a dtype, "tf32", or "int8", "uint8" and "uint4" for quantised ones.
-    activations
-        What matmuls and convolutions read.
-    accumulators
-        What sums of products are kept in.
-    norms
-        What norms and softmax compute in.
-    group_size
-        Neighbouring weights along K that share a scale, 0 for all of a column; None where nothing is quantised.
-    scale_dtype
-        Of the scales; None where nothing is quantised.
-    """
-
-    name: str
-    weights: str
-    activations: str
-    accumulators: str = "float32"
-    norms: str = "float32"
+    name: str  # As it is asked for.
+    weights: str  # Of matmuls: a dtype, "tf32", or "int8", "uint8" and "uint4" for quantised ones.
+    activations: str  # What matmuls and convolutions read.
+    accumulators: str = "float32"  # What sums of products are kept in.
+    norms: str = "float32"  # What norms and softmax compute in.
+    # Neighbouring weights along K that share a scale, 0 for all of a column; None where nothing is quantised.
     group_size: int | None = None
-    scale_dtype: str | None = None
+    scale_dtype: str | None = None  # Of the scales; None where nothing is quantised.
 
     @property
     def half(self) -> str | None:
@@ -80,33 +63,22 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """What an artifact's tensors are held in.
+    """What an artifact's tensors are held in."""
 
-    Attributes
-    ----------
-    name
-        Of the policy; `AS_GIVEN` for a graph that is not in float32 and was compiled as it is.
-    weights, activations, accumulators, norms, group_size, scale_dtype
-        See `pipeline.precision.policy.PrecisionPolicy`.
-    kv_cache
-        Of the inputs that hold keys and values of tokens before; "none" where there are none.
-    quantised_nodes
-        Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are. Under int8:
-        of those computed in integers.
-    float_nodes
-        Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits);
-        empty under other policies.
-    """
-
-    name: str
+    name: str  # Of the policy; `AS_GIVEN` for a graph that is not in float32 and was compiled as it is.
+    # These and the group size and dtype of scales below are `PrecisionPolicy`'s.
     weights: str
     activations: str
     accumulators: str
     norms: str
-    kv_cache: str
+    kv_cache: str  # Of the inputs that hold keys and values of tokens before; "none" where there are none.
     group_size: int | None = None
     scale_dtype: str | None = None
+    # Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are. Under int8: of
+    # those computed in integers.
     quantised_nodes: tuple[str, ...] = ()
+    # Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits);
+    # empty under other policies.
     float_nodes: tuple[str, ...] = ()
 
     @property

@@ -48,27 +48,14 @@ _SAMPLES = 2
 
 @dataclass(frozen=True)
 class Rebuild:
-    """An artifact made again.
+    """An artifact made again."""
 
-    Attributes
-    ----------
-    kernels
-        How many there are, those of shape buckets included.
-    changed
-        What is not the same and shapes the code or the results: kernels by their hashes, weights, outputs.
-    noted
-        What is not the same and need not: versions, notes of passes.
-    same_files
-        File -> whether it has the same bytes.
-    outputs
-        Both on the same inputs; None where the device is not here.
-    """
-
-    kernels: int
+    kernels: int  # How many there are, those of shape buckets included.
+    # What is not the same and shapes the code or the results: kernels by their hashes, weights, outputs.
     changed: tuple[Difference, ...]
-    noted: tuple[Difference, ...]
-    same_files: Mapping[str, bool]
-    outputs: tuple[OutputDrift, ...] | None
+    noted: tuple[Difference, ...]  # What is not the same and need not: versions, notes of passes.
+    same_files: Mapping[str, bool]  # File -> whether it has the same bytes.
+    outputs: tuple[OutputDrift, ...] | None  # Both on the same inputs; None where the device is not here.
 
     @property
     def same(self) -> bool:

@@ -28,27 +28,14 @@ _SECONDS = 0.7
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates seen on a device.
+    """The highest rates seen on a device."""
 
-    Attributes
-    ----------
-    device
-        Product name.
-    flops_per_s
-        Dtype of a matmul's operands -> FLOP/s of a large matmul.
-    bytes_per_s
-        Bytes read plus written each second by a large copy; None if unknown.
-    launch_us
-        What the smallest kernel takes inside a CUDA graph; None if unknown.
-    source
-        How they were measured, for people.
-    """
-
-    device: str
+    device: str  # Product name.
+    # Dtype of a matmul's operands -> FLOP/s of a large matmul.
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    bytes_per_s: float | None = None
-    launch_us: float | None = None
-    source: str = ""
+    bytes_per_s: float | None = None  # Bytes read plus written each second by a large copy; None if unknown.
+    launch_us: float | None = None  # What the smallest kernel takes inside a CUDA graph; None if unknown.
+    source: str = ""  # How they were measured, for people.
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON data, as `read_ceilings` takes it."""

@@ -81,24 +81,14 @@ class KernelChange:
 
 @dataclass(frozen=True)
 class ReportDiff:
-    """Two builds beside each other.
+    """Two builds beside each other."""
 
-    Attributes
-    ----------
-    before, after
-        Their reports.
-    changes
-        What changed most in time first.
-    buckets
-        The same of the code of each shape bucket that both have.
-    notes
-        What a reader must know: times of two devices, other targets, kernels without a time, buckets of one alone.
-    """
-
+    # Their reports.
     before: Report
     after: Report
-    changes: tuple[KernelChange, ...]
-    buckets: tuple[ReportDiff, ...]
+    changes: tuple[KernelChange, ...]  # What changed most in time first.
+    buckets: tuple[ReportDiff, ...]  # The same of the code of each shape bucket that both have.
+    # What a reader must know: times of two devices, other targets, kernels without a time, buckets of one alone.
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:

@@ -38,52 +38,34 @@ class TimeSource(StrEnum):
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel of a model.
+    """One kernel of a model."""
 
-    Attributes
-    ----------
-    name, family, onnx_nodes
-        The PrimFunc, its operator family, and the ONNX nodes behind it.
-    calls
-        How often one inference runs it.
-    route, record_id, note
-        How it was made, the record behind it, and what the compiler says of it.
-    time_us, time_source
-        One call; None when it was never measured.
-    share
-        Its part of the time of all kernels whose time is known.
-    flops, bytes, dtype
-        Work and traffic of one call, and the dtype of its first float parameter; None where unknown.
-    registers, smem_bytes, spill_bytes
-        From the record, where it has them.
-    compute_use, bandwidth_use
-        Rates over the ceilings. Bandwidth above 1 means that data came from a cache.
-    bottleneck
-        None without time or ceilings.
-    kernel_hash
-        Of the scheduled kernel: equal in two builds, they hold the same one.
-    """
-
+    # The PrimFunc, its operator family, and the ONNX nodes behind it.
     name: str
     family: str | None
     onnx_nodes: tuple[str, ...]
-    calls: int
+    calls: int  # How often one inference runs it.
+    # How it was made, the record behind it, and what the compiler says of it.
     route: str
     record_id: int | None
     note: str = ""
+    # One call; None when it was never measured.
     time_us: float | None = None
     time_source: TimeSource | None = None
-    share: float | None = None
+    share: float | None = None  # Its part of the time of all kernels whose time is known.
+    # Work and traffic of one call, and the dtype of its first float parameter; None where unknown.
     flops: float | None = None
     bytes: float | None = None
     dtype: str | None = None
+    # From the record, where it has them.
     registers: int | None = None
     smem_bytes: int | None = None
     spill_bytes: int | None = None
+    # Rates over the ceilings. Bandwidth above 1 means that data came from a cache.
     compute_use: float | None = None
     bandwidth_use: float | None = None
-    bottleneck: Bottleneck | None = None
-    kernel_hash: str | None = None
+    bottleneck: Bottleneck | None = None  # None without time or ceilings.
+    kernel_hash: str | None = None  # Of the scheduled kernel: equal in two builds, they hold the same one.
 
     @property
     def total_us(self) -> float | None:

@@ -38,24 +38,16 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Profile:
-    """What an artifact takes on the device that is here.
+    """What an artifact takes on the device that is here."""
 
-    Attributes
-    ----------
-    device
-        Its name.
-    kernels_us, model_us
-        Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians.
-    observed_bytes
-        What of a GPU's memory was taken between before the module was loaded and after it had run, by the device's own
-        count: weights, planned storage, code, what a captured graph keeps, and the rounding of it all. Nothing is given
-        back meanwhile, so that it is the peak; other processes on the device count too. None on a CPU, and where the
-        module was not run.
-    """
-
-    device: str
+    device: str  # Its name.
+    # Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians.
     kernels_us: Mapping[str, float]
     model_us: float | None
+    # What of a GPU's memory was taken between before the module was loaded and after it had run, by the device's own
+    # count: weights, planned storage, code, what a captured graph keeps, and the rounding of it all. Nothing is given
+    # back meanwhile, so that it is the peak; other processes on the device count too. None on a CPU, and where the
+    # module was not run.
     observed_bytes: int | None
 
 

@@ -12,17 +12,11 @@ from relaxtune.tuning_db.store import TuningDatabase
 
 @dataclass(frozen=True)
 class Progress:
-    """How an artifact came to be, and where it stands.
+    """How an artifact came to be, and where it stands."""
 
-    Attributes
-    ----------
-    curve
-        (seconds since the job began, microseconds of all calls of all kernels by the best known then).
-    arms
-        The last benchmark on each device: the artifact, and peers that took turns with it.
-    """
-
+    # (seconds since the job began, microseconds of all calls of all kernels by the best known then).
     curve: tuple[tuple[float, float], ...] = ()
+    # The last benchmark on each device: the artifact, and peers that took turns with it.
     arms: tuple[ArmSummary, ...] = ()
 
     def to_json(self) -> Mapping[str, object]:

@@ -23,20 +23,12 @@ FAILED = "the artifact failed validation"
 
 @dataclass(frozen=True)
 class Limits:
-    """What an artifact keeps to, else it stays in `DIR.rejected`.
+    """What an artifact keeps to, else it stays in `DIR.rejected`."""
 
-    Attributes
-    ----------
-    max_latency_ms
-        Median latency of the whole model; None sets no limit.
-    max_slowdown
-        By which share the model may take longer than the artifact that was accepted before; None does not compare.
-    rtol, atol
-        What may differ from ONNX Runtime; None takes the table of tolerances.
-    """
-
-    max_latency_ms: float | None = None
+    max_latency_ms: float | None = None  # Median latency of the whole model; None sets no limit.
+    # By which share the model may take longer than the artifact that was accepted before; None does not compare.
     max_slowdown: float | None = None
+    # What may differ from ONNX Runtime; None takes the table of tolerances.
     rtol: float | None = None
     atol: float | None = None
 

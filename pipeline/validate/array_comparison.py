@@ -25,22 +25,13 @@ _PART = 16 * _BLOCK
 
 @dataclass(frozen=True)
 class Movement:
-    """How far an output of the reference moves when it rounds otherwise, the most of several answers.
+    """How far an output of the reference moves when it rounds otherwise, the most of several answers."""
 
-    Attributes
-    ----------
-    largest, mean
-        Absolute changes over the elements that are finite in both.
-    apart
-        Share of the elements that move by more than the table of tolerances allows.
-    ties
-        Whether the graph has quantisers: a value beside a tie takes one step or the other.
-    """
-
+    # Absolute changes over the elements that are finite in both.
     largest: float = 0.0
     mean: float = 0.0
-    apart: float = 0.0
-    ties: bool = False
+    apart: float = 0.0  # Share of the elements that move by more than the table of tolerances allows.
+    ties: bool = False  # Whether the graph has quantisers: a value beside a tie takes one step or the other.
 
     def joined(self, other: Movement) -> Movement:
         """Return the greater of both, measure by measure."""
@@ -63,50 +54,30 @@ def movement(expected: np.ndarray, moved: np.ndarray, tolerance: Tolerance, *, t
 
 @dataclass(frozen=True)
 class SampleComparison:
-    """One output of one sample.
+    """One output of one sample."""
 
-    Attributes
-    ----------
-    sample
-        Its number.
-    passed, reason
-        Whether it is within tolerance; if not, why, in words.
-    max_abs, mean_abs, max_rel, mean_rel
-        Errors over the elements that are finite in both.
-    cosine
-        Between the two outputs as vectors; None when one of them is all zero.
-    required_atol
-        The smallest `atol` that would have passed with the `rtol` used.
-    required_rtol
-        The smallest `rtol` that would have passed with the `atol` used.
-    required_factor
-        The smallest factor of both tolerances that would have passed: above 1 the sample fails. None where elements are
-        NaN or infinite in one of the two only, or must be equal and are not: no factor would do.
-    apart
-        Share of the elements that are off by more than the table of tolerances allows.
-    movement
-        How far the reference itself moves when it rounds otherwise, where the output was allowed 4 times that.
-    histogram
-        How many elements have an error of at most each of `HISTOGRAM_EDGES` times what they are allowed, each counted
-        once, in the first bin it fits; a last bin has those above all edges and those that are not finite.
-    argmax_agreement
-        Share of rows whose largest element is in the same place; None for outputs that are not floats or have no rows.
-    """
-
-    sample: int
+    sample: int  # Its number.
+    # Whether it is within tolerance; if not, why, in words.
     passed: bool
     reason: str
+    # Errors over the elements that are finite in both.
     max_abs: float = 0.0
     mean_abs: float = 0.0
     max_rel: float = 0.0
     mean_rel: float = 0.0
-    cosine: float | None = None
-    required_atol: float = 0.0
-    required_rtol: float = 0.0
+    cosine: float | None = None  # Between the two outputs as vectors; None when one of them is all zero.
+    required_atol: float = 0.0  # The smallest `atol` that would have passed with the `rtol` used.
+    required_rtol: float = 0.0  # The smallest `rtol` that would have passed with the `atol` used.
+    # Share of rows whose largest element is in the same place; None for outputs that are not floats or have no rows.
     argmax_agreement: float | None = None
+    # The smallest factor of both tolerances that would have passed: above 1 the sample fails. None where elements are
+    # NaN or infinite in one of the two only, or must be equal and are not: no factor would do.
     required_factor: float | None = None
+    # How many elements have an error of at most each of `HISTOGRAM_EDGES` times what they are allowed, each counted
+    # once, in the first bin it fits; a last bin has those above all edges and those that are not finite.
     histogram: tuple[int, ...] = ()
-    apart: float = 0.0
+    apart: float = 0.0  # Share of the elements that are off by more than the table of tolerances allows.
+    # How far the reference itself moves when it rounds otherwise, where the output was allowed 4 times that.
     movement: Movement = STILL
 
 
@@ -170,38 +141,25 @@ def compare_arrays(
 
 @dataclass
 class _Seen:
-    """What is known of an output so far, block by block; see `SampleComparison`.
+    """What is known of an output so far, block by block; see `SampleComparison`."""
 
-    Attributes
-    ----------
-    broken, lost
-        Elements that are not finite where the reference is, and that are not the reference's NaN or infinity.
-    count
-        Elements that are finite in both; the sums and maxima are of them.
-    beyond_rtol
-        The largest part of an error that the relative tolerance does not allow, at least 0.
-    apart
-        How many have an error that would not be allowed if nothing was forgiven.
-    share_max, forbidden
-        The largest error in units of what is allowed; whether one differs where nothing is.
-    within
-        How many have an error of at most each of `HISTOGRAM_EDGES` times what they are allowed.
-    """
-
+    # Elements that are not finite where the reference is, and that are not the reference's NaN or infinity.
     broken: int = 0
     lost: int = 0
-    count: int = 0
+    count: int = 0  # Elements that are finite in both; the sums and maxima are of them.
     error_max: float = 0.0
     error_sum: float = 0.0
     relative_max: float = 0.0
     relative_sum: float = 0.0
-    beyond_rtol: float = 0.0
+    beyond_rtol: float = 0.0  # The largest part of an error that the relative tolerance does not allow, at least 0.
     required_rtol: float = 0.0
-    apart: int = 0
+    apart: int = 0  # How many have an error that would not be allowed if nothing was forgiven.
+    # The largest error in units of what is allowed; whether one differs where nothing is.
     share_max: float = 0.0
     forbidden: bool = False
     squares: tuple[float, float] = (0.0, 0.0)
     product: float = 0.0
+    # How many have an error of at most each of `HISTOGRAM_EDGES` times what they are allowed.
     within: np.ndarray = field(default_factory=lambda: np.zeros(len(HISTOGRAM_EDGES), np.int64))
 
     def add(self, wanted: np.ndarray, found: np.ndarray, rtol: float, atol: float, forgiven: float) -> None:

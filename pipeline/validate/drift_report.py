@@ -19,35 +19,22 @@ class DataSource:
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """One float output over all samples, elements that are finite in both.
-
-    Attributes
-    ----------
-    kind
-        "logits" or "embedding".
-    max_abs, max_rel
-        Largest error, and largest error relative to the original's root mean square.
-    cosine
-        Of the whole outputs as vectors, the lowest over the samples; None where one is all zero.
-    row_cosine_mean, row_cosine_min
-        Of vectors along the last axis; None for outputs without one.
-    argmax_agreement, kl_mean, kl_max
-        For logits; None for others.
-    broken
-        Elements that are NaN or infinite where the original is finite.
-    """
+    """One float output over all samples, elements that are finite in both."""
 
     name: str
-    kind: str
+    kind: str  # "logits" or "embedding".
+    # Largest error, and largest error relative to the original's root mean square.
     max_abs: float
     max_rel: float
-    cosine: float | None
+    cosine: float | None  # Of the whole outputs as vectors, the lowest over the samples; None where one is all zero.
+    # Of vectors along the last axis; None for outputs without one.
     row_cosine_mean: float | None
     row_cosine_min: float | None
+    # For logits; None for others.
     argmax_agreement: float | None
     kl_mean: float | None
     kl_max: float | None
-    broken: int
+    broken: int  # Elements that are NaN or infinite where the original is finite.
 
 
 @dataclass(frozen=True)
@@ -62,21 +49,11 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The distance from the original.
+    """The distance from the original."""
 
-    Attributes
-    ----------
-    precision
-        Name of the artifact's policy, None where the graph's own dtypes were kept.
-    original
-        What computed the original.
-    data
-        What was run.
-    """
-
-    precision: str | None
-    original: str
-    data: tuple[DataSource, ...]
+    precision: str | None  # Name of the artifact's policy, None where the graph's own dtypes were kept.
+    original: str  # What computed the original.
+    data: tuple[DataSource, ...]  # What was run.
     outputs: tuple[OutputDrift, ...]
     perplexity: Perplexity | None = None
 

@@ -36,15 +36,7 @@ _Latencies = tuple[float, ...]
 
 @dataclass(frozen=True)
 class TaskChange:
-    """What one route took for a task on one device before and after.
-
-    Attributes
-    ----------
-    same_kernels
-        Whether each pair is one kernel that was measured on both sides; else there is one pair, the best of both.
-    before_us, after_us
-        Pairs of raw latencies, those of the fastest kernel first.
-    """
+    """What one route took for a task on one device before and after."""
 
     name: str
     family: str
@@ -52,7 +44,9 @@ class TaskChange:
     arch: str
     device_name: str
     route: Route
+    # Whether each pair is one kernel that was measured on both sides; else there is one pair, the best of both.
     same_kernels: bool
+    # Pairs of raw latencies, those of the fastest kernel first.
     before_us: tuple[_Latencies, ...]
     after_us: tuple[_Latencies, ...]
 

@@ -21,57 +21,32 @@ from relaxtune.tuning_db.store import TuningDatabase, question
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """What a job measured of one task.
-
-    Attributes
-    ----------
-    name, family, workload_hash, signature, flops, bytes
-        The task; FLOPs and bytes of one call.
-    weight
-        Calls in the model.
-    seconds, valid, failed
-        What its search took, and its candidates.
-    best_us
-        Of a call; None where nothing valid was measured.
-    """
+    """What a job measured of one task."""
 
     name: str
     family: str
     workload_hash: str
-    weight: int
-    seconds: float
-    valid: int
+    weight: int  # Calls in the model.
+    seconds: float  # Of its search.
+    valid: int  # Candidates that were right, and those that were not.
     failed: int
-    best_us: float | None
+    best_us: float | None  # Of a call; None where nothing valid was measured.
     signature: str
-    flops: float
+    flops: float  # Of one call, as its bytes.
     bytes: float
 
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How a job came on.
+    """How a job came on."""
 
-    Attributes
-    ----------
-    tasks
-        What takes most of the model's time first; tasks without a time are last.
-    curve
-        (seconds since the job began, microseconds of all calls of the tasks with a time, each by its best kernel then).
-        It begins when the last of these tasks got its first time.
-    by_status
-        Status -> candidates.
-    candidate_s
-        Seconds of building and measuring all candidates, which may overlap.
-    devices
-        Names of the devices that measured.
-    """
-
-    tasks: tuple[TaskProgress, ...]
+    tasks: tuple[TaskProgress, ...]  # What takes most of the model's time first; tasks without a time are last.
+    # (seconds since the job began, microseconds of all calls of the tasks with a time, each by its best kernel then).
+    # It begins when the last of these tasks got its first time.
     curve: tuple[tuple[float, float], ...]
-    by_status: Mapping[Status, int]
-    candidate_s: float
-    devices: tuple[str, ...] = ()
+    by_status: Mapping[Status, int]  # Status -> candidates.
+    candidate_s: float  # Seconds of building and measuring all candidates, which may overlap.
+    devices: tuple[str, ...] = ()  # Names of the devices that measured.
 
 
 @dataclass(frozen=True)

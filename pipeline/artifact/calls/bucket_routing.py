@@ -40,20 +40,11 @@ class BucketCount:
 
 @dataclass(frozen=True)
 class RouteStatistics:
-    """What became of the calls of a module since it was loaded.
+    """What became of the calls of a module since it was loaded."""
 
-    Attributes
-    ----------
-    buckets
-        Counts of each bucket.
-    slow_path
-        Calls that no bucket took; they ran with symbolic shapes.
-    given, computed
-        Elements (products of the bucketed axes' sizes) that calls to buckets had, and that were computed for them.
-    """
-
-    buckets: tuple[BucketCount, ...] = ()
-    slow_path: int = 0
+    buckets: tuple[BucketCount, ...] = ()  # Counts of each bucket.
+    slow_path: int = 0  # Calls that no bucket took; they ran with symbolic shapes.
+    # Elements (products of the bucketed axes' sizes) that calls to buckets had, and that were computed for them.
     given: int = 0
     computed: int = 0
 

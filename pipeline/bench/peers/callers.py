@@ -22,18 +22,10 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Caller:
-    """One caller of a model, with inputs of its own where the library reads them.
+    """One caller of a model, with inputs of its own where the library reads them."""
 
-    Attributes
-    ----------
-    run
-        Computes once and returns when the outputs are there.
-    outputs
-        Returns those of the last run, by name.
-    """
-
-    run: Call
-    outputs: Callable[[], Mapping[str, np.ndarray]]
+    run: Call  # Computes once and returns when the outputs are there.
+    outputs: Callable[[], Mapping[str, np.ndarray]]  # Returns those of the last run, by name.
 
 
 class Peer(Protocol):
@@ -49,36 +41,16 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class PeerOrder:
-    """What a peer's process is asked for.
+    """What a peer's process is asked for."""
 
-    Attributes
-    ----------
-    peer
-        Its name, as `--against` has it.
-    model
-        The ONNX file.
-    kind
-        The kind of device: `llvm` is the CPU.
-    threads
-        CPU threads of one caller.
-    streams
-        Callers at once.
-    outputs
-        Their names, in the model's order.
-    factory
-        `MODULE:FACTORY` or `FILE.py:FACTORY`, which returns the `torch.nn.Module`.
-    tf32
-        Whether float32 matmuls may be computed in TF32.
-    """
-
-    peer: str
-    model: str
-    kind: str
-    threads: int
-    streams: int
-    outputs: tuple[str, ...]
-    factory: str | None = None
-    tf32: bool = False
+    peer: str  # Its name, as `--against` has it.
+    model: str  # The ONNX file.
+    kind: str  # The kind of device: `llvm` is the CPU.
+    threads: int  # CPU threads of one caller.
+    streams: int  # Callers at once.
+    outputs: tuple[str, ...]  # Their names, in the model's order.
+    factory: str | None = None  # `MODULE:FACTORY` or `FILE.py:FACTORY`, which returns the `torch.nn.Module`.
+    tf32: bool = False  # Whether float32 matmuls may be computed in TF32.
 
 
 def timed_ms(run: Call) -> float:
