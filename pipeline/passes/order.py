@@ -51,8 +51,6 @@ from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
 from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
 from relaxtune.pipeline.passes.sum_in_blocks import sum_in_blocks
-from relaxtune.pipeline.passes.symbolic.check_sizes_early import check_sizes_early
-from relaxtune.pipeline.passes.symbolic.count_along_inputs import count_along_inputs
 from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
 from relaxtune.pipeline.passes.symbolic.keep_sizes_apart import keep_sizes_apart
 from relaxtune.pipeline.passes.symbolic.repeat_positions import repeat_positions
@@ -74,7 +72,6 @@ def lowering_steps() -> tuple[Step, ...]:
     return (
         # 0 canonicalise
         Step(Phase.CANONICALISE, "name_bindings", name_bindings, "every report finds its ONNX nodes by these names"),
-        Step(Phase.CANONICALISE, "check_sizes_early", check_sizes_early),
         Step(Phase.CANONICALISE, "canonicalise_bindings", stock(relax_pass.CanonicalizeBindings())),
         Step(Phase.CANONICALISE, "fill_empty", fill_empty),
         Step(Phase.CANONICALISE, "recognise_norms", recognise_norms),
@@ -118,7 +115,6 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "quantise_weights", quantise_weights, makes_precision=True),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         Step(Phase.PATTERNS, "turn_weights", turn_weights),
-        Step(Phase.PATTERNS, "count_along_inputs", count_along_inputs),
         # 5 legalise
         Step(Phase.LEGALISE, "dispatch_sampling", stock(backend.DispatchSampling()), _CODE_GENERATOR),
         Step(Phase.LEGALISE, "dispatch_sort_scan", stock(backend.DispatchSortScan()), _CODE_GENERATOR),

@@ -12,7 +12,6 @@ from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, is_co
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, pattern_of, rewrite
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.symbolic.count_along_inputs import COUNT_ATTR
 from relaxtune.pipeline.passes.symbolic.tables import TABLE_ATTR
 from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, call_names
 
@@ -80,8 +79,9 @@ def _positions(mod: tvm.ir.IRModule) -> Mapping[relax.Var, _Position]:
         if called is None or sizes_of(binding.var) is None or pattern_of(mod[called]) > INJECTIVE:
             continue
         function = mod[called]
-        fields = () if COUNT_ATTR in function.attrs else binding.value.args[1].fields
-        operands = [one for one in fields if not is_constant(one) and not tvm.ir.is_prim_expr(one)]
+        operands = [
+            one for one in binding.value.args[1].fields if not is_constant(one) and not tvm.ir.is_prim_expr(one)
+        ]
         if not all(one in found for one in operands):
             continue
         # Of a table, the positions count: what is computed where it ends is not.

@@ -62,7 +62,7 @@ def test_a_size_beside_an_output_of_that_size_agrees_with_onnx_runtime() -> None
 
 
 def test_without_the_pass_tvm_refuses_the_group() -> None:
-    options = LoweringOptions(disabled_passes=frozenset({"keep_sizes_apart", "count_along_inputs"}))
+    options = LoweringOptions(disabled_passes=frozenset({"keep_sizes_apart"}))
     with pytest.raises(LoweringError, match="fuse_tir"):
         lower(import_model(padding_of_a_step()), resolve_target("llvm").target, options)
 
@@ -128,11 +128,10 @@ def mask_of_heads() -> OnnxModel:
     return make_model(nodes, inputs, {"y": ("float32", ("batch", 2, "count", "past + count"))}, constants)
 
 
-def test_a_size_stays_where_an_input_of_the_group_has_the_axis_that_its_output_has() -> None:
-    """The batch of the reshape is the mask's, which is read on the way."""
+def test_a_size_beside_a_count_of_no_input_is_a_kernel_of_its_own() -> None:
     model = mask_of_heads()
     lowered = lower(import_model(model), resolve_target("llvm").target)
-    assert sum(map(len, lowered.kernels.values())) == 1
+    assert sum(map(len, lowered.kernels.values())) == 3
     generator = np.random.default_rng(0)
     for batch, past, count in ((1, 3, 1), (3, 2, 4)):
         feeds = {
@@ -144,15 +143,10 @@ def test_a_size_stays_where_an_input_of_the_group_has_the_axis_that_its_output_h
         assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("rows", "disabled", "kernels"), [(False, "", 1), (True, "", 1), (True, "count_along_inputs", 2)]
-)
-def test_a_size_is_part_of_the_kernel_that_reads_it_unless_an_axis_is_of_no_input(
-    rows: bool, disabled: str, kernels: int
-) -> None:
+@pytest.mark.parametrize(("rows", "kernels"), [(False, 1), (True, 2)])
+def test_a_size_is_part_of_the_kernel_that_reads_it_unless_an_axis_is_of_no_input(rows: bool, kernels: int) -> None:
     model = place_of_a_step(rows=rows)
-    options = LoweringOptions(disabled_passes=frozenset({disabled} - {""}))
-    lowered = lower(import_model(model), resolve_target("llvm").target, options)
+    lowered = lower(import_model(model), resolve_target("llvm").target)
     assert sum(map(len, lowered.kernels.values())) == kernels
     for batch, length, tokens in ((1, 1, 1), (2, 6, 3)):
         feeds = {"ids": np.zeros((batch, tokens), "int64"), "past": np.zeros((batch, length, 4), "float32")}
