@@ -1,8 +1,13 @@
-"""The CPU rule for every function that no other rule takes: valid and modest.
+"""The CPU rules for functions of data-parallel blocks, and for every function that no other rule takes.
 
-Data-parallel blocks are inlined and scheduled as in `elementwise`; a reduction gets its data-parallel loops fused and
-parallel, and keeps its reduction loops serial inside, where LLVM may vectorise them. Anything that is not a plain
-loop nest over one store (sorts, scans, extern calls) stays as it came, which is valid code already.
+1. Data-parallel blocks are inlined into their readers. A block of costly calls that is read twice stays apart.
+2. Each remaining one: outer loops fused and parallel, innermost elements in vectors of the target's width.
+3. A reduction gets its data-parallel loops fused and parallel, and keeps its reduction loops serial inside, where LLVM
+   may vectorise them. Anything that is not a plain loop nest over one store (sorts, scans, extern calls) stays as it
+   came, which is valid code already.
+
+Reads that are not contiguous along the last output axis (a transpose's) become per-lane loads: the vector unit
+still computes and stores, and the writes stay contiguous.
 """
 
 from __future__ import annotations
@@ -42,6 +47,33 @@ class Generic(CpuRule):
             elif block.is_reduction:
                 schedule_reduction_plainly(sch, block)
         return sch
+
+
+class Elementwise(Generic):
+    """Functions in which every block is data parallel; it goes first, so that no other rule looks at them."""
+
+    name = "cpu-elementwise"
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return the schedule, None when a block reduces or is opaque."""
+        sch = Schedule(func)
+        blocks = list_blocks(sch)
+        fits = bool(blocks) and all(block.is_spatial and is_canonical(sch, block) for block in blocks)
+        return super().apply(func, target, tunable) if fits else None
+
+
+class Plain(CpuRule):
+    """Every function as it came: valid, serial code.
+
+    It takes functions in which TVM's own schedule primitives fail: fused loops over sums of symbolic sizes, for
+    instance, which TVM cannot prove to divide one another.
+    """
+
+    name = "cpu-plain"
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return the function unchanged; None only for a target that is no CPU."""
+        return Schedule(func) if self.is_target_available(target) else None
 
 
 def schedule_reduction_plainly(sch: Schedule, block: ScheduledBlock) -> None:

@@ -28,7 +28,7 @@ def narrow_partitioned(mod: IRModule) -> IRModule:
     are, and so does the module when there is nothing to narrow.
     """
     narrowed = {
-        var: _narrow(func)
+        var: tvm.tirx.transform.ForceNarrowIndexToInt32()(IRModule({"main": func}))["main"]
         for var, func in mod.functions_items()
         if isinstance(func, PrimFunc) and _asks_for_partition(func) and _fits(func)
     }
@@ -38,10 +38,6 @@ def narrow_partitioned(mod: IRModule) -> IRModule:
     for var, func in narrowed.items():
         result[var] = func
     return result
-
-
-def _narrow(func: PrimFunc) -> PrimFunc:
-    return tvm.tirx.transform.ForceNarrowIndexToInt32()(IRModule({"main": func}))["main"]
 
 
 def _asks_for_partition(func: PrimFunc) -> bool:

@@ -59,7 +59,7 @@ class RowReduction(CpuRule):
         rows = count_shared_rows(sch, blocks)
         if rows == 0 or not any(block.is_reduction for block in blocks):
             return None
-        if [block.name for block in _sinks(sch, blocks)] != [blocks[-1].name]:
+        if [block.name for block in blocks if not sch.get_consumers(block.rv)] != [blocks[-1].name]:
             return None
         limits = cpu_limits(target)
         lanes = [split_lanes(sch, block, limits) for block in blocks if block.is_reduction]
@@ -133,10 +133,6 @@ def _steps_by_one(index: tirx.Expr, axis: tirx.Var) -> bool:
     return bool(index.same_as(axis)) or (
         isinstance(index, tirx.Add) and index.b.same_as(axis) and axis not in used_vars(index.a)
     )
-
-
-def _sinks(sch: Schedule, blocks: list[ScheduledBlock]) -> list[ScheduledBlock]:
-    return [block for block in blocks if not sch.get_consumers(block.rv)]
 
 
 def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits, in_lanes: list[SBlockRV]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Var
-from tvm.ir.expr import TensorLoad
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
@@ -165,7 +164,8 @@ def isolate(
         else:
             sch.compute_inline(crop)
     elif force_pack or not con.contiguous:
-        pack = sch.cache_read(block.rv, _read_index(sch, block.rv, con.right), "global")
+        right = next(at for at, read in enumerate(sch.get(block.rv).reads) if read.source.same_as(con.right.source))
+        pack = sch.cache_read(block.rv, right, "global")
     if pack is not None and not con.contiguous:
         _put_column_last(sch, con, pack)
     if epilogue is None:
@@ -320,8 +320,3 @@ def _parallelize(sch: Schedule, con: TiledContraction, loops: _Loops, limits: Cp
 def _jobs(sch: Schedule, loops: list[LoopRV]) -> float:
     extents = [static_extent(sch.get(loop).extent) for loop in loops]
     return math.prod(math.inf if extent is None else extent for extent in extents)
-
-
-def _read_index(sch: Schedule, rv: SBlockRV, load: TensorLoad) -> int:
-    reads = sch.get(rv).reads
-    return next(index for index, read in enumerate(reads) if read.source.same_as(load.source))

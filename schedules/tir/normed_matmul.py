@@ -196,7 +196,9 @@ class _Builder:
                 if isinstance(expr, tirx.Var):
                     return at.get(expr, expr)
                 if isinstance(expr, TensorLoad):
-                    return self._input_of(expr.source)(*(visit(index) for index in expr.indices))
+                    inputs = self.inputs.items()
+                    source = next(one for at, one in inputs if self._func.params[at].same_as(expr.source))
+                    return source(*(visit(index) for index in expr.indices))
                 return rebuild(expr, visit)
 
             return visit(epilogue.value)
@@ -209,9 +211,6 @@ class _Builder:
         if group is not None:
             outputs.insert(0, partial_sums(result, group))
         return te.create_prim_func([*inputs, *self._more, *outputs], index_dtype_override="int64")
-
-    def _input_of(self, buffer: tirx.Var) -> te.Tensor:
-        return next(tensor for place, tensor in self.inputs.items() if self._func.params[place].same_as(buffer))
 
     def _product(self) -> te.Tensor:
         m = self._matmul

@@ -12,7 +12,7 @@ from tvm.script import ir as I
 from tvm.script import tirx as T
 
 from relaxtune.schedules import fallback
-from relaxtune.schedules.cpu.elementwise import Elementwise
+from relaxtune.schedules.cpu.generic import Elementwise
 from relaxtune.schedules.errors import TargetError, UnscheduledError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules, rules_for
 from relaxtune.schedules.marks import is_scheduled

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.whole_models.kernel_hashes import GRAPH, default_models, differences, parse_case, write
 from relaxtune.schedules import fallback
-from relaxtune.schedules.cpu.plain import Plain
+from relaxtune.schedules.cpu.generic import Plain
 
 
 def test_default_models_are_of_the_whole_zoo_and_parse() -> None:

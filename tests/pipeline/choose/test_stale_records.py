@@ -11,7 +11,7 @@ from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules import fallback
-from relaxtune.schedules.cpu.plain import Plain
+from relaxtune.schedules.cpu.generic import Plain
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import elementwise, fallback_record, keep, parallel_trace, record_of
