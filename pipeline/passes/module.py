@@ -23,41 +23,23 @@ NORM_ROWS_MAX = 2048
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """What the passes are asked to do.
+    """Options of the passes."""
 
-    Attributes
-    ----------
-    precision
-        Name of a policy of `pipeline.precision`; None keeps the graph's own dtypes. A precision that changes results
-        is always asked for by name.
-    disabled_passes
-        Names of passes to switch off; an unknown name is a `UsageError` that lists the names.
-    dump_dir
-        Where to write the IR after each phase (`NN-phase.py`), or None.
-    embed_weights
-        True leaves the weights as constants of the module; False turns those of `weight_bytes_min` bytes or more into
-        parameters of `main` after the inputs, returned in `LoweredModule.weights`.
-    group_size
-        Of quantised weights, see `pipeline.precision.named_policy`; None for the policy's own.
-    norm_rows_max
-        Rows of a matmul up to which `fuse_norms` takes norms into it; see `pipeline.choose.norm_forms`, which measures.
-    maxima
-        Symbolic axis -> its largest size: memory is planned for it. A call with more is refused.
-    unpad
-        Whether padding is left out (`pipeline.passes.tokens.unpad`).
-    one_packing
-        Whether a CPU's weights are packed as for any number of rows: the modules of one artifact then share them.
-    """
-
+    # Name of a policy of `pipeline.precision`; None keeps the graph's own dtypes.
     precision: str | None = None
-    disabled_passes: frozenset[str] = frozenset()
-    dump_dir: Path | None = None
+    disabled_passes: frozenset[str] = frozenset()  # Names; an unknown one is a `UsageError` that lists all.
+    dump_dir: Path | None = None  # Where to write the IR after each phase (`NN-phase.py`).
+    # True leaves the weights as constants of the module; False turns those of `weight_bytes_min` bytes or more into
+    # parameters of `main` after the inputs, returned in `LoweredModule.weights`.
     embed_weights: bool = False
     weight_bytes_min: int = 16
-    group_size: int | None = None
+    group_size: int | None = None  # Of quantised weights; None for the policy's own.
+    # Rows of a matmul up to which `fuse_norms` takes norms into it; `pipeline.choose.norm_forms` measures them.
     norm_rows_max: int = NORM_ROWS_MAX
+    # Symbolic axis -> its largest size: memory is planned for it. A call with more is refused.
     maxima: Mapping[str, int] = field(default_factory=dict)
-    unpad: bool = False
+    unpad: bool = False  # Whether padding is left out (`pipeline.passes.tokens.unpad`).
+    # Whether a CPU's weights are packed as for any number of rows: the modules of one artifact then share them.
     one_packing: bool = False
 
     @property
@@ -103,38 +85,20 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class LoweredModule:
-    """A Relax `main` over unscheduled PrimFuncs, one PrimFunc per fused kernel (the state after FuseTIR).
+    """A Relax `main` over unscheduled PrimFuncs, one PrimFunc per fused kernel (the state after FuseTIR)."""
 
-    Attributes
-    ----------
-    graph
-        Where it came from (signature, source hash, the original ONNX model).
-    mod
-        `main(inputs..., weights...)` whose bindings are `call_tir` of the PrimFuncs of the same module.
-    weights
-        Weight parameter name -> array, in the order of `main`'s trailing parameters. Empty when embedded.
-    kernels
-        PrimFunc name -> its calls in `main`, in execution order.
-    reports
-        One entry per pass, in order, disabled ones included.
-    quantised_nodes
-        Names of the ONNX matmuls whose weights were quantised; under precision int8, of those computed in integers.
-    float_nodes
-        Names of the ONNX matmuls that precision int8 has left in floats.
-    unpadding
-        How padding is left out, None where it is not; `main` then has two inputs more than the graph.
-    """
-
-    graph: ImportedGraph
-    mod: tvm.ir.IRModule
+    graph: ImportedGraph  # The signature, the source's hash, the original ONNX model.
+    mod: tvm.ir.IRModule  # `main(inputs..., weights...)` calls the PrimFuncs by `call_tir`.
     target: tvm.target.Target
     options: LoweringOptions
+    # Weight parameter name -> array, in the order of `main`'s trailing parameters. Empty when embedded.
     weights: Mapping[str, np.ndarray]
-    kernels: Mapping[str, tuple[KernelCall, ...]]
-    reports: tuple[PassReport, ...] = field(default=())
+    kernels: Mapping[str, tuple[KernelCall, ...]]  # PrimFunc name -> its calls in `main`, in execution order.
+    reports: tuple[PassReport, ...] = field(default=())  # One entry per pass, in order, disabled ones included.
+    # Names of the ONNX matmuls whose weights were quantised; under precision int8, of those computed in integers.
     quantised_nodes: tuple[str, ...] = ()
-    float_nodes: tuple[str, ...] = ()
-    unpadding: Unpadding | None = None
+    float_nodes: tuple[str, ...] = ()  # Names of the ONNX matmuls that precision int8 has left in floats.
+    unpadding: Unpadding | None = None  # `main` then has more inputs than the graph.
 
     @property
     def input_count(self) -> int:

@@ -41,29 +41,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention of a graph.
+    """An attention of a graph; its sizes and its scale are those of `schedules.functions.attention.AttentionSpec`."""
 
-    Attributes
-    ----------
-    result
-        The variable that the attention's output takes the place of.
-    path
-        The variables that it computes, in order.
-    dtype
-        Of operands and result.
-    batch, heads, queries, keys, head_dim, value_dim, scale
-        As of `schedules.functions.attention.AttentionSpec`.
-    query, key, value, output
-        Where the heads lie; the output's base is `result`.
-    steps
-        Masks and biases.
-    guarded
-        Whether rows that see no key become zeros.
-    """
-
-    result: relax.Var
-    path: tuple[relax.Var, ...]
-    dtype: str
+    result: relax.Var  # The variable that the attention's output takes the place of.
+    path: tuple[relax.Var, ...]  # The variables that it computes, in order.
+    dtype: str  # Of operands and result.
     batch: Size
     heads: int
     queries: Size
@@ -74,9 +56,9 @@ class Attention:
     query: Heads
     key: Heads
     value: Heads
-    output: Heads
-    steps: tuple[ScoreStep, ...]
-    guarded: bool
+    output: Heads  # Its base is `result`.
+    steps: tuple[ScoreStep, ...]  # Masks and biases.
+    guarded: bool  # Whether rows that see no key become zeros.
 
 
 def is_weighting(softmax: relax.Var, graph: Graph) -> bool:

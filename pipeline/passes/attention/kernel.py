@@ -21,26 +21,16 @@ from relaxtune.schedules.targets import ResolvedTarget, target_limits
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """A kernel for a matched attention.
-
-    Attributes
-    ----------
-    attention, masking
-        What it computes.
-    spec, params
-        As `schedules.functions.plain_attention.attention_function` takes them.
-    bases
-        The tensors that hold heads, in the order of the parameters; the tensor of the mask, if any, follows.
-    spans
-        The tensor of the spans of keys that queries see, the next one; None without.
-    """
+    """A kernel for a matched attention."""
 
     attention: Attention
     masking: Masking
+    # As `schedules.functions.plain_attention.attention_function` takes them.
     spec: AttentionSpec
     params: tuple[Param, ...]
+    # The tensors that hold heads, in the order of the parameters; the tensor of the mask, if any, follows.
     bases: tuple[tvm.ir.Expr, ...]
-    spans: relax.Var | None = None
+    spans: relax.Var | None = None  # The tensor of the spans of keys that queries see; the last one.
 
 
 def kernel_of(

@@ -48,27 +48,13 @@ class Condition:
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask taken apart.
+    """A mask taken apart."""
 
-    Attributes
-    ----------
-    causal
-        Whether query i sees only keys `j <= i + keys - queries`.
-    window
-        Whether only the last `window` of them; 0 for all.
-    conditions
-        What else has to hold for a key to be seen.
-    fills
-        What was added to, or put in the place of, the score of a key that is not seen.
-    addends
-        Tensors that are added to the scores.
-    """
-
-    causal: bool = False
-    window: int = 0
-    conditions: tuple[Condition, ...] = ()
-    fills: tuple[float, ...] = ()
-    addends: tuple[tvm.ir.Expr, ...] = ()
+    causal: bool = False  # Whether query i sees only keys `j <= i + keys - queries`.
+    window: int = 0  # Whether only the last `window` of them; 0 for all.
+    conditions: tuple[Condition, ...] = ()  # What else has to hold for a key to be seen.
+    fills: tuple[float, ...] = ()  # Of the scores of keys that are not seen: what is added, or takes their place.
+    addends: tuple[tvm.ir.Expr, ...] = ()  # Tensors that are added to the scores.
 
     def joined(self, other: Mask) -> Mask:
         """Return both masks as one."""

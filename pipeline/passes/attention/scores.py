@@ -22,19 +22,12 @@ class NotAttentionError(Exception):
 
 @dataclass(frozen=True)
 class ScoreStep:
-    """What happens to scores of one shape between their product and the softmax.
+    """What happens to scores of one shape between their product and the softmax."""
 
-    Attributes
-    ----------
-    kind
-        "add": `expr` times `factor` is added. "where": where `expr` is false a score becomes `fill`; "where_not": where
-        it is true.
-    expr
-        Broadcasts to `shape`.
-    """
-
+    # "add": `expr` times `factor` is added. "where": where `expr` is false a score becomes `fill`; "where_not": where
+    # it is true.
     kind: Literal["add", "where", "where_not"]
-    expr: tvm.ir.Expr
+    expr: tvm.ir.Expr  # Broadcasts to `shape`.
     shape: Shape
     factor: float = 1.0
     fill: float = 0.0

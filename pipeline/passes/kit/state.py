@@ -16,46 +16,25 @@ from relaxtune.pipeline.passes.module import LoweringOptions
 
 @dataclass
 class LoweringState:
-    """The request, and what passes tell one another.
-
-    Attributes
-    ----------
-    sources
-        Binding name -> ONNX nodes it computes. `name_bindings` fills it with names no pass can generate, so a name that
-        is missing here was made by a pass and has no node of its own.
-    notes
-        What the running pass wants to have reported; emptied by the runner after each pass.
-    constants_folded
-        Constants the running pass made out of bindings; reset by the runner after each pass.
-    weights
-        Weight parameter name -> array, filled by `lift_weights`.
-    gate_products
-        Bindings that multiply the rounded factors of a gated activation by a PrimFunc; the precision pass makes them.
-    quantised_nodes
-        Names of the ONNX matmuls whose weights `quantise_weights` has quantised, or that `integer_matmuls` has made
-        matmuls of integers.
-    float_nodes
-        Names of the ONNX matmuls that precision int8 leaves in floats.
-    unfolded
-        Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
-    tf32
-        Whether what float32 matmuls read was rounded to tf32.
-    unpadding
-        How padding is left out, None where it is not.
-    """
+    """The request, and the facts that passes hand to later ones."""
 
     graph: ImportedGraph
     target: tvm.target.Target
     options: LoweringOptions
+    # Binding name -> ONNX nodes it computes. `name_bindings` fills it with names no pass can generate, so a name that
+    # is missing here was made by a pass and has no node of its own.
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    constants_folded: int = 0
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # Of the running pass, for its report.
+    constants_folded: int = 0  # Constants that the running pass made out of bindings.
+    weights: dict[str, np.ndarray] = field(default_factory=dict)  # Parameter name -> array, filled by `lift_weights`.
+    # Bindings that multiply the rounded factors of a gated activation by a PrimFunc; the precision pass makes them.
     gate_products: set[str] = field(default_factory=set)
+    # Names of the ONNX matmuls that `quantise_weights` has quantised, or `integer_matmuls` has turned into integers.
     quantised_nodes: set[str] = field(default_factory=set)
-    float_nodes: set[str] = field(default_factory=set)
+    float_nodes: set[str] = field(default_factory=set)  # Names of those that precision int8 leaves in floats.
+    # Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
     unfolded: set[str] = field(default_factory=set)
-    tf32: bool = False
+    tf32: bool = False  # Whether the operands of float32 matmuls were rounded to tf32.
     unpadding: Unpadding | None = None
     _order: dict[str, int] = field(default_factory=dict)
 

@@ -26,23 +26,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """One pass.
-
-    Attributes
-    ----------
-    name
-        What `disabled_passes` takes.
-    required
-        Why no module can do without it; "" where one can.
-    makes_precision
-        Whether it carries the precision out that was asked for, so that it must not be left out where it fails.
-    """
+    """One pass."""
 
     phase: Phase
-    name: str
+    name: str  # The name in `disabled_passes`.
     run: Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]
-    required: str = ""
-    makes_precision: bool = False
+    required: str = ""  # Why no module can do without it; "" where one can.
+    makes_precision: bool = False  # Whether the requested precision depends on it: its failure ends the lowering.
 
 
 def stock(tvm_pass: tvm.ir.transform.Pass) -> Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]:

@@ -22,19 +22,12 @@ Vector = Callable[[int], np.ndarray]
 
 @dataclass(frozen=True)
 class NormKernel:
-    """`(x - mean(x) if centred) / sqrt(mean(.^2) + epsilon)` over the last axis, then `steps`.
+    """`(x - mean(x) if centred) / sqrt(mean(.^2) + epsilon)` over the last axis, then `steps`."""
 
-    Attributes
-    ----------
-    data
-        Position of the parameter that is x.
-    steps
-        In their order: whether a parameter, one element a column, is multiplied (else added), and its position.
-    """
-
-    data: int
+    data: int  # Position of the parameter that is x.
     centred: bool
     epsilon: float
+    # In their order: whether a parameter, one element a column, is multiplied (else added), and its position.
     steps: tuple[tuple[bool, int], ...]
 
     def affine(self, width: int, vector: Vector) -> tuple[np.ndarray, np.ndarray]:

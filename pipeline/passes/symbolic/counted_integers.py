@@ -38,13 +38,7 @@ class Count:
 
 
 class CountedIntegers:
-    """How the integers of a graph's tensors count.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is looked at.
-    """
+    """How the integers of a graph's tensors count."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph

@@ -55,26 +55,13 @@ class Function:
 
 
 class FunctionsOfPositions:
-    """The functions of positions in a graph.
-
-    Parameters
-    ----------
-    graph : Graph
-        What is looked at.
-    maxima : mapping of str to int
-        Symbolic axis -> its largest size.
-
-    Attributes
-    ----------
-    roots
-        Variable -> what is known of its integers.
-    functions
-        Variable -> root -> how it depends on that; the root that is nearest to it is the last.
-    """
+    """The functions of positions in a graph; `maxima` are the largest sizes of symbolic axes, by name."""
 
     def __init__(self, graph: Graph, maxima: Mapping[str, int]) -> None:
         self._graph, self._maxima = graph, maxima
+        # Variable -> what is known of its integers.
         self.roots: dict[relax.Var, Root] = {}
+        # Variable -> root -> how it depends on that; the root that is nearest to it is the last.
         self.functions: dict[tvm.ir.Expr, dict[relax.Var, Function]] = {}
         for binding in graph.bindings:
             found = self._functions_of(binding)
