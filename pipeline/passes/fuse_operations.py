@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import tvm
 from tvm import relax, tirx
@@ -36,7 +36,8 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     of pairs of places, in the group of the look-up, were computed for each head, and nine times over in the source.
     """
     unfused = record_unfused(mod)
-    for apart in _functions_apart(mod, state):
+    tables = set() if state.launches_cost else _functions_of_tables(mod)
+    for apart in (tables, _functions_of_indices(mod)):
         if apart:
             # Grouped before all others, as if these were opaque.
             others = {
@@ -45,13 +46,6 @@ def fuse_operations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
             opaque = {name: func.with_attr("op_pattern", OPAQUE) for name, func in others.items()}
             mod = with_functions(relax.transform.FuseOps()(with_functions(mod, opaque)), others)
     return name_fused(define_sizes_first(relax.transform.FuseOps()(mod)), unfused, state)
-
-
-def _functions_apart(mod: tvm.ir.IRModule, state: LoweringState) -> Iterator[set[tvm.ir.GlobalVar]]:
-    """Yield sets of functions that are grouped among themselves, one set after another."""
-    if not state.launches_cost:
-        yield _functions_of_tables(mod)
-    yield _functions_of_indices(mod)
 
 
 def _functions_of_tables(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
@@ -84,12 +78,9 @@ def _functions_of_indices(mod: tvm.ir.IRModule) -> set[tvm.ir.GlobalVar]:
             found |= {one for var in read if made[var][1] and _is_integer(var) for one in made[var][0]}
         if pattern_of(mod[name]) <= INJECTIVE:
             functions = {name}.union(*(made[var][0] for var in read))
-            made[binding.var] = functions, _takes_log(mod[name]) or any(made[var][1] for var in read)
+            takes_log = "tirx.log" in call_names(mod[name].body)
+            made[binding.var] = functions, takes_log or any(made[var][1] for var in read)
     return found
-
-
-def _takes_log(func: tirx.PrimFunc) -> bool:
-    return "tirx.log" in call_names(func.body)
 
 
 def _is_integer(var: relax.Var) -> bool:

@@ -18,7 +18,7 @@ from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is_constant, is_op, static_shape
-from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
+from relaxtune.pipeline.passes.kit.numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
 from relaxtune.pipeline.passes.symbolic.symbolic_moves import legalise_concatenation, legalise_reshape, legalise_slice

@@ -45,8 +45,6 @@ def recognise_activations(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.
                 found[binding.var] = make
                 state.sources[binding.var.name] = state.nodes_of(var.name for var in (*steps, binding.var))
                 break
-    if not found:
-        return mod
     return replace_found(mod, state, found, lambda new, binding, make: make(new.of(data_of[binding.var])))
 
 

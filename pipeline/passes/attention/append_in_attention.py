@@ -80,7 +80,7 @@ def _attention(
     """Return the attention that writes a pair of caches, or None where they do not lie as it wants them."""
     spec = spec_of(mod[called_function(call)])
     assert spec is not None
-    past, other = (_positions(grown.past, grown.axis) for grown in pair)
+    past, other = (sizes[grown.axis] if (sizes := sizes_of(grown.past)) else None for grown in pair)
     if past is None or past != other:
         return None
     layouts = [_grown_layouts(spec, role, grown) for role, grown in zip(("key", "value"), pair, strict=True)]
@@ -143,11 +143,6 @@ def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLa
             return None
         return _dense(before, axes), HeadLayout(0, grown.offset, batch, position, head)
     return None
-
-
-def _positions(cache: relax.Var, axis: int) -> Size | None:
-    shape = sizes_of(cache)
-    return None if shape is None else shape[axis]
 
 
 def _dense(shape: Shape, axes: tuple[int, ...]) -> HeadLayout:

@@ -12,44 +12,45 @@ import tvm
 from tvm import relax
 from tvm_ffi import StructuralKey
 
-from relaxtune.pipeline.passes.attention.bias_layout import BiasLayout, along_table, bias_layout
 from relaxtune.pipeline.passes.attention.find_attention import Attention
 from relaxtune.pipeline.passes.attention.head_layout import readings_of
 from relaxtune.pipeline.passes.attention.read_mask import Condition, Mask, MaskReader
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
-from relaxtune.pipeline.passes.attention.strided_view import whole
+from relaxtune.pipeline.passes.attention.strided_view import Factors, StridedView, merged, regrouped, whole
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, order, quotient, sizes_of
-from relaxtune.pipeline.passes.symbolic.tables import table_places
+from relaxtune.pipeline.passes.symbolic.tables import TablePlaces, table_places
+
+
+@dataclass(frozen=True)
+class BiasLayout:
+    """Strides in elements, and the rest, as `schedules.functions.attention.ScoreBias` has them."""
+
+    batch: Size
+    head: Size
+    query: Size
+    key: Size
+    offset: Size = 0
+    limit: int = 0
+    period: int = 0
 
 
 @dataclass(frozen=True)
 class Masking:
-    """The mask of an attention.
-
-    Attributes
-    ----------
-    causal, window, kind
-        As of `schedules.functions.attention`.
-    layout
-        In the tensor that is read, None when none is.
-    source
-        That tensor where the graph has it. Otherwise it is to be made: the sum of `addends` times their factors, and of
-        `fill` where `conditions` do not all hold.
-    shape
-        Of the tensor.
-    """
+    """The mask of an attention; `causal`, `window` and `kind` are those of `schedules.functions.attention`."""
 
     causal: bool = False
     window: int = 0
     kind: Literal["add", "keep"] = "add"
-    layout: BiasLayout | None = None
+    layout: BiasLayout | None = None  # In the tensor that is read, None when none is.
+    # That tensor where the graph has it. Otherwise it is to be made: the sum of `addends` times their factors, and of
+    # `fill` where `conditions` do not all hold.
     source: tvm.ir.Expr | None = None
     addends: tuple[tuple[tvm.ir.Expr, float], ...] = ()
     conditions: tuple[Condition, ...] = ()
     fill: float = 0.0
-    shape: Shape = ()
+    shape: Shape = ()  # Of the tensor.
 
     @property
     def elements(self) -> Size:
@@ -79,7 +80,8 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
     whole_mask = Mask()
     for mask in masks:
         whole_mask = whole_mask.joined(mask)
-    if attention.guarded and not all(_is_finite(expr) for expr in whole_mask.addends):
+    finite = (is_constant(expr) and np.isfinite(array_of(expr)).all() for expr in whole_mask.addends)
+    if attention.guarded and not all(finite):
         raise NotAttentionError("zeros take the place of rows that are NaN, which its bias may make")
     infinite = any(np.isneginf(fill) for fill in whole_mask.fills)
     fill = max((fill for fill in whole_mask.fills if np.isfinite(fill)), default=-np.inf)
@@ -166,11 +168,11 @@ def _read(
 ) -> Masking:
     """Return a masking that reads a tensor of the graph, as far back as the kernel can."""
     for reading in readings_of(expr, graph, scaled=False):
-        layout, source = bias_layout(attention, reading.view, shape), reading.base
+        layout, source = _bias_layout(attention, reading.view, shape), reading.base
         if layout is None:
             continue
         if kind == "add" and (places := table_places(source, graph)) is not None:
-            along = along_table(attention, layout, sizes_of(source) or (), places)
+            along = _along_table(attention, layout, sizes_of(source) or (), places)
             layout, source = (layout, source) if along is None else (along, places.table)
         return replace(masking, kind=kind, layout=layout, source=source, shape=sizes_of(source) or ())
     raise NotAttentionError(f"its mask {sizes_of(expr)} lies in a way that no strides describe")
@@ -187,10 +189,62 @@ def _made(attention: Attention, shape: Shape, graph: Graph, masking: Masking) ->
     view = whole(made)
     if period:
         view = replace(view, axes=(((quotient(shape[0], period) or 0, 0), *view.axes[0]), *view.axes[1:]))
-    layout = bias_layout(attention, view, shape)
+    layout = _bias_layout(attention, view, shape)
     if layout is None:
         raise NotAttentionError(f"its mask {made} lies in a way that no strides describe")
     return replace(masking, layout=layout, shape=made)
+
+
+def _bias_layout(attention: Attention, view: StridedView, shape: Shape) -> BiasLayout | None:
+    """Return where a view, which broadcasts to scores of some shape, lies; None where no strides describe it."""
+    wide = view.broadcast(shape)
+    if wide is None:
+        return None
+    leading = merged(factor for axis in wide.axes[:-2] for factor in axis)
+    parts = regrouped(leading, (attention.batch, attention.heads))
+    if parts is None:
+        return None
+    period = _period(parts[0])
+    axes = (parts[0][1:] if period else parts[0], parts[1], *wide.axes[-2:])
+    if any(len(axis) > 1 for axis in axes):
+        return None
+    batch, head, query, key = (axis[0][1] if axis else 0 for axis in axes)
+    return BiasLayout(batch, head, query, key, offset=wide.offset, period=period)
+
+
+def _period(axis: Factors) -> int:
+    """Return after how many places an axis repeats, 0 for never."""
+    if len(axis) != 2 or axis[0][1] != 0:
+        return 0
+    size = axis[1][0]
+    return size if isinstance(size, int) else 0
+
+
+def _along_table(attention: Attention, layout: BiasLayout, shape: Shape, places: TablePlaces) -> BiasLayout | None:
+    """Return where a mask, laid out in a tensor of some shape, lies in the table of that; None where no strides say it.
+
+    What counts in the table are queries and keys: along those alone a kernel stays inside.
+    """
+    if layout.offset != 0 or layout.period:
+        return None
+    own = [(math.prod(shape[axis + 1 :]), size) for axis, size in enumerate(shape)]
+    wanted = (
+        (layout.batch, attention.batch),
+        (layout.head, attention.heads),
+        (layout.query, attention.queries),
+        (layout.key, attention.keys),
+    )
+    strides: list[Size] = []
+    for place, (stride, extent) in enumerate(wanted):
+        axis = next((axis for axis, one in enumerate(own) if one == (stride, extent)), None)
+        counts = axis is not None and places.counting[axis]
+        if (axis is None and stride != 0) or (counts and place < 2) or (place >= 2 and stride != 0 and not counts):
+            return None
+        strides.append(0 if axis is None or stride == 0 else places.strides[axis])
+    batch, head, query, key = strides
+    if not isinstance(query, int) or not isinstance(key, int):
+        return None
+    return BiasLayout(batch, head, query, key, offset=places.offset, limit=places.limit)
 
 
 def _without_repeats(masking: Masking, shape: Shape, graph: Graph) -> tuple[Masking, int]:
@@ -233,7 +287,3 @@ def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
                 return None
             made[-place] = size if made[-place] == 1 else made[-place]
     return tuple(made)
-
-
-def _is_finite(expr: tvm.ir.Expr) -> bool:
-    return is_constant(expr) and bool(np.isfinite(array_of(expr)).all())

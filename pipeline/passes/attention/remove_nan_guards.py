@@ -53,14 +53,15 @@ def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     graph = Graph(mod)
     dead: dict[relax.Var, relax.Var] = {}
     for binding in graph.bindings:
-        softmax = _find_guarded(binding.value, graph)
-        if softmax is None:
+        guarded = guarded_by(binding.value, graph)
+        softmax = None if guarded is None else graph.value(graph.behind(guarded, "astype")[:2][-1])
+        if guarded is None or not is_op(softmax, "nn.softmax"):
             continue
-        reason = _unproved(_softmax_of(softmax, graph), graph)
+        reason = _unproved(softmax, graph)
         if reason:
             state.note(f"{binding.var.name}: guard kept, {reason}")
         else:
-            dead[binding.var] = softmax
+            dead[binding.var] = guarded
     if not dead:
         return mod
     state.note(f"{len(dead)} guards removed")
@@ -77,20 +78,8 @@ def guarded_by(value: tvm.ir.Expr | None, graph: Graph) -> relax.Var | None:
     return guarded if same and number_of(zero, guarded) == 0.0 else None
 
 
-def _find_guarded(value: tvm.ir.Expr, graph: Graph) -> relax.Var | None:
-    guarded = guarded_by(value, graph)
-    return guarded if guarded is not None and _softmax_of(guarded, graph) is not None else None
-
-
-def _softmax_of(var: relax.Var, graph: Graph) -> relax.Call | None:
-    value = graph.value(graph.behind(var, "astype")[:2][-1])
-    return value if is_op(value, "nn.softmax") else None
-
-
-def _unproved(softmax: relax.Call | None, graph: Graph) -> str:
+def _unproved(softmax: relax.Call, graph: Graph) -> str:
     """Return why a row of the softmax might be NaN, "" when none can be."""
-    if softmax is None:
-        return "it is not a softmax"
     scores = softmax.args[0]
     found = _range_of(scores, graph, 0)
     if found is None:

@@ -16,7 +16,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.models.axes.slices import TO_THE_END
-from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, static_shape
+from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, static_shape, transposed_axes
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, fits, listed_sizes, plain, quotient, sizes_of
 
 # (size, stride in elements)
@@ -26,18 +26,10 @@ Factors: TypeAlias = "tuple[Factor, ...]"
 
 @dataclass(frozen=True)
 class StridedView:
-    """A tensor of which element (i, j, ...) is element `offset + sum of digit * stride` of a row-major base tensor.
+    """A tensor of which element (i, j, ...) is element `offset + sum of digit * stride` of a row-major base tensor."""
 
-    Attributes
-    ----------
-    offset
-        In elements.
-    axes
-        Factors of each axis; none for an axis of size 1. Neighbouring factors that count on are one.
-    """
-
-    offset: Size
-    axes: tuple[Factors, ...]
+    offset: Size  # In elements.
+    axes: tuple[Factors, ...]  # None for an axis of size 1. Neighbouring factors that count on are one.
 
     @property
     def shape(self) -> Shape:
@@ -172,9 +164,7 @@ def _reshape(call: relax.Call, inner: StridedView) -> StridedView | None:
 
 
 def _permute(call: relax.Call, inner: StridedView) -> StridedView:
-    count = len(inner.axes)
-    axes = call.attrs.axes
-    return inner.permuted(range(count)[::-1] if axes is None else [int(axis) % count for axis in axes])
+    return inner.permuted(transposed_axes(call))
 
 
 def _broadcast(call: relax.Call, inner: StridedView) -> StridedView | None:

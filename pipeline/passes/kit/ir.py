@@ -188,6 +188,12 @@ def dtype_of(expr: tvm.ir.Expr) -> str:
     return str(ty.dtype)
 
 
+def transposed_axes(call: relax.Call) -> list[int]:
+    """Return the axes of a transpose in their new order; none given means reversed."""
+    rank, axes = int(call.args[0].ty.ndim), call.attrs.axes
+    return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
+
+
 def constants_in(expr: tvm.ir.Expr) -> list[tvm.ir.Expr]:
     """Return the tensor constants inside `expr`, each once."""
     found: list[tvm.ir.Expr] = []

@@ -138,8 +138,16 @@ def replace_found(
     state: LoweringState,
     found: Mapping[relax.Var, T],
     make: Callable[[Rewriter, relax.VarBinding, T], tvm.ir.Expr | Done],
+    note: str = "",
 ) -> tvm.ir.IRModule:
-    """Return `mod` with the bindings that a pass has found as `make` makes them; all others stay."""
+    """Return `mod` with the bindings that a pass has found as `make` makes them; all others stay.
+
+    `note` says what they are ("gathers are views"), and is reported with their number.
+    """
+    if not found:
+        return mod
+    if note:
+        state.note(f"{len(found)} {note}")
 
     def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
         return make(new, binding, found[binding.var]) if binding.var in found else None

@@ -7,30 +7,18 @@ step, at place `past`, sees each of the `past + 1` keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
+from relaxtune.pipeline.passes.kit.numbers import COMPUTED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
 
-_COMPUTED: Mapping[str, Callable[..., np.generic]] = {
-    "add": np.add,
-    "subtract": np.subtract,
-    "multiply": np.multiply,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "logical_and": np.logical_and,
-    "logical_or": np.logical_or,
-    "logical_not": np.logical_not,
-    "where": lambda condition, chosen, other: chosen if condition else other,
-}
+# A quotient of integers may be infinite.
+_COMPUTED = tuple(COMPUTED.keys() - {"divide"})
 _MOVED = ("broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze", "strided_slice")
 _GATHERED = ("take", "gather_elements", "gather_nd")
 _FILLED = {"ones": 1, "ones_like": 1, "zeros": 0, "zeros_like": 0}
@@ -48,13 +36,7 @@ Bounds = tuple[Size, Size]
 
 
 class UniformValues:
-    """The numbers that all elements of tensors are.
-
-    Parameters
-    ----------
-    values : mapping of Var to Expr
-        What variables are bound to; an input is not among them.
-    """
+    """The numbers that all elements of tensors are, by the bindings of a function."""
 
     def __init__(self, values: Mapping[relax.Var, tvm.ir.Expr]) -> None:
         self._values = values
@@ -93,7 +75,7 @@ class UniformValues:
                 filled = self._compared(value, depth) if is_op(value, *_LESS) else None
             else:
                 with np.errstate(all="ignore"):
-                    filled = _COMPUTED[value.op.name.removeprefix("relax.")](*operands)
+                    filled = COMPUTED[value.op.name.removeprefix("relax.")](*operands)
         if filled is None:
             return None
         with np.errstate(all="ignore"):

@@ -42,8 +42,6 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         found[binding.var] = (value.args[1] if plain is None else plain, plain is not None)
         if plain is not None:
             state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
-    if not found:
-        return mod
     return replace_found(mod, state, found, _gather)
 
 

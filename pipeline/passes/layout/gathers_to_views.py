@@ -48,10 +48,7 @@ def gathers_to_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         axes = _gathered_axes(binding.value, graph, counted, (sizes[0], sizes[1]))
         if axes is not None:
             found[binding.var] = data, axes
-    if not found:
-        return mod
-    state.note(f"{len(found)} gathers are views")
-    return replace_found(mod, state, found, lambda new, binding, of: _view(new, binding, *of))
+    return replace_found(mod, state, found, lambda new, binding, of: _view(new, binding, *of), "gathers are views")
 
 
 def _data_of(value: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr | None:

@@ -76,10 +76,13 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         if gate is not None and template_refusal(_function(gate, state), state.target) is None:
             found[gate.result] = gate
             state.sources[gate.result.name] = state.nodes_of(var.name for var in (*gate.path, gate.result))
-    if not found:
-        return mod
-    state.note(f"{len(found)} gates in the epilogues of their matmuls")
-    return replace_found(mod, state, found, lambda new, _binding, gate: _as_kernel(new, gate, state))
+    return replace_found(
+        mod,
+        state,
+        found,
+        lambda new, _binding, gate: _as_kernel(new, gate, state),
+        "gates in the epilogues of their matmuls",
+    )
 
 
 def _gate(var: relax.Var, graph: Graph, state: LoweringState) -> _Gate | None:

@@ -43,10 +43,7 @@ def patches_to_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         if patches is not None and all(len(graph.readers(step)) == 1 for step in patches.steps):
             found[binding.var] = patches
             state.sources[binding.var.name] = state.nodes_of(var.name for var in (*patches.steps, binding.var))
-    if not found:
-        return mod
-    state.note(f"{len(found)} convolutions over patches became matmuls")
-    return replace_found(mod, state, found, _as_matmul)
+    return replace_found(mod, state, found, _as_matmul, "convolutions over patches became matmuls")
 
 
 def _as_matmul(new: Rewriter, binding: relax.VarBinding, patches: _Patches) -> tvm.ir.Expr:

@@ -26,10 +26,7 @@ def share_repeated_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir
     """
     graph = Graph(mod)
     found = {binding.var: weight for binding in graph.bindings if (weight := _weight(binding.value, graph))}
-    if not found:
-        return mod
-    state.note(f"{len(found)} matmuls by weights that were repeated for each batch row")
-    return replace_found(mod, state, found, _multiply)
+    return replace_found(mod, state, found, _multiply, "matmuls by weights that were repeated for each batch row")
 
 
 def _multiply(new: Rewriter, binding: relax.VarBinding, weight: tuple[tirx.Expr, np.ndarray]) -> tvm.ir.Expr:

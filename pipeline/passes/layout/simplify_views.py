@@ -1,4 +1,4 @@
-"""Pass: reshapes, transposes, casts and arithmetic that change nothing, or that one of them can do."""
+"""Pass: reshapes, transposes and casts that change nothing, or that one of them can do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from tvm import relax
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     dtype_of,
-    either_way,
     is_constant,
     is_op,
-    number_of,
     same_shape,
     shape_of,
     static_shape,
+    transposed_axes,
 )
-from relaxtune.pipeline.passes.kit.numbers import NEUTRAL
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import listed_sizes, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -28,10 +26,10 @@ _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "
 def simplify_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with chains of reshapes and of transposes as one each, and without operations that change nothing.
 
-    Nothing is changed by a reshape, broadcast or cast to what the tensor is, a transpose in the old order, `x + 0`,
-    `x - 0`, `x * 1`, `x / 1`; `split` and `take` of one position become slices, which fuse into their readers. Axes
-    that are merged, moved as one and taken apart are a transpose: torch writes keys of [B, H, S, D] so. Matmuls of
-    [1, S, H] by [H, N] keep their three axes: the schedules treat an axis of length one as no axis.
+    Nothing is changed by a reshape, broadcast or cast to what the tensor is, and by a transpose in the old order;
+    `split` and `take` of one position become slices, which fuse into their readers. Axes that are merged, moved as one
+    and taken apart are a transpose: torch writes keys of [B, H, S, D] so. Matmuls of [1, S, H] by [H, N] keep their
+    three axes: the schedules treat an axis of length one as no axis.
     """
     return rewrite(mod, state, _Simplify())
 
@@ -65,7 +63,7 @@ class _Simplify:
         if is_op(value, "reshape") and is_op(inner, "permute_dims"):
             return _moved_as_one(new, value, inner)
         if is_op(value, "permute_dims") and is_op(inner, "permute_dims"):
-            return _transposed(new, data, _axes(value))
+            return _transposed(new, data, transposed_axes(value))
         return None
 
 
@@ -74,7 +72,7 @@ def _transposed(new: Rewriter, data: tvm.ir.Expr, axes: list[int]) -> tvm.ir.Exp
     inner = new.lookup_binding(data) if isinstance(data, relax.Var) else None
     if not is_op(inner, "permute_dims"):
         return relax.op.permute_dims(data, axes)
-    before = _axes(inner)
+    before = transposed_axes(inner)
     return relax.op.permute_dims(inner.args[0], [before[axis] for axis in axes])
 
 
@@ -89,7 +87,7 @@ def _moved_as_one(new: Rewriter, value: relax.Call, transpose: relax.Call) -> tv
     if groups is None or before is None or any(len(inner) != 1 for _, inner in groups):
         return None
     parts = {inner[0]: outer for outer, inner in groups}
-    order = [axis for place in _axes(transpose) for axis in parts.get(place, ())]
+    order = [axis for place in transposed_axes(transpose) for axis in parts.get(place, ())]
     if sorted(order) != list(range(len(before))) or tuple(before[axis] for axis in order) != after:
         return None
     return _transposed(new, merge.args[0], order)
@@ -97,14 +95,8 @@ def _moved_as_one(new: Rewriter, value: relax.Call, transpose: relax.Call) -> tv
 
 def _unchanged(value: relax.Call) -> tvm.ir.Expr | None:
     """Return the operand that `value` is equal to, None when there is none."""
-    if is_op(value, *NEUTRAL):
-        neutral = NEUTRAL[value.op.name.removeprefix("relax.")]
-        for kept, other in either_way(value) if is_op(value, "add", "multiply") else either_way(value)[:1]:
-            if number_of(other, kept) == neutral and _same_type(kept, value):
-                return kept
-        return None
     if is_op(value, "permute_dims"):
-        return value.args[0] if _axes(value) == sorted(_axes(value)) else None
+        return value.args[0] if transposed_axes(value) == sorted(transposed_axes(value)) else None
     if is_op(value, *_MOVES, "astype") and _same_type(value.args[0], value):
         steps = listed_sizes(value.args[4]) if is_op(value, "strided_slice") and len(value.args) > 4 else []
         return value.args[0] if steps is not None and all(step == 1 for step in steps) else None
@@ -146,13 +138,6 @@ def _split_points(split: relax.Call) -> list[int] | None:
         return None
     step = -(-int(length) // int(sections))
     return list(range(step, int(length), step))
-
-
-def _axes(call: relax.Call) -> list[int]:
-    """Return the axes of a transpose; none given means reversed."""
-    ndim = int(call.args[0].ty.ndim)
-    axes = call.attrs.axes
-    return list(range(ndim))[::-1] if axes is None else [int(axis) % ndim for axis in axes]
 
 
 def _same_type(old: tvm.ir.Expr, new: tvm.ir.Expr) -> bool:

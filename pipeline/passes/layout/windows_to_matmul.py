@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, either_way, is_constant, is_op
+from relaxtune.pipeline.passes.kit.ir import array_of, either_way, is_constant, is_op, transposed_axes
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -43,7 +43,7 @@ def windows_to_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
             count += 1
             data = turned.get(value.args[0])
             turned[var] = _as_matmul(new, binding, data)
-        elif is_op(value, "permute_dims") and value.args[0] in turned and _axes(value) == _SWAP:
+        elif is_op(value, "permute_dims") and value.args[0] in turned and transposed_axes(value) == _SWAP:
             return turned[value.args[0]]
         else:
             moved = _moved(value, turned)
@@ -112,7 +112,3 @@ def _is_convolution(value: tvm.ir.Expr) -> bool:
         and all(int(step) == 1 for step in attrs.dilation)
         and (str(attrs.data_layout), str(attrs.kernel_layout)) == ("NCW", "OIW")
     )
-
-
-def _axes(value: relax.Call) -> list[int] | None:
-    return None if value.attrs.axes is None else [int(axis) for axis in value.attrs.axes]

@@ -33,7 +33,7 @@ def write_matmuls_transposed(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.
         if all(len(graph.readers(step)) == 1 for step in steps) and _fits(matmul, value):
             found[binding.var] = matmul
             state.sources[binding.var.name] = state.nodes_of(var.name for var in (*steps, binding.var))
-    return replace_found(mod, state, found, _transposed) if found else mod
+    return replace_found(mod, state, found, _transposed)
 
 
 def _transposed(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:

@@ -45,7 +45,7 @@ def centre_from_pivot(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         elif is_op(value, "subtract") and (axes := _own_mean(graph.value(value.args[1]), value.args[0])):
             found[binding.var] = _deviation(axes)
             state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
-    return replace_found(mod, state, found, _as_kernel) if found else mod
+    return replace_found(mod, state, found, _as_kernel)
 
 
 def _own_mean(value: tvm.ir.Expr | None, data: tvm.ir.Expr) -> list[int]:

@@ -31,10 +31,7 @@ def norms_of_half(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
         if is_op(cast, "astype") and dtype_of(data) == "float32" and dtype_of(cast.args[0]) in HALVES:
             found[binding.var] = cast.args[0]
             state.sources[binding.var.name] = state.nodes_of([data.name, binding.var.name])
-    if not found:
-        return mod
-    state.note(f"{len(found)} norms widen inside")
-    return replace_found(mod, state, found, _wide_inside)
+    return replace_found(mod, state, found, _wide_inside, "norms widen inside")
 
 
 def _wide_inside(new: Rewriter, binding: relax.VarBinding, data: relax.Var) -> tvm.ir.Expr:

@@ -11,7 +11,6 @@ from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, either_way, is_constant, is_op, shape_of
-from relaxtune.pipeline.passes.kit.numbers import NEUTRAL
 from relaxtune.pipeline.passes.kit.rewrite import rewrite
 from relaxtune.pipeline.passes.kit.sizes import fits, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -21,6 +20,8 @@ from relaxtune.pipeline.passes.symbolic.intervals import Interval, interval_afte
 
 _ANY = Interval(-math.inf, math.inf, settled=False)
 _COMPARISONS = ("less", "less_equal", "greater", "greater_equal")
+# Operation -> the second operand that leaves the first one as it is.
+_NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 _SUMS = ("add", "subtract")
 _FOLLOWED = (*_SUMS, "broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze")
 _OF_INTEGERS = ("add", "subtract", "multiply", "minimum", "maximum", "where")
@@ -75,9 +76,9 @@ def _choices(value: relax.Call, graph: Graph) -> list[tvm.ir.Expr]:
         return [data for condition, data in either_way(value) if known.of(condition) == neutral]
     if is_op(value, "where") and (condition := known.of(value.args[0])) is not None:
         return [value.args[1 if condition else 2]]
-    if is_op(value, *NEUTRAL):
+    if is_op(value, *_NEUTRAL):
         orders = either_way(value) if is_op(value, "add", "multiply") else either_way(value)[:1]
-        return [data for data, other in orders if known.of(other) == NEUTRAL[value.op.name.removeprefix("relax.")]]
+        return [data for data, other in orders if known.of(other) == _NEUTRAL[value.op.name.removeprefix("relax.")]]
     if is_op(value, *_COMPARISONS):
         found = interval_after(value, [_interval(one, graph) for one in value.args])
         if found is not None and found.low == found.high:

@@ -9,7 +9,7 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, array_of, is_constant, is_op, number_of
+from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, array_of, is_constant, is_op, number_of, transposed_axes
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, sizes_of
 from relaxtune.pipeline.passes.tokens.axes import (
     Axes,
@@ -40,21 +40,13 @@ _KEPT_MAX = 4
 
 @dataclass
 class Followed:
-    """What is known of a graph.
+    """What is known of a graph."""
 
-    Attributes
-    ----------
-    fields
-        Variable -> its axes, as it lies in the padded form; of a tuple, those of each field. Of others nothing is known
-        that matters: they are the graph's everywhere.
-    packed
-        Variable -> how many of its leading axes the tokens take the place of.
-    kept
-        Places of a row that are computed even where the mask hides them; from the end where negative.
-    """
-
+    # Variable -> its axes, as it lies in the padded form; of a tuple, those of each field. Of others nothing is known
+    # that matters: they are the graph's everywhere.
     fields: dict[relax.Var, tuple[Axes | None, ...]] = field(default_factory=dict)
-    packed: dict[relax.Var, int] = field(default_factory=dict)
+    packed: dict[relax.Var, int] = field(default_factory=dict)  # -> how many leading axes the tokens take the place of.
+    # Places of a row that are computed even where the mask hides them; from the end where negative.
     kept: set[int] = field(default_factory=set)
 
     def of(self, expr: tvm.ir.Expr) -> Axes | None:
@@ -66,12 +58,8 @@ class Followed:
 class AxisRules:
     """The rules of a graph's operations.
 
-    Parameters
-    ----------
-    found : Followed
-        What is known of the operands. Places that an operation reads one by one are added to `kept`.
-    sizes : tuple of int
-        Rows and places of the mask.
+    `found` knows the operands; places that an operation reads one by one are added to its `kept`. `sizes` are the rows
+    and places of the mask.
     """
 
     def __init__(self, graph: Graph, found: Followed, sizes: tuple[Size, Size]) -> None:
@@ -172,7 +160,7 @@ class AxisRules:
 
     def _permute(self, value: relax.Call) -> Axes:
         axes = self._data(value)
-        return tuple(axes[axis] for axis in permutation(value, len(axes)))
+        return tuple(axes[axis] for axis in transposed_axes(value))
 
     def _expand(self, value: relax.Call) -> Axes:
         axes = list(self._data(value))
@@ -297,12 +285,6 @@ def axes_read(value: relax.Call) -> list[int]:
 def positive(axis: int | tirx.IntImm | None, rank: int) -> int:
     """Return the number of an axis from the front; None is the first."""
     return int(axis or 0) % max(rank, 1)
-
-
-def permutation(value: relax.Call, rank: int) -> list[int]:
-    """Return the axes of `permute_dims`, in their new order."""
-    axes = value.attrs.axes
-    return list(range(rank))[::-1] if axes is None else [positive(axis, rank) for axis in axes]
 
 
 def numbers_of(expr: tvm.ir.Expr) -> list[int] | None:

@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op, transposed_axes
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.tokens.axes import (
     Axes,
@@ -32,7 +32,6 @@ from relaxtune.pipeline.passes.tokens.axis_rules import (
     Followed,
     axes_read,
     numbers_of,
-    permutation,
     positive,
 )
 
@@ -172,7 +171,7 @@ class _Follower:
         if own != cut:
             return False
         if is_op(value, "permute_dims"):
-            return permutation(value, rank)[:cut] == list(range(cut))
+            return transposed_axes(value)[:cut] == list(range(cut))
         if is_op(value, "expand_dims"):
             return all(positive(axis, rank + len(value.attrs.axis)) >= cut for axis in value.attrs.axis)
         if is_op(value, "squeeze"):

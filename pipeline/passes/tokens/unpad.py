@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.relax.expr_functor import mutator
 
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.unpadding import ROWS, SLOTS, SPANS, TOKENS, Unpadding
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, main_of, shape_of, with_main
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, main_of, shape_of, transposed_axes, with_main
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, written_by
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -202,7 +202,12 @@ class _Unpad(Rewriter):
             elif name == "all":
                 return rows
             else:
-                made = self.kernel(_quotient if name == "batch" else _remainder, rows, width, name=f"token_{name}")
+                part = tirx.floordiv if name == "batch" else tirx.floormod
+
+                def compute(rows: te.Tensor, width: tirx.Expr) -> te.Tensor:
+                    return te.compute(rows.shape, lambda t: part(rows[t], width.astype("int32")), name=f"token_{name}")
+
+                made = self.kernel(compute, rows, width, name=f"token_{name}")
             self._at[name] = self.emit(made)
         return self._at[name]
 
@@ -270,9 +275,7 @@ class _Unpad(Rewriter):
             rest = [self.of(one) for one in value.args[2:]]
             return relax.Call(value.op, [data, axes, *rest], value.attrs)
         if is_op(value, "permute_dims"):
-            rank = len(shape)
-            axes = list(range(rank))[::-1] if value.attrs.axes is None else [int(a) % rank for a in value.attrs.axes]
-            return relax.op.permute_dims(data, [0, *(axis - cut + 1 for axis in axes[cut:])])
+            return relax.op.permute_dims(data, [0, *(axis - cut + 1 for axis in transposed_axes(value)[cut:])])
         return relax.op.reshape(data, [self._tokens, *shape[cut:]])
 
     def _of_axes(self, value: relax.Call, cut: int) -> tvm.ir.Expr:
@@ -296,15 +299,3 @@ _OF_AXES = (
     *("nn.layer_norm", "nn.rms_norm", "nn.softmax", "sum", "mean", "max", "min", "prod", "variance", "std"),
     *("argmax", "argmin"),
 )
-
-
-def _quotient(rows: tvm.te.Tensor, width: tirx.Expr) -> tvm.te.Tensor:
-    return tvm.te.compute(rows.shape, lambda t: tirx.floordiv(rows[t], _as_int32(width)), name="token_batch")
-
-
-def _remainder(rows: tvm.te.Tensor, width: tirx.Expr) -> tvm.te.Tensor:
-    return tvm.te.compute(rows.shape, lambda t: tirx.floormod(rows[t], _as_int32(width)), name="token_place")
-
-
-def _as_int32(width: tirx.Expr) -> tirx.Expr:
-    return width.astype("int32")

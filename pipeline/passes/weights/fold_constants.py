@@ -18,8 +18,8 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
     with_main,
 )
+from relaxtune.pipeline.passes.kit.numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_constants, rewrite
-from relaxtune.pipeline.passes.kit.special_numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # A fold may make a constant this large out of nothing (the causal mask of 2048 tokens in float32 is 16 MiB) ...

@@ -32,10 +32,6 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.array_equal(left, right))
 
 
-def _is_matrix(array: np.ndarray) -> bool:
-    return len([size for size in array.shape if size > 1]) > 1
-
-
 def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with each constant of `weight_bytes_min` bytes or more as a parameter after the inputs.
 
@@ -72,7 +68,8 @@ def lift_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         array = array_of(constant)
         if 0 < array.nbytes < state.options.weight_bytes_min and constant not in given_out:
             continue
-        alike = shared.setdefault(_fingerprint(array), []) if _is_matrix(array) else []
+        is_matrix = sum(size > 1 for size in array.shape) > 1
+        alike = shared.setdefault(_fingerprint(array), []) if is_matrix else []
         param = next((var for var in alike if _same_bytes(state.weights[var.name], array)), None)
         if param is None:
             param = relax.Var(names.choose(array, state.sources.get(reader, ())), constant.ty)

@@ -19,22 +19,18 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     (caches), and its outputs that are results of the graph and that nothing else reads (caches that have grown). No
     other template reads inputs or writes results ahead of time.
 
-    Templates read them: a kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel
-    before it still runs. For CUDA only; elsewhere nothing reads it, and it would tell apart kernels that are
-    the same. On CUDA they are not: where one function reads a weight and an equal one reads an activation, they are two
-    tasks, since their best kernels differ. (A PrimFunc that is called both ways stays unmarked.)
+    A kernel with dependent launch loads weights before `griddepcontrol.wait`, while the kernel before it still runs. On
+    CUDA only: elsewhere nothing reads the mark. Where one function reads a weight and an equal one an activation, they
+    are two tasks, since their best kernels differ. (A PrimFunc that is called both ways stays unmarked.)
 
-    Why this is safe. A weight is a constant of the module, or a parameter of `main` after its inputs: no kernel writes
-    it, and it is in place before the first kernel starts. Everything else is read, and every output written, after the
-    wait. The wait returns when the kernel before has ended with all it wrote; that this covers the kernels before that
-    one, too, is by induction: a kernel either has no dependent launch, then it starts when all before it have ended; or
-    it has, then at least one of its threads waits, and it cannot end before the wait has returned. So when a kernel has
-    ended, all before it have. Whatever stands before a dependent kernel may be of any kind (a fallback's kernel, a
-    library's, a copy): what does not signal early counts as signalling at its end. Hence the one rule for makers of
-    kernels: a kernel launched as dependent waits in at least one thread on every path, before it reads anything that is
-    not marked, and before it writes anything but a marked result (the memory planner reuses memory, so a write too
-    early could fall into what a kernel that still runs reads). (CUDA C++ Programming Guide 13.0, "Programmatic
-    Dependent Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
+    Why this is safe. No kernel writes a weight, and it is in place before the first kernel starts. Everything else is
+    read, and every output written, after the wait, which returns when the kernel before has ended with all it wrote.
+    This covers the kernels before that one, too: a kernel without dependent launch starts when all before it have
+    ended, and one with it cannot end before its own wait has returned. A kernel of any other kind (a fallback's, a
+    library's, a copy) signals at its end. Hence the one rule for makers of kernels: one launched as dependent waits
+    in at least one thread on every path, before it reads anything that is not marked, and before it writes anything but
+    a marked result: memory is reused, and a kernel that still runs may read there. (CUDA C++ Programming Guide 13.0,
+    "Programmatic Dependent Launch and Synchronization"; PTX ISA 9.0, "griddepcontrol".)
 
     Of inputs it is safe as long as nothing that writes them overlaps with the kernels, and of results as long as
     nothing else uses their memory. A module whose inputs are static runs as one CUDA graph: its first kernel starts
@@ -69,14 +65,11 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     for attribute, functions in marked.items():
         for callee, positions in functions.items():
             func = changed.get(callee, mod[callee])
-            if positions and isinstance(func, tirx.PrimFunc) and _is_read(attribute, func):
+            # An attribute that no template reads would only tell tasks apart.
+            read = attribute == CONSTANT_PARAMS_ATTR or spec_of(func) is not None
+            if positions and isinstance(func, tirx.PrimFunc) and read:
                 changed[callee] = func.with_attr(attribute, sorted(positions))
     return with_functions(mod, changed)
-
-
-def _is_read(attribute: str, func: tirx.PrimFunc) -> bool:
-    """Return whether a template reads an attribute of a function; where none does, it would only tell tasks apart."""
-    return attribute == CONSTANT_PARAMS_ATTR or spec_of(func) is not None
 
 
 def _results(graph: Graph) -> dict[relax.Var, set[int]]:

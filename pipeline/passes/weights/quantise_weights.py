@@ -32,10 +32,9 @@ from relaxtune.schedules.templates.gemv.few_rows import ROWS_MAX
 
 logger = logging.getLogger(__name__)
 
-# Rows up to which a kernel on mma.sync dequantises what it multiplies. For more, each weight is dequantised in many
-# blocks, and a kernel of its own that does it once is a small part of the time. By 4096 x 4096 weights of 4 bits on an
-# H200, 32 rows take 18.8 us beside 25.3 for both kernels, 2,048 take 279 beside 167 (h200-stored-gemm.json): lines
-# through these points cross at 142.
+# Rows up to which a kernel on mma.sync dequantises its own weights. For more, each weight is dequantised in many
+# blocks, and a kernel of its own that does it once is a small part of the time. On an H200 both take as long at 142
+# rows (h200-stored-gemm.json).
 _STORED_ROWS = 128
 _HALF = "float16"
 

@@ -32,6 +32,7 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
     hide_where_zero,
     merge_heads,
     repeat_heads,
+    size_tensor,
     split_heads,
 )
 from relaxtune.pipeline.importer.converters.attention.rotary import rotate_heads
@@ -123,7 +124,7 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
         past_key = past_value = None
     else:
         past = emit(relax.op.add(counts, relax.const(1, "int64")))
-        past = emit(relax.op.subtract(past, emit(_size_tensor(length))))
+        past = emit(relax.op.subtract(past, emit(size_tensor(length))))
     if int_attribute(node, "do_rotary", 0):
         places = node.optional(9)
         if places is None:
@@ -277,12 +278,12 @@ def _placed(node: ConverterInput, past: tvm.ir.Expr, new: tvm.ir.Expr, counts: t
     at = emit(relax.op.expand_dims(emit(relax.op.arange(0, total, 1, "int64")), 0))
     behind = emit(relax.op.subtract(at, counts))
     # Key j is past key j, or new key j - counts, which `both` has at P + j - counts.
-    moved = emit(relax.op.add(behind, emit(_size_tensor(length))))
-    moved = emit(relax.op.minimum(moved, emit(_size_tensor(total - 1))))
+    moved = emit(relax.op.add(behind, emit(size_tensor(length))))
+    moved = emit(relax.op.minimum(moved, emit(size_tensor(total - 1))))
     index = emit(relax.op.where(emit(relax.op.less(behind, relax.const(0, "int64"))), at, moved))
     index = emit(relax.op.expand_dims(index, [1, 3]))
     index = emit(relax.op.broadcast_to(index, (batch, heads, total, size)))
-    kept = emit(relax.op.expand_dims(emit(relax.op.less(behind, emit(_size_tensor(added)))), [1, 3]))
+    kept = emit(relax.op.expand_dims(emit(relax.op.less(behind, emit(size_tensor(added)))), [1, 3]))
     gathered = emit(relax.op.gather_elements(both, index, axis=2))
     return emit(relax.op.where(kept, gathered, scalar_like(0.0, both)))
 
@@ -300,11 +301,6 @@ def _seen(
         first = emit(relax.op.subtract(at, relax.const(window, "int64")))
         seen = emit(relax.op.logical_and(seen, emit(relax.op.greater(key, first))))
     return emit(relax.op.where(seen, relax.const(0.0, "float32"), relax.const(LOWEST, "float32")))
-
-
-def _size_tensor(size: tvm.tirx.Expr) -> tvm.ir.Expr:
-    """Return a size, symbolic or not, as a tensor of one element."""
-    return relax.op.arange(size, size + 1, 1, "int64")
 
 
 def _is_zero(size: tvm.tirx.Expr) -> bool:

@@ -42,21 +42,13 @@ def repeat_heads(node: ConverterInput, data: tvm.ir.Expr, times: int) -> tvm.ir.
 
 @dataclass(frozen=True, eq=False)
 class AttentionSteps:
-    """What attention computes on its way, each (B, N, S, T) float32 but the last.
+    """The steps of attention, each (B, N, S, T) float32 but the last."""
 
-    Attributes
-    ----------
-    scores, capped, biased, weights
-        query key^T * scale; bent by the softcap; with the additions; their softmax.
-    output
-        weights value, (B, N, S, H) in the dtype of the query.
-    """
-
-    scores: tvm.ir.Expr
-    capped: tvm.ir.Expr
-    biased: tvm.ir.Expr
-    weights: tvm.ir.Expr
-    output: tvm.ir.Expr
+    scores: tvm.ir.Expr  # query key^T * scale
+    capped: tvm.ir.Expr  # The scores, bent by the softcap.
+    biased: tvm.ir.Expr  # With the additions.
+    weights: tvm.ir.Expr  # Their softmax.
+    output: tvm.ir.Expr  # weights value, (B, N, S, H) in the dtype of the query.
 
 
 def attend(
@@ -154,3 +146,8 @@ def hide_later_keys(
 def append(node: ConverterInput, past: tvm.ir.Expr | None, new: tvm.ir.Expr) -> tvm.ir.Expr:
     """Return (B, N, P, H) and (B, N, S, H) one after the other."""
     return new if past is None else node.builder.emit(relax.op.concat([past, new], axis=2))
+
+
+def size_tensor(size: tvm.tirx.Expr) -> tvm.ir.Expr:
+    """Return a size, symbolic or not, as an int64 tensor of one element."""
+    return relax.op.arange(size, size + 1, 1, "int64")

@@ -29,6 +29,7 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
     hide_where_zero,
     merge_heads,
     repeat_heads,
+    size_tensor,
     split_heads,
 )
 
@@ -99,14 +100,15 @@ def _positions(node: ConverterInput, query: tvm.ir.Expr, key: tvm.ir.Expr) -> li
         return []
     emit, lengths, past = node.builder.emit, node.optional(_LENGTHS), node.optional(_PAST_KEY)
     queries, keys = sizes_of(query)[2], sizes_of(key)[2]
-    if lengths is None and past is not None and left < 0 and causal and _all_queries_are_new(past, queries, keys):
+    all_new = past is not None and tvm.sym.Analyzer().can_prove_equal(keys - queries, sizes_of(past)[2])
+    if lengths is None and left < 0 and causal and all_new:
         return [hide_later_keys(node, queries, keys, hidden=-math.inf)]
     at = emit(relax.op.expand_dims(emit(relax.op.arange(0, queries, 1, "int64")), 1))
     if lengths is not None:
-        before = emit(relax.op.subtract(lengths, _count(node, queries)))
+        before = emit(relax.op.subtract(lengths, emit(size_tensor(queries))))
         at = emit(relax.op.add(at, emit(relax.op.expand_dims(before, [1, 2, 3]))))
     elif past is not None:
-        at = emit(relax.op.add(at, _count(node, sizes_of(past)[2])))
+        at = emit(relax.op.add(at, emit(size_tensor(sizes_of(past)[2]))))
     places = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int64")), 0))
     seen = None
     if right >= 0:
@@ -117,10 +119,6 @@ def _positions(node: ConverterInput, query: tvm.ir.Expr, key: tvm.ir.Expr) -> li
         within = emit(relax.op.greater_equal(places, first))
         seen = within if seen is None else emit(relax.op.logical_and(seen, within))
     return [_hidden_unless(node, seen)]
-
-
-def _all_queries_are_new(past: tvm.ir.Expr, queries: tvm.tirx.Expr, keys: tvm.tirx.Expr) -> bool:
-    return bool(tvm.sym.Analyzer().can_prove_equal(keys - queries, sizes_of(past)[2]))
 
 
 def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
@@ -136,11 +134,6 @@ def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
 def _hidden_unless(node: ConverterInput, seen: tvm.ir.Expr) -> tvm.ir.Expr:
     zero, low = relax.const(0.0, "float32"), relax.const(-math.inf, "float32")
     return node.builder.emit(relax.op.where(seen, zero, low))
-
-
-def _count(node: ConverterInput, size: tvm.tirx.Expr) -> tvm.ir.Expr:
-    """Return a size, symbolic or not, as an int64 tensor of one element."""
-    return node.builder.emit(relax.op.arange(size, size + 1, 1, "int64"))
 
 
 ONNX_ATTENTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "Attention"): convert_attention}

@@ -167,6 +167,9 @@ def mask() -> relax.Expr:
 @pytest.mark.parametrize(
     ("build", "stays"),
     [
+        (lambda x: OP.add(x, relax.const(0.0)), False),
+        (lambda x: OP.subtract(OP.multiply(relax.const(1.0), x), relax.const(np.zeros(1, "float32"))), False),
+        (lambda x: OP.subtract(relax.const(0.0), x), True),
         (lambda x: OP.add(x, mask()), False),
         (lambda x: OP.add(mask(), x), False),
         (lambda x: OP.subtract(x, mask()), False),
