@@ -92,8 +92,8 @@ def call_before(func: tirx.PrimFunc, product: str, call: Callable[[tirx.Var], Li
     made = schedule.mod["main"]
     block = made.body.block
     (buffer,) = block.alloc_buffers
-    told = call(buffer)
-    return _with_body(made, told, [*told.statements(), *list(block.body.seq)[1:]], [buffer])
+    library_call = call(buffer)
+    return _with_body(made, library_call, [*library_call.statements(), *list(block.body.seq)[1:]], [buffer])
 
 
 def _bound(var: tirx.Var, extent: int, thread: str, body: tirx.Stmt) -> tirx.Stmt:

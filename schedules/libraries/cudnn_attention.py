@@ -154,10 +154,10 @@ def _mask_of(spec: AttentionSpec, bias: ScoreBias, dtype: str) -> _Mask:
     strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
     sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, strides, strict=True))
     # cuDNN wants a stride for an axis of one element too; a packed tensor's will do.
-    told = tuple(
+    mask_strides = tuple(
         stride if size > 1 else step for size, stride, step in zip(sizes, strides, _packed(sizes), strict=True)
     )
-    return _Mask(dtype, sizes, told)
+    return _Mask(dtype, sizes, mask_strides)
 
 
 def _packed(sizes: Sequence[int]) -> tuple[int, ...]:

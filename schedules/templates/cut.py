@@ -53,9 +53,9 @@ def nearest(losses: Mapping[Kernel, Sequence[float]], kernels: Collection[Kernel
 def cut_lines(
     axes: Mapping[str, Sequence[int]], points: Sequence[Mapping[str, int]], kernels: Sequence[int]
 ) -> tuple[Line, ...]:
-    """Return lines that give each point its kernel by the first that it keeps to, none of which could be left out.
+    """Return lines that give each point its kernel by the first that it keeps to.
 
-    The largest size of an axis is no bound: the last line has none.
+    Lines that later ones make up for are left out. The largest size of an axis is no bound: the last line has none.
     """
     lines = [
         Line(tuple((name, size) for name, size in point.items() if size != axes[name][-1]), kernel)
