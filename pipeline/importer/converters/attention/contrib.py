@@ -119,7 +119,11 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
     # Past keys of each row: (B, 1) int64. A first prompt has none, whatever its row's length.
     counts = emit(relax.op.astype(node.input(5), "int64"))
     counts = emit(relax.op.reshape(counts, (sizes_of(query)[0], 1)))
+    padding: list[tvm.ir.Expr] = []
     if past_key is None or _is_zero(sizes_of(past_key)[2]):
+        # The rows of padding see no more keys than the row's length.
+        valid = emit(relax.op.add(emit(relax.op.reshape(counts, (sizes_of(query)[0],))), relax.const(1, "int64")))
+        padding = _key_mask(node, valid, key, LOWEST)
         past = emit(relax.op.multiply(counts, relax.const(0, "int64")))
         past_key = past_value = None
     else:
@@ -144,7 +148,7 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
         repeat_heads(node, key, group),
         repeat_heads(node, value, group),
         scale=_scale(node, query),
-        additions=[seen, *_bias(node, node.optional(10))],
+        additions=[seen, *padding, *_bias(node, node.optional(10))],
         softcap=float_attribute(node, "softcap", 0.0),
         sink=_sink(node, heads),
     )

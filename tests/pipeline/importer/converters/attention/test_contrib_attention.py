@@ -177,6 +177,16 @@ def test_group_query_attention_attributes(attributes: dict[str, float]) -> None:
     check_group_query(model, feeds, np.full(B, S - 1))
 
 
+def test_padding_of_a_first_prompt_sees_no_key_beyond_its_row() -> None:
+    counts = np.array([S - 1, *[1] * (B - 1)], "int32")
+    inputs = [("q", floats(B, S, HIDDEN)), ("k", floats(B, S, K * H)), ("v", floats(B, S, K * H)), None, None]
+    inputs += [("counts", counts), ("total", np.array(S, "int32"))]
+    cache = ("float32", (B, K, S, H))
+    outputs = {"y": ("float32", (B, S, HIDDEN)), "k2": cache, "v2": cache}
+    model, feeds = model_of("GroupQueryAttention", inputs, outputs, num_heads=N, kv_num_heads=K)
+    check_group_query(model, feeds, counts)
+
+
 @pytest.mark.parametrize("extra", ["positions", "sink", "smooth"])
 def test_group_query_attention_reads_its_positions_and_sinks(extra: str) -> None:
     cos, sin = tables(16)
