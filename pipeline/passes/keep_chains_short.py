@@ -23,6 +23,8 @@ from relaxtune.schedules.tir.expressions import call_name, find_all
 _VISITS_MAX = 4096
 # Copies of a tensor's element in the elements of a kernel: of BERT, ViT, Llama, Whisper and DeBERTa, 4 at most.
 _COPIES_MAX = 64
+# Operations of a fused chain: 12 at most in the zoo. Python's stack ends where a kernel of some 140 is read.
+_LENGTH_MAX = 48
 # On a CPU, TVM's code generator writes out what a function of `vector_math` is made of, where another such function
 # reads it: so often its argument is in it. It takes 10 us for each copy. One GELU of another takes 20 s.
 _REPEATED = {"tirx.exp": 25, "tirx.sigmoid": 25, "tirx.cosh": 100, "tirx.tanh": 190, "tirx.sinh": 212, "tirx.erf": 718}
@@ -34,7 +36,7 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
     A fused kernel writes what it reads in place of each read. A concatenation reads twice, a reshape uses each index
     several times, and TVM's simplifier visits what is in a minimum or a maximum twice: along a chain, these numbers
-    multiply. So do reads of one value, as in `x + f(x)`. Where a product grows too large, the chain is cut.
+    multiply. So do reads of one value, as in `x + f(x)`. Where a product or the chain itself grows too long, it is cut.
     """
     repeated = {} if state.launches_cost else _REPEATED
     functions = {var: func for var, func in mod.functions_items() if isinstance(func, tirx.PrimFunc)}
@@ -42,6 +44,7 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     copies = {var: _copies_by_parameter(functions[var], repeated) for var in reads}
     visits: dict[relax.Var, float] = {}
     copied: dict[relax.Var, tuple[float, float]] = {}
+    lengths: dict[relax.Var, int] = {}
     cut: set[relax.Var] = set()
     for binding in bindings_of(main_of(mod)):
         called = called_function(binding.value)
@@ -55,10 +58,11 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         )
         # One operation alone may repeat its arguments as it likes.
         joins = any(operand in visits for operand in operands)
-        if total > _VISITS_MAX or (joins and (plain > _COPIES_MAX or written > _REPEATED_MAX)):
+        length = 1 + max((lengths.get(operand, 0) for operand in operands), default=0)
+        if total > _VISITS_MAX or length > _LENGTH_MAX or (joins and (plain > _COPIES_MAX or written > _REPEATED_MAX)):
             cut.add(binding.var)
-            total, plain, written = 1, 1, 1
-        visits[binding.var], copied[binding.var] = total, (plain, written)
+            total, plain, written, length = 1, 1, 1, 0
+        visits[binding.var], copied[binding.var], lengths[binding.var] = total, (plain, written), length
     if not cut:
         return mod
     state.note(f"{len(cut)} operations end a chain that is too long to be simplified as one kernel")

@@ -1,14 +1,20 @@
-"""A chain of quantisers is cut before TVM's simplifier takes minutes over it."""
+"""Chains are cut that TVM's simplifier takes minutes over, or that end Python's stack."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import onnx
 import pytest
 from onnx import helper
 
+import relaxtune
+from relaxtune.models.onnx_model import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
+from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered
@@ -53,3 +59,39 @@ def test_chain_that_reads_each_value_twice_is_cut(target: str, steps: int, kerne
         for _ in range(steps):
             want = want + np.tanh(want)
         np.testing.assert_allclose(run_lowered(lowered, {"x": x})[0], want, rtol=1e-5)
+
+
+def chain(nodes: int, *operators: str) -> OnnxModel:
+    """Return a chain of operators with one operand that take turns; a matmul ends what fuses."""
+    names = ["x", *(f"t{place}" for place in range(nodes - 1)), "y"]
+    made = [
+        helper.make_node(
+            operators[place % len(operators)],
+            [names[place], *(["w"] if operators[place % len(operators)] == "MatMul" else [])],
+            [names[place + 1]],
+        )
+        for place in range(nodes)
+    ]
+    weight = np.random.default_rng(0).standard_normal((16, 16)).astype("float32") / 4
+    weights = {"w": weight} if "MatMul" in operators else {}
+    return make_model(made, {"x": ("float32", (2, 16))}, {"y": ("float32", (2, 16))}, weights)
+
+
+@pytest.mark.parametrize("target", ["llvm", "cuda:sm_90a"])
+def test_long_chain_of_one_operand_is_cut(target: str) -> None:
+    lowered = lower(import_model(chain(600, "Sin", "Abs", "Neg")), resolve_target(target).target)
+    apply_fallback(lowered.mod, resolve_target(target).target)
+    calls = [b for b in bindings_of(main_of(lowered.mod)) if called_function(b.value) is not None]
+    assert 600 / 48 <= len(calls) <= 600 / 24
+    if target == "llvm":
+        want = x = np.random.default_rng(0).standard_normal((2, 16)).astype("float32")
+        for _ in range(200):
+            want = -np.abs(np.sin(want))
+        np.testing.assert_allclose(run_lowered(lowered, {"x": x})[0], want, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_model_of_ten_thousand_nodes_compiles(tmp_path: Path) -> None:
+    model = chain(10_000, "Sin", "MatMul", "Abs", "Sigmoid", "Relu", "MatMul", "Softmax", "Neg")
+    onnx.save(model.proto, tmp_path / "deep.onnx")
+    relaxtune.compile(tmp_path / "deep.onnx", target="llvm", out=tmp_path / "deep.so")
