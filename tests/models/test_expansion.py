@@ -84,6 +84,41 @@ def test_bomb_inside_of_a_branch_is_counted() -> None:
         check_expansion(model)
 
 
+def test_branches_of_functions_are_counted(tmp_path: Path) -> None:
+    model = nested(30, 1)
+    for function in model.functions[1:]:
+        (call,) = function.node
+        branch = helper.make_graph([call], "branch", [], [helper.make_tensor_value_info("y0", TensorProto.FLOAT, None)])
+        true = helper.make_node("Constant", [], ["true"], value=helper.make_tensor("", TensorProto.BOOL, [], [True]))
+        choice = helper.make_node("If", ["true"], ["y0"], then_branch=branch, else_branch=branch)
+        del function.node[:]
+        function.node.extend([true, choice])
+    onnx.save(model, tmp_path / "bomb.onnx")
+    with pytest.raises(UnsupportedModelError, match="nodes when its functions are written out"):
+        load_model(tmp_path / "bomb.onnx")
+
+
+def test_branches_inside_of_branches_end_in_seconds(tmp_path: Path) -> None:
+    """A branch is written out in the file, so its nodes are those that a reader meets."""
+    model = nested(1, 1)
+    true = helper.make_node("Constant", [], ["true"], value=helper.make_tensor("", TensorProto.BOOL, [], [True]))
+    nodes = [helper.make_node("Neg", ["x"], ["y0"])]
+    for level in range(12):
+        sides = [
+            helper.make_graph(nodes, "side", [], [helper.make_tensor_value_info(f"y{level}", TensorProto.FLOAT, None)])
+            for _ in range(2)
+        ]
+        output = "y" if level == 11 else f"y{level + 1}"
+        nodes = [helper.make_node("If", ["true"], [output], then_branch=sides[0], else_branch=sides[1])]
+    del model.graph.node[:]
+    del model.functions[:]
+    model.graph.node.extend([true, *nodes])
+    onnx.save(model, tmp_path / "branches.onnx")
+    started = time.perf_counter()
+    assert load_model(tmp_path / "branches.onnx").outputs[0].name == "y"
+    assert time.perf_counter() - started < 30
+
+
 @pytest.mark.parametrize("calls", [(), tuple(range(DEPTH_MAX - 1, 40 * DEPTH_MAX, DEPTH_MAX - 1))])
 def test_functions_nested_deeper_than_the_stack_of_a_library_are_refused(calls: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedModelError, match=f"more than {DEPTH_MAX} deep"):
