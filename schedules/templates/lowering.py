@@ -9,6 +9,8 @@ dynamic shared memory is reused by the pass that knows it (MergeSharedMemoryAllo
 
 Another kind are functions that were written loop by loop (`schedules.cpu.any_size`). Their buffers have the size that
 they need. TVM would still compute it from every access: 2.1 s for one attention of bert-tiny, 40 % of its compilation.
+
+Functions that divide by symbolic sizes are lowered as any other, and their divisions truncated on the host.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
 from relaxtune.schedules.side_by_side import context_like, map_side_by_side
+from relaxtune.schedules.size_divisions import divides_by_sizes, truncate_divisions
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
 
 MIXED_PIPELINE = "relaxtune_mixed"
@@ -46,7 +49,7 @@ def register_mixed_pipeline() -> str:
 
 def tir_pipeline_for(mod: IRModule) -> str:
     """Return the name of the TIR pipeline that a module needs: TVM's own unless it has one of the other kinds."""
-    kinds = (_copies_asynchronously, _has_no_blocks)
+    kinds = (_copies_asynchronously, _has_no_blocks, divides_by_sizes)
     mixed = has_kernels(mod) or any(is_kind(func) for func in mod.functions.values() for is_kind in kinds)
     return register_mixed_pipeline() if mixed else "default"
 
@@ -97,7 +100,10 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, MadePasses, MadePasses]:
     finish = tvm.transform.module_pass(
         lambda mod, _context: _each_side_by_side(finish_device(), mod), opt_level=0, name="FinishEachKernel"
     )
-    return each, finish_host, lambda: finish
+    truncate = tvm.transform.module_pass(
+        lambda mod, _context: truncate_divisions(mod), opt_level=0, name="TruncateDivisions"
+    )
+    return each, lambda: tvm.transform.Sequential([truncate, finish_host()]), lambda: finish
 
 
 def _each_side_by_side(passes: Passes, mod: IRModule) -> IRModule:
