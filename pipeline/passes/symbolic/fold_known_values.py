@@ -15,7 +15,6 @@ from relaxtune.pipeline.passes.kit.rewrite import rewrite
 from relaxtune.pipeline.passes.kit.sizes import fits, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.kit.uniform import UniformValues
-from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 from relaxtune.pipeline.passes.symbolic.intervals import Interval, interval_after, interval_of
 
 _ANY = Interval(-math.inf, math.inf, settled=False)
@@ -24,19 +23,17 @@ _COMPARISONS = ("less", "less_equal", "greater", "greater_equal")
 _NEUTRAL = {"add": 0.0, "subtract": 0.0, "multiply": 1.0, "divide": 1.0}
 _SUMS = ("add", "subtract")
 _FOLLOWED = (*_SUMS, "broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze")
-_OF_INTEGERS = ("add", "subtract", "multiply", "minimum", "maximum", "where")
 
 
 def fold_known_values(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` without operations whose result at all sizes is an operand, or one known row, broadcast.
 
     Such are `logical_and` with what is true, `logical_or` with what is false, `where` by what is known, sums with 0,
-    products with 1, arithmetic of counted integers that gives one of them, comparisons with a number that tell what a
-    `where` has chosen by positions, or are the same for all that is copied of constants, and `take` of a constant by
-    indices that are one number. Of static sizes most are folded. Of symbolic ones exporters leave the causal mask of a
-    decode step's one token, which hides nothing, whether a constant mask of each image does, the token types of a model
-    called without any, and the places of new keys in a cache. A `take` of joined tables whose indices are all in the
-    first one reads that.
+    products with 1, comparisons with a number that tell what a `where` has chosen by positions, or are the same for all
+    that is copied of constants, and `take` of a constant by indices that are one number. Of static sizes most are
+    folded. Of symbolic ones exporters leave the causal mask of a decode step's one token, which hides nothing, the
+    question whether a constant mask of each image does, and the token types of a model called without any. A `take` of
+    joined tables whose indices are all in the first one reads that.
     """
     count = 0
     while kept := _known_values(Graph(mod)):
@@ -49,13 +46,12 @@ def fold_known_values(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
 def _known_values(graph: Graph) -> dict[relax.Var, tvm.ir.Expr]:
     """Return what is not computed, with what it is."""
-    counted = CountedIntegers(graph)
     kept: dict[relax.Var, tvm.ir.Expr] = {}
     for binding in graph.bindings:
         value, shape = binding.value, shape_of(binding.var)
         if not isinstance(value, relax.Call) or shape is None:
             continue
-        same = [*_choices(value, graph), *_operands_counted(binding, counted), *_row_looked_up(value, graph.uniform)]
+        same = [*_choices(value, graph), *_row_looked_up(value, graph.uniform)]
         fitting = [one for one in same if structural_equal(one.ty, binding.var.ty)]
         joined = _in_first(value, graph)
         if fitting:
@@ -116,15 +112,6 @@ def _interval(expr: tvm.ir.Expr, graph: Graph) -> Interval:
         return _ANY
     operands = [_interval(one, graph) for one in (value.args if is_op(value, *_SUMS) else value.args[:1])]
     return interval_after(value, operands) or _ANY
-
-
-def _operands_counted(binding: relax.VarBinding, counted: CountedIntegers) -> list[tvm.ir.Expr]:
-    """Return the operands that hold the integers that an operation makes, shapes aside."""
-    made = counted.of(binding.var) if is_op(binding.value, *_OF_INTEGERS) else None
-    if made is None:
-        return []
-    counts = ((operand, counted.of(operand)) for operand in binding.value.args[-2:])
-    return [one for one, count in counts if count is not None and count.broadcast(len(made.steps)) == made]
 
 
 def _row_looked_up(value: relax.Call, known: UniformValues) -> list[tvm.ir.Expr]:

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, dtype_of, is_op, main_of, same_shape, shape_of
+from relaxtune.pipeline.passes.kit.ir import dtype_of, main_of, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.sizes import size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -42,13 +42,11 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     state.note(f"{len(wanted)} functions of positions are tables")
     tables = _evaluated(wanted, positions, state)
     starts: dict[tuple[relax.Var, relax.Var], tvm.ir.Expr] = {}
-    # What reads a table without the copies of its values along other axes.
-    unstretched: dict[relax.Var, relax.Var] = {}
 
     def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         var, root = binding.var, wanted.get(binding.var)
         if root is None:
-            return _without_copies(new, binding, unstretched)
+            return None
         operands, mark = [new.of(root), tables[var]], ""
         if any(positions.roots[root].open) and not positions.settles(var, root):
             starts[root, root] = operands[0]
@@ -60,24 +58,9 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         read = new.kernel(compute, *operands, name="table", op_pattern=INJECTIVE, **{TABLE_ATTR: mark})
         if tuple(map(size_of, shape)) == sizes_of(var):
             return read
-        unstretched[var] = new.extra(f"{var.name}__table", read, [var])
-        return relax.op.broadcast_to(unstretched[var], relax.ShapeExpr(shape_of(var)))
+        return relax.op.broadcast_to(new.extra(f"{var.name}__table", read, [var]), relax.ShapeExpr(shape_of(var)))
 
     return rewrite(mod, state, rule)
-
-
-def _without_copies(
-    new: Rewriter, binding: relax.VarBinding, unstretched: Mapping[relax.Var, relax.Var]
-) -> tvm.ir.Expr | None:
-    """Return an operation of two that copies the values of a table itself, None where it does not."""
-    value = binding.value
-    if not is_op(value, *ELEMENTWISE) or not any(one in unstretched for one in value.args):
-        return None
-    if not any(one not in unstretched and same_shape(one, binding.var) for one in value.args):
-        return None
-    return relax.Call(
-        value.op, [unstretched[one] if one in unstretched else new.of(one) for one in value.args], value.attrs
-    )
 
 
 def _bytes(var: relax.Var, root: relax.Var, positions: FunctionsOfPositions) -> int:

@@ -187,26 +187,6 @@ def test_what_changes_nothing_at_all_sizes_is_dropped(build: Callable[[relax.Exp
 
 
 @pytest.mark.parametrize(
-    ("build", "left"),
-    [
-        (lambda: OP.add(OP.expand_dims(keys(), [1]), OP.multiply(keys(), number(0))), None),
-        (lambda: OP.minimum(keys(), place()), ["arange"]),
-        (lambda: OP.maximum(keys(), number(0)), ["arange"]),
-        (
-            lambda: OP.where(OP.less(keys(), number(3)), keys(), OP.subtract(OP.add(keys(), place()), place())),
-            ["arange"],
-        ),
-        (lambda: OP.minimum(keys(), number(3)), ["arange", "minimum"]),
-    ],
-)
-def test_arithmetic_of_counted_integers_is_one_of_them(build: Callable[[], relax.Expr], left: list[str] | None) -> None:
-    graph = graph_of(lambda _builder, _past: build(), {"past": ((PAST,), "float32")})
-    mod = fold_known_values(graph.mod, state_of(graph))
-    assert operators_of(mod) == (left or ["arange", "expand_dims", "broadcast_to"])
-    check(graph.mod, mod, lambda past: np.zeros(past, "float32"))
-
-
-@pytest.mark.parametrize(
     ("index", "in_first"),
     [
         (lambda: OP.reshape(OP.arange(0, PAST, 1, "int64"), relax.ShapeExpr([PAST, 1])), True),
