@@ -22,9 +22,9 @@ from relaxtune.pipeline.artifact.entries import (
     RecipeEntry,
     TargetEntry,
 )
-from relaxtune.pipeline.artifact.json_values import JsonValueError, read_value
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.precision.policy import PolicyEntry
+from relaxtune.tuning_db.json_values import JsonValueError, read_value
 
 # Raised by one whenever an older reader would misread the directory.
 FORMAT_VERSION = 1

@@ -36,13 +36,13 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
     UsageError
         The file is no such key, or the library `cryptography` is missing.
     """
-    _require_library(f"--sign {path}")
+    data = _read_key(path, "--sign")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
-        key = load_pem_private_key(_read_key(path, "--sign"), None)
+        key = load_pem_private_key(data, None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         # Without its cause, which may quote the file.
         raise UsageError(f"--sign {path} is not a private key in PEM without a passphrase") from None
@@ -52,20 +52,14 @@ def read_signing_key(path: Path) -> Ed25519PrivateKey:
 
 
 def read_verify_key(path: Path) -> Ed25519PublicKey:
-    """Return the public key of a PEM file.
-
-    Raises
-    ------
-    UsageError
-        The file is no such key, or the library `cryptography` is missing.
-    """
-    _require_library(f"--verify-key {path}")
+    """Return the public key of a PEM file; see `read_signing_key`."""
+    data = _read_key(path, "--verify-key")
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
-        key = load_pem_public_key(_read_key(path, "--verify-key"))
+        key = load_pem_public_key(data)
     except (ValueError, UnsupportedAlgorithm) as e:
         raise UsageError(f"--verify-key {path} is not a public key in PEM, as `openssl pkey -pubout` writes it") from e
     if not isinstance(key, Ed25519PublicKey):
@@ -120,16 +114,14 @@ def require_signature(directory: Path, verify_key: Path) -> None:
         ) from e
 
 
-def _require_library(asked_by: str) -> None:
+def _read_key(path: Path, option: str) -> bytes:
+    """Return a key's file, for a library that is there."""
     try:
         import cryptography  # noqa: F401
-    except ModuleNotFoundError as e:
-        raise UsageError(f"{asked_by} needs the library cryptography: {_INSTALL}") from e
 
-
-def _read_key(path: Path, option: str) -> bytes:
-    try:
         return path.read_bytes()
+    except ModuleNotFoundError as e:
+        raise UsageError(f"{option} {path} needs the library cryptography: {_INSTALL}") from e
     except OSError as e:
         raise UsageError(f"{option} {path} cannot be read: {e.strerror or e}") from e
 

@@ -146,8 +146,7 @@ def promote(
 ) -> None:
     """Set a tag to an artifact if the gate says yes to it beside what the tag stands at. Exits 5 when it says no."""
     from relaxtune.pipeline.gate.report import render
-    from relaxtune.pipeline.registry.remote import open_store
-    from relaxtune.pipeline.registry.store import find_artifact
+    from relaxtune.pipeline.registry.registry import find_artifact, open_store
 
     require_signed(verify_key, find_artifact(artifact, open_store(registry.store)))
 
@@ -209,8 +208,7 @@ def rebuild(
     what changed when it is another.
     """
     from relaxtune.pipeline.registry.rebuild import rebuild_artifact
-    from relaxtune.pipeline.registry.remote import open_store
-    from relaxtune.pipeline.registry.store import find_artifact
+    from relaxtune.pipeline.registry.registry import find_artifact, open_store
     from relaxtune.pipeline.temporary import temporary_folder
 
     place = find_artifact(artifact, open_store(store))
@@ -244,8 +242,7 @@ def fetch(
 ) -> None:
     """Copy an artifact of the store, by its tag or key, to a directory; its files are checked."""
     from relaxtune.pipeline.artifact.directory import copy_artifact
-    from relaxtune.pipeline.registry.remote import open_store
-    from relaxtune.pipeline.registry.store import find_artifact
+    from relaxtune.pipeline.registry.registry import find_artifact, open_store
 
     place = find_artifact(artifact, open_store(store))
     require_signed(verify_key, place)
@@ -305,8 +302,7 @@ def refit(
     fails the validation; it is in DIR.rejected then.
     """
     from relaxtune.pipeline.registry.refit import refit_artifact
-    from relaxtune.pipeline.registry.remote import open_store
-    from relaxtune.pipeline.registry.store import find_artifact
+    from relaxtune.pipeline.registry.registry import find_artifact, open_store
 
     place = find_artifact(artifact, open_store(store))
     if out is None and place != Path(artifact):

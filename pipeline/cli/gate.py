@@ -104,8 +104,7 @@ def gate(
     """
     from relaxtune.pipeline.gate.gate import run_gate
     from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
-    from relaxtune.pipeline.registry.remote import open_store
-    from relaxtune.pipeline.registry.store import find_artifact
+    from relaxtune.pipeline.registry.registry import find_artifact, open_store
     from relaxtune.tuning_db.store import TuningDatabase
 
     limits = options.limits(tolerance)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.artifact.directory import load_manifest
+from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE
 from relaxtune.pipeline.environment import user_here
-from relaxtune.pipeline.errors import GateRefusedError, UsageError
-from relaxtune.pipeline.registry.remote import open_store
-from relaxtune.pipeline.registry.store import find_artifact, find_key
+from relaxtune.pipeline.errors import ArtifactError, GateRefusedError, UsageError
+from relaxtune.pipeline.registry.remote import RemoteStore
+from relaxtune.pipeline.registry.store import ArtifactStore
 from relaxtune.tuning_db.records import utc_now
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
@@ -31,6 +32,8 @@ _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 # Steps that a tag can be rolled back after a collection, and seconds that an artifact is kept that no tag needs.
 KEPT_STEPS = 5
 KEPT_SECONDS = 24 * 3600.0
+
+Store = ArtifactStore | RemoteStore
 
 
 @dataclass(frozen=True)
@@ -281,3 +284,47 @@ def _require_tag(tag: str) -> None:
         raise UsageError(
             f"{tag!r} cannot be a tag; expected up to 64 small letters, digits, '.', '_' and '-', such as prod"
         )
+
+
+def open_store(place: Path | str) -> Store:
+    """Return the store in a folder or at a URL.
+
+    Raises
+    ------
+    ArtifactError
+        fsspec, or what it needs for the URL, is not installed, or does not know it.
+    """
+    return RemoteStore(place) if isinstance(place, str) and "://" in place else ArtifactStore(Path(place))
+
+
+def find_artifact(name: str, store: Store) -> Path:
+    """Return the directory of an artifact by its path, or by its tag or the start of its key in a store.
+
+    Raises
+    ------
+    ArtifactError
+        It is none of them, or the start of several keys.
+    """
+    path = Path(name)
+    return path if (path / MANIFEST_FILE).is_file() else store.path_of(find_key(name, store))
+
+
+def find_key(name: str, store: Store) -> str:
+    """Return the key of an artifact of a store by its tag, or by the start of the key.
+
+    Raises
+    ------
+    ArtifactError
+        It is neither, or the start of several keys.
+    """
+    links = store.links()
+    if name in links:
+        return links[name]
+    keys = [key for key in store.list_keys() if len(name) >= 4 and key.startswith(name)]
+    if len(keys) == 1:
+        return keys[0]
+    told = f"the start of {len(keys)} artifacts" if keys else "no artifact's directory, tag or key"
+    raise ArtifactError(
+        f"{name} is {told}; store {store.name} has the tags {', '.join(links) or 'none'}, and "
+        f"`relaxtune artifact list --store {store.name}` says what else"
+    )

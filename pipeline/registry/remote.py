@@ -29,22 +29,11 @@ from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.job_outcomes import artifact_of
-from relaxtune.pipeline.registry.store import ArtifactStore, Store, missing
+from relaxtune.pipeline.registry.store import ArtifactStore, missing
 from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.tuning_db.artifacts import Artifact
 from relaxtune.tuning_db.records import utc_now
 from relaxtune.tuning_db.urls import hide_secrets
-
-
-def open_store(place: Path | str) -> Store:
-    """Return the store in a folder or at a URL.
-
-    Raises
-    ------
-    ArtifactError
-        fsspec, or what it needs for the URL, is not installed, or does not know it.
-    """
-    return RemoteStore(place) if isinstance(place, str) and "://" in place else ArtifactStore(Path(place))
 
 
 class RemoteStore:

@@ -16,10 +16,9 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Protocol
 
 from relaxtune.pipeline.artifact.directory import load_manifest, record_validation, verify_artifact
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest
@@ -29,45 +28,6 @@ from relaxtune.pipeline.temporary import locked_folder, sweep
 from relaxtune.tuning_db.artifacts import Artifact
 
 _STAGING = ".staging-"
-
-
-class Store(Protocol):
-    """Where artifacts are kept, with tags that lead to them. Its failures are of type `ArtifactError`."""
-
-    name: str
-
-    def lock(self, *, alone: bool = False) -> AbstractContextManager[None]:
-        """Hold the store: nothing is collected meanwhile, and with `alone` nothing is added or tagged."""
-
-    def list_keys(self) -> list[str]:
-        """Return the keys of the artifacts that are here, in order."""
-
-    def require(self, key: str) -> None:
-        """Check that an artifact is here."""
-
-    def manifest_of(self, key: str) -> Manifest:
-        """Return the manifest of an artifact."""
-
-    def path_of(self, key: str) -> Path:
-        """Return where an artifact lies on this machine."""
-
-    def place_of(self, key: str) -> str:
-        """Return where the store has an artifact, for people."""
-
-    def added_at(self, key: str) -> datetime:
-        """Return since when an artifact has been here."""
-
-    def put(self, directory: Path) -> Artifact:
-        """Keep a copy of an artifact and return its database form; one that is here takes a newer validation."""
-
-    def link(self, tag: str, key: str | None) -> None:
-        """Have a tag's link lead to an artifact, in one step; with None it is taken away."""
-
-    def links(self) -> dict[str, str]:
-        """Return where the links lead: tag -> key."""
-
-    def remove(self, key: str) -> None:
-        """Remove an artifact. The caller holds the store alone."""
 
 
 class ArtifactStore:
@@ -216,36 +176,3 @@ class ArtifactStore:
 def missing(store: str, key: str) -> ArtifactError:
     """Return the error of an artifact that a store does not have."""
     return ArtifactError(f"store {store} has no artifact {key[:12]}; `relaxtune artifact list` says what it has")
-
-
-def find_artifact(name: str, store: Store) -> Path:
-    """Return the directory of an artifact by its path, or by its tag or the start of its key in a store.
-
-    Raises
-    ------
-    ArtifactError
-        It is none of them, or the start of several keys.
-    """
-    path = Path(name)
-    return path if (path / MANIFEST_FILE).is_file() else store.path_of(find_key(name, store))
-
-
-def find_key(name: str, store: Store) -> str:
-    """Return the key of an artifact of a store by its tag, or by the start of the key.
-
-    Raises
-    ------
-    ArtifactError
-        It is neither, or the start of several keys.
-    """
-    links = store.links()
-    if name in links:
-        return links[name]
-    keys = [key for key in store.list_keys() if len(name) >= 4 and key.startswith(name)]
-    if len(keys) == 1:
-        return keys[0]
-    told = f"the start of {len(keys)} artifacts" if keys else "no artifact's directory, tag or key"
-    raise ArtifactError(
-        f"{name} is {told}; store {store.name} has the tags {', '.join(links) or 'none'}, and "
-        f"`relaxtune artifact list --store {store.name}` says what else"
-    )

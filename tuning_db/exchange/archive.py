@@ -10,6 +10,7 @@ and the whole is committed or nothing. Texts are stored, never run.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -27,6 +28,7 @@ from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.errors import ExchangeError, NotFoundError, TuningDatabaseError
 from relaxtune.tuning_db.exchange.entries import Entry, Signature, TaskOfJob, Transfer, list_entries, merge_entries
 from relaxtune.tuning_db.jobs import Job, JobTask
+from relaxtune.tuning_db.json_values import read_value
 from relaxtune.tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord, Workload, canonical_json
 from relaxtune.tuning_db.sql.rows import latencies_from_text, latencies_to_text
 from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
@@ -115,9 +117,8 @@ def _write(raw: BinaryIO, entries: Iterable[Entry]) -> int:
 def _encode(entry: Entry, number: Callable[[TargetKey | Environment], int]) -> tuple[str, Fields]:
     if isinstance(entry, TaskOfJob):
         return "task", {"job_id": entry.job_id, **asdict(entry.task)}
-    fields = {name: getattr(entry, name) for name in entry.__dataclass_fields__ if name not in ("id", "layer")}
-    if isinstance(entry, Job):
-        fields["id"] = entry.id
+    fields = {one.name: getattr(entry, one.name) for one in dataclasses.fields(entry)}
+    fields = {name: value for name, value in fields.items() if name not in _not_kept(type(entry))}
     for name, value in fields.items():
         if isinstance(value, TargetKey | Environment):
             fields[name] = number(value)
@@ -127,19 +128,21 @@ def _encode(entry: Entry, number: Callable[[TargetKey | Environment], int]) -> t
         fields["latencies_us"] = json.loads(latencies_to_text(entry.latencies_us))
     if isinstance(entry, Validation):
         fields["max_abs"] = entry.max_abs if math.isfinite(entry.max_abs) else repr(entry.max_abs)
-    return _KINDS[type(entry)], fields
+    return next(kind for kind, cls in _CLASSES.items() if cls is type(entry)), fields
 
 
-_KINDS: dict[type, str] = {
-    Signature: "signature",
-    Workload: "workload",
-    Job: "job",
-    TuningRecord: "record",
-    Artifact: "artifact",
-    Validation: "validation",
-    Benchmark: "benchmark",
+_CLASSES: dict[str, type] = {
+    "target": TargetKey,
+    "environment": Environment,
+    "signature": Signature,
+    "workload": Workload,
+    "job": Job,
+    "task": JobTask,
+    "record": TuningRecord,
+    "artifact": Artifact,
+    "validation": Validation,
+    "benchmark": Benchmark,
 }
-_CLASSES = {kind: cls for cls, kind in _KINDS.items()}
 
 
 @dataclass
@@ -265,68 +268,26 @@ def _decode(
         raise ExchangeError(f"{where}: refused as a {kind[:40]}: {e}") from e
 
 
-#: What the annotations of the value classes say, for fields of JSON; anything else would reach the database unchecked.
-_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, type(None)),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (int, float),
-    "bool": (bool,),
-    "Route": (str,),
-    "Status": (str,),
-    "datetime": (str,),
-    "datetime | None": (str, type(None)),
-    "TargetKey": (int,),
-    "Environment": (int,),
-    "tuple[float, ...]": (list,),
-    "tuple[str, ...]": (list,),
-}
-
-
 def _make(kind: str, fields: Fields, places: list[TargetKey | Environment]) -> Entry | TargetKey | Environment:
-    if kind == "target":
-        return TargetKey(**_typed(TargetKey, fields))
-    if kind == "environment":
-        return Environment(**_typed(Environment, fields))
-    if kind == "task":
-        job_id = fields.pop("job_id")
-        if not isinstance(job_id, str):
-            raise TypeError("job_id must be a text")
-        task = JobTask(**_typed(JobTask, fields))
-        if not all(isinstance(node, str) for node in task.onnx_nodes):
-            raise TypeError("onnx_nodes must be texts")
-        return TaskOfJob(job_id, task)
     cls = _CLASSES[kind]
+    job_id = fields.pop("job_id") if cls is JobTask else None
+    unknown = fields.keys() - {field.name for field in dataclasses.fields(cls)} | fields.keys() & _not_kept(cls)
+    if unknown:
+        raise TypeError(f"it has no field {min(unknown)[:40]!r}")
+    for name, of in (("target", TargetKey), ("environment", Environment)):
+        if name in fields:
+            number = fields[name]
+            fields[name] = places[number] if type(number) is int and number >= 0 else None
+            if not isinstance(fields[name], of):
+                raise TypeError(f"{name} refers to no {of.__name__}")
+    if isinstance(fields.get("latencies_us"), list):
+        fields["latencies_us"] = [*latencies_from_text(canonical_json(fields["latencies_us"]))]
     if cls is Validation and fields.get("max_abs") in ("nan", "inf", "-inf"):
         fields["max_abs"] = float(fields["max_abs"])
-    values = _typed(cls, fields)
-    for name, annotation in _annotations(cls).items():
-        if name not in values:
-            continue
-        if annotation.startswith("datetime") and values[name] is not None:
-            values[name] = datetime.fromisoformat(values[name])
-        elif annotation in ("TargetKey", "Environment"):
-            place = places[values[name]] if values[name] >= 0 else None
-            if type(place).__name__ != annotation:
-                raise TypeError(f"{name} refers to no {annotation}")
-            values[name] = place
-        elif annotation == "tuple[float, ...]":
-            values[name] = latencies_from_text(canonical_json(values[name]))
-    return cast(Entry, cls(**values))
+    value: object = read_value(cls, fields)
+    return TaskOfJob(read_value(str, job_id), value) if isinstance(value, JobTask) else cast(Entry, value)
 
 
-def _annotations(cls: type) -> dict[str, str]:
-    # `from __future__ import annotations` keeps them as text.
-    return {name: str(field.type) for name, field in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
-
-
-def _typed(cls: type, fields: Fields) -> Fields:
-    annotations = _annotations(cls)
-    for name, value in fields.items():
-        if name not in annotations or name in ("layer",) or (name == "id" and cls is TuningRecord):
-            raise TypeError(f"it has no field {name[:40]!r}")
-        expected = _TYPES[annotations[name]]
-        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-            raise TypeError(f"{name} must be {annotations[name]}, got {str(value)[:40]!r}")
-    return fields
+def _not_kept(cls: type) -> frozenset[str]:
+    """Return the fields that a value gets where it is read."""
+    return frozenset({"layer", "id"} if cls is TuningRecord else ())

@@ -13,8 +13,8 @@ from relaxtune.pipeline.errors import ArtifactError, GateRefusedError, UsageErro
 from relaxtune.pipeline.gate import gate as gate_module
 from relaxtune.pipeline.gate.gate import GateLimits
 from relaxtune.pipeline.gate.latency import LatencyLimit
-from relaxtune.pipeline.registry.registry import Registry
-from relaxtune.pipeline.registry.store import ArtifactStore, find_artifact
+from relaxtune.pipeline.registry.registry import Registry, find_artifact
+from relaxtune.pipeline.registry.store import ArtifactStore
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, TagMovedError, list_moves, record_move
 

@@ -13,8 +13,8 @@ from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError
-from relaxtune.pipeline.registry.registry import Registry
-from relaxtune.pipeline.registry.remote import RemoteStore, open_store
+from relaxtune.pipeline.registry.registry import Registry, open_store
+from relaxtune.pipeline.registry.remote import RemoteStore
 from relaxtune.tuning_db.store import TuningDatabase
 
 

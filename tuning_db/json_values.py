@@ -7,6 +7,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from datetime import datetime
 from functools import cache
 from typing import TypeVar, cast
 
@@ -21,6 +22,7 @@ _NAMES = {
     type(None): "null",
     tuple: "a list",
     Mapping: "an object",
+    datetime: "a time",
 }
 
 
@@ -35,8 +37,9 @@ class JsonValueError(ValueError):
 def read_value(kind: type[_Value], data: object) -> _Value:
     """Return plain JSON data as a value of a frozen dataclass.
 
-    Its fields are of such dataclasses; of `str`, `int`, `float`, `bool`, `object`; of an enum of texts; or tuples,
-    mappings of texts, and unions of these. Keys that a dataclass does not have are left out: newer versions write more.
+    Its fields are of such dataclasses, also given as values; of `str`, `int`, `float`, `bool`, `object`, `datetime`; of
+    an enum of texts; or tuples, mappings of texts, and unions of these. Keys that a dataclass does not have are left
+    out: newer versions write more.
 
     Raises
     ------
@@ -64,10 +67,12 @@ def _read(kind: object, data: object, place: tuple[object, ...]) -> object:
             return data
         if kind is float and type(data) is int:
             return float(data)
+        if kind is datetime and isinstance(data, str):
+            return datetime.fromisoformat(data)
     expected = _NAMES.get(cast(type, origin or kind), "an object")
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         expected = f"one of {', '.join(str(one.value) for one in kind)}"
-    raise JsonValueError(place, f"expected {expected}, got {_NAMES[type(data)]}")
+    raise JsonValueError(place, f"expected {expected}, got {_NAMES.get(type(data), type(data).__name__)}")
 
 
 def _union(kinds: tuple[object, ...], data: object, place: tuple[object, ...]) -> object:
