@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from typing import Self
 import numpy as np
 from tvm_ffi import Device, Tensor
 
-from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.calls.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.calls.tensor_checks import (
     SupportsDLPack,
@@ -21,8 +19,9 @@ from relaxtune.pipeline.artifact.calls.tensor_checks import (
     check_inputs,
     check_limits,
     check_outputs,
-    false_manifest,
     limits_of,
+    refused_tensors,
+    warn_without_limits,
 )
 from relaxtune.pipeline.artifact.calls.token_list import TokenList
 from relaxtune.pipeline.artifact.device_choice import device_for
@@ -36,23 +35,13 @@ from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manif
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
 from relaxtune.pipeline.runtime.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import named_libraries
 
-_LOG = logging.getLogger(__name__)
 _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
-# TVM's messages for tensors that its code was not compiled for.
-_REFUSALS = (
-    "ErrorContext(fn=",
-    "ErrorContext(match_cast",
-    "Mismatched ",
-    "Invoking function",
-    "storage allocation failure",
-)
 
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> 0, or 1 to leave the call out.
@@ -75,6 +64,15 @@ class Module:
 
     A module with shape buckets sends each call to the best of them (`pipeline.artifact.calls.bucket_routing`), padded
     where the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
+
+    Attributes
+    ----------
+    manifest
+        What the artifact says about itself.
+    inputs, outputs
+        In the model's order.
+    device, threads
+        Where it runs, and the CPU threads that each call asks for.
     """
 
     def __init__(
@@ -90,12 +88,11 @@ class Module:
         pooled: bool = True,
     ) -> None:
         """Hold a loaded module; use `Module.load`."""
-        self._manifest = manifest
-        self._machine = machine
-        self._device = device
-        self._weights = tuple(weights)
-        #: CPU threads that each call asks for.
+        self.manifest, self.device = manifest, device
+        self.inputs, self.outputs = manifest.inputs, manifest.outputs
         self.threads = threads
+        self._machine = machine
+        self._weights = tuple(weights)
         # Code of earlier versions takes a pool of TVM's, of each calling thread.
         self._pooled = pooled or manifest.target.kind == "cuda"
         apart = not named_libraries(manifest.target.libraries)
@@ -164,11 +161,7 @@ class Module:
             require_signature(directory, Path(verify_key))
             verify = True
         manifest = verify_artifact(directory) if verify else load_manifest(directory)
-        if manifest.limits is None and not all(spec.is_static for spec in manifest.inputs):
-            _LOG.warning(
-                "%s was compiled by a version that did not keep the limits of its axes: sizes beyond a table of the "
-                "model are not refused; compile it again", directory,
-            )  # fmt: skip
+        warn_without_limits(manifest, directory)
         chosen = device_for(manifest, device, directory)
         threads = default_threads() if threads is None else threads
         for library in named_libraries(manifest.target.libraries):
@@ -178,7 +171,7 @@ class Module:
             machine, pooled = load_machine(directory / MODULE_FILE, chosen, threads)
         weights_file = directory / PARAMS_FILE
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
-            stored = dict(zip(beside._manifest.weights, beside._weights, strict=True))
+            stored = dict(zip(beside.manifest.weights, beside._weights, strict=True))
         else:
             stored = {name: turn.placed(array) for name, array in read_weights(weights_file, manifest)}
         weights = [stored[name] for name in manifest.weights]
@@ -208,27 +201,12 @@ class Module:
     def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
         mine = self._weights_file
         one_file = mine is not None and mine.is_file() and file.is_file() and file.samefile(mine)
-        return one_file and self._manifest.weights == manifest.weights and self._device == device
+        return one_file and self.manifest.weights == manifest.weights and self.device == device
 
     def variant(self, entry: str) -> Self:
         """Return another entry of the same code as a module, on the same weights; see `pipeline.artifact.variants`."""
-        shared = (self._manifest, self._machine, self._device, self._weights, self.threads)
+        shared = (self.manifest, self._machine, self.device, self._weights, self.threads)
         return type(self)(*shared, entry, self._turn, pooled=self._pooled)
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the artifact says about itself."""
-        return self._manifest
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """The inputs, in the model's order."""
-        return self._manifest.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """The outputs, in the model's order."""
-        return self._manifest.outputs
 
     @property
     def statistics(self) -> RouteStatistics:
@@ -245,17 +223,12 @@ class Module:
         """
         modules = self._buckets_loaded()
         if number >= len(modules):
-            raise PipelineError(f"artifact of {self._manifest.model} has {len(modules)} buckets, got number {number}")
+            raise PipelineError(f"artifact of {self.manifest.model} has {len(modules)} buckets, got number {number}")
         return modules[number]
 
     def _buckets_loaded(self) -> list[Module]:
         found = self._router.modules if self._router is not None else ()
         return [module for module in found if isinstance(module, Module)]
-
-    @property
-    def device(self) -> Device:
-        """Where it runs."""
-        return self._device
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs, by name, as arrays of their own.
@@ -270,7 +243,7 @@ class Module:
         routed = self._router.run(inputs) if self._router is not None else None
         if routed is not None:
             return routed
-        with on_default_stream(self._device), self._turn:
+        with on_default_stream(self.device), self._turn:
             if self._static is None:
                 outputs = self._call(self.to_device(inputs))
             else:
@@ -321,7 +294,7 @@ class Module:
             A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; an axis is
             smaller or larger than the artifact's limits; a CPU is given a stream; or a stream is being captured.
         """
-        with on_stream(self._device, stream):
+        with on_stream(self.device, stream):
             self._turn.refuse_capture()
             if self._graphs is not None:
                 with self._turn:
@@ -331,7 +304,7 @@ class Module:
             given = [
                 one
                 if isinstance(one, Tensor)
-                else borrowed_input(one, self.inputs[n].name, self._manifest.model, self._device)
+                else borrowed_input(one, self.inputs[n].name, self.manifest.model, self.device)
                 for n, one in enumerate(tensors)
             ]
             if self._router is not None:
@@ -344,7 +317,7 @@ class Module:
 
     def synchronise(self) -> None:
         """Wait until the device has finished all that was started."""
-        synchronise(self._device)
+        synchronise(self.device)
 
     @contextmanager
     def instrumented(self, instrument: Instrument) -> Iterator[None]:
@@ -355,9 +328,9 @@ class Module:
         PipelineError
             The module runs as a CUDA graph, whose kernels the machine does not call one by one.
         """
-        if self._manifest.target.cuda_graph:
+        if self.manifest.target.cuda_graph:
             raise PipelineError(
-                f"{self._manifest.model} runs as one CUDA graph, inside which no kernel can be watched; compile it "
+                f"{self.manifest.model} runs as one CUDA graph, inside which no kernel can be watched; compile it "
                 "without a graph for that"
             )
         modules = [self, *self._buckets_loaded()]
@@ -385,13 +358,12 @@ class Module:
             else:
                 outputs = self._static(tensors)
         except (TypeError, ValueError, RuntimeError) as e:
-            if not any(sign in str(e) for sign in _REFUSALS):
+            refusal = refused_tensors(self.manifest, e, static=self._is_static)
+            if refusal is None:
                 raise
-            if self._is_static:
-                raise false_manifest(self._manifest, last_line(e)) from e
-            raise PipelineError(f"the code of {self._manifest.model} refuses these sizes: {last_line(e)}") from e
+            raise refusal from e
         if self._shared_outputs is None:
-            check_outputs(outputs, self._manifest)
+            check_outputs(outputs, self.manifest)
             if self._watched:  # the second run below would be one too many where kernels are counted
                 return tuple(self._turn.copied(one) for one in outputs)
             # A constant inside the code is where two runs put their output, although the first one's is still held.
@@ -424,4 +396,4 @@ class Module:
     @property
     def _is_static(self) -> bool:
         """Whether all sizes are known; how many tokens a mask leaves is not."""
-        return self._manifest.unpadding is None and all(spec.is_static for spec in self.inputs)
+        return self.manifest.unpadding is None and all(spec.is_static for spec in self.inputs)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,8 +18,18 @@ from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.printable import last_line
 
+_LOG = logging.getLogger(__name__)
+
 # Compiled code reads its arguments in vectors of this many bytes.
 _ALIGNMENT = 64
+# TVM's messages for tensors that its code was not compiled for.
+_REFUSALS = (
+    "ErrorContext(fn=",
+    "ErrorContext(match_cast",
+    "Mismatched ",
+    "Invoking function",
+    "storage allocation failure",
+)
 
 
 class SupportsDLPack(Protocol):
@@ -76,6 +88,15 @@ _NO_LIMITS = AxisLimits()
 def limits_of(manifest: Manifest) -> AxisLimits:
     """Return between which sizes the axes of an artifact's inputs may be."""
     return AxisLimits(manifest.minima, manifest.maxima, manifest.limits or (), manifest.indices)
+
+
+def warn_without_limits(manifest: Manifest, directory: Path) -> None:
+    """Warn of an artifact with symbolic axes that does not know their limits."""
+    if manifest.limits is None and not all(spec.is_static for spec in manifest.inputs):
+        _LOG.warning(
+            "%s was compiled by a version that did not keep the limits of its axes: sizes beyond a table of the "
+            "model are not refused; compile it again", directory,
+        )  # fmt: skip
 
 
 def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limits: AxisLimits = _NO_LIMITS) -> None:
@@ -182,6 +203,15 @@ def false_manifest(manifest: Manifest, what: str) -> ArtifactError:
     return ArtifactError(
         f"the code of {manifest.model} is not what its manifest states: {what}; compile the model again"
     )
+
+
+def refused_tensors(manifest: Manifest, error: Exception, *, static: bool) -> PipelineError | None:
+    """Return the error of code that was not compiled for a call's tensors; None for any other error."""
+    if not any(sign in str(error) for sign in _REFUSALS):
+        return None
+    if static:
+        return false_manifest(manifest, last_line(error))
+    return PipelineError(f"the code of {manifest.model} refuses these sizes: {last_line(error)}")
 
 
 def _may_be_empty(axis: str, specs: Sequence[TensorSpec]) -> bool:

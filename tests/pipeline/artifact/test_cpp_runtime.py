@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +20,10 @@ import tvm_ffi
 from onnx import helper
 
 import relaxtune
-from relaxtune.models.buckets import Side
 from relaxtune.pipeline.artifact import compile as compile_stage
-from relaxtune.pipeline.artifact.directory import load_manifest, record_padding
-from relaxtune.pipeline.artifact.entries import PaddingEntry
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
 from relaxtune.pipeline.artifact.runtime import Module
+from tests.pipeline.artifact.call_cases import ARTIFACTS, CASES, without_quotes
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.unoptimised import UNOPTIMISED_TEXT
 
@@ -170,62 +167,16 @@ def test_calls_leave_padding_out_as_in_python(runtime: Path, tmp_path: Path) -> 
         assert_same(runtime, made.directory, feed, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return an artifact whose calls are padded on both sides; its outputs show what padding holds."""
-    folder = tmp_path_factory.mktemp("padded")
-    nodes = [
-        helper.make_node("Add", ["x", "half_mask"], ["hidden"]),
-        helper.make_node("ReduceMin", ["hidden"], ["least"], keepdims=1),
-        helper.make_node("ReduceMax", ["hidden", "last"], ["most"], keepdims=0),
-        helper.make_node("Add", ["cache", "one"], ["grown"]),
-        helper.make_node("Not", ["attention_mask"], ["hides"]),
-    ]
-    inputs = {
-        "x": ("float16", ("n", "s")),
-        "half_mask": ("float16", ("n", "s")),
-        "cache": ("float32", ("n", "p", 2)),
-        "attention_mask": ("bool", ("n", "p + 1")),
-    }
-    outputs = {
-        "hidden": ("float16", ("n", "s")),
-        "least": ("float16", (1, 1)),
-        "most": ("float16", ("n",)),
-        "grown": ("float32", ("n", "p", 2)),
-        "hides": ("bool", ("n", "p + 1")),
-    }
-    constants = {"one": np.ones(1, "float32"), "last": np.array([1])}
-    onnx.save(make_model(nodes, inputs, outputs, constants).proto, folder / "padded.onnx")
-    buckets = {"n": (4,), "s": (8,), "p": (6,)}
-    made = relaxtune.compile(folder / "padded.onnx", folder / "artifact", target="llvm", samples=0, buckets=buckets)
-    sides = {"n": Side.RIGHT, "s": Side.RIGHT, "p": Side.LEFT}
-    record_padding(made.directory, tuple(PaddingEntry(axis, side, 1) for axis, side in sides.items()))
-    return made.directory
-
-
-@pytest.mark.parametrize(
-    ("sizes", "hides_a_row", "padded_calls"),
-    [((3, 5, 2), False, 1), ((4, 8, 6), False, 0), ((4, 7, 6), True, 0), ((4, 8, 7), False, 0)],
-)
-def test_calls_are_padded_as_in_python(
-    runtime: Path, padded: Path, tmp_path: Path, sizes: tuple[int, int, int], hides_a_row: bool, padded_calls: int
-) -> None:
-    n, s, p = sizes
-    rng = np.random.default_rng(n * s * p)
-    mask = np.zeros((n, s), "float16")
-    mask[-1, -1] = -1e4
-    if hides_a_row:
-        mask[0] = -1e4
-    inputs = {
-        "x": -np.abs(rng.standard_normal((n, s))).astype("float16"),
-        "half_mask": mask,
-        "cache": rng.standard_normal((n, p, 2)).astype("float32"),
-        "attention_mask": np.ones((n, p + 1), bool),
-    }
-    assert_same(runtime, padded, inputs, tmp_path)
-    module = Module.load(padded)
-    module.run(inputs)
-    assert sum(bucket.padded for bucket in module.statistics.buckets) == padded_calls
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_c_keeps_the_table_of_calls(runtime: Path, name: str, tmp_path: Path) -> None:
+    artifact = ARTIFACTS[name](tmp_path)
+    cases = [case for case in CASES if case.artifact == name]
+    assert_same(runtime, artifact, [case.inputs for case in cases if case.route], tmp_path)
+    for case in cases:
+        if not case.route:
+            with pytest.raises(RuntimeError) as refused:
+                through_c(runtime, artifact, case.inputs, tmp_path)
+            assert re.search(without_quotes(case.said), without_quotes(str(refused.value)))
 
 
 def test_outputs_that_are_inputs_or_constants_are_copies(runtime: Path, tmp_path: Path) -> None:
@@ -252,44 +203,6 @@ def test_a_program_of_the_cmake_package_runs_and_catches_errors(runtime: Path, l
         "got shape 5x31|layers, input x|the model takes x: float32[n, 32]",
     ]
     assert (tmp_path / "y").read_bytes() == Module.load(layers).run({"x": rows(5)})["y"].tobytes()
-
-
-def test_sizes_beyond_the_limits_are_refused(runtime: Path, layers: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(layers, tmp_path / "copy")
-    manifest = replace(load_manifest(copy), minima={"n": 3}, maxima={"n": 6})
-    (copy / MANIFEST_FILE).write_text(manifest.to_json())
-    for count, said in ((2, "size 2, expected 3 or more.*give larger inputs"), (7, "has 6 at most")):
-        with pytest.raises(RuntimeError, match=said):
-            through_c(runtime, copy, {"x": rows(count)}, tmp_path)
-
-
-def test_calls_beyond_the_tables_are_refused(runtime: Path, tmp_path: Path) -> None:
-    nodes = [
-        helper.make_node("Gather", ["words", "ids"], ["x"]),
-        helper.make_node("Shape", ["past"], ["before"], start=1, end=2),
-        helper.make_node("Shape", ["ids"], ["new"], start=1, end=2),
-        helper.make_node("Add", ["before", "new"], ["all"]),
-        helper.make_node("Slice", ["places", "before", "all", "zero"], ["p"]),
-        helper.make_node("Add", ["x", "p"], ["y"]),
-    ]
-    inputs = {"ids": ("int32", ("batch", "new")), "past": ("float32", ("batch", "past", 1))}
-    tables = {"words": np.arange(100, dtype="float32").reshape(50, 2), "places": np.ones((20, 2), "float32")}
-    model = make_model(nodes, inputs, {"y": ("float32", ("batch", "new", 2))}, {**tables, "zero": np.array([0])})
-    onnx.save(model.proto, tmp_path / "tables.onnx")
-    made = relaxtune.compile(tmp_path / "tables.onnx", tmp_path / "artifact", target="llvm", samples=0).directory
-
-    def call(past: int, new: int, ids: int) -> dict[str, np.ndarray]:
-        return {"ids": np.full((1, new), ids, "int32"), "past": np.zeros((1, past, 1), "float32")}
-
-    assert_same(runtime, made, [call(0, 20, 49), call(19, 1, -50), call(3, 4, 0)], tmp_path)
-    for given, said in (
-        (call(0, 21, 0), r"axis new \+ past has size 21, table 'places' takes 20 at most"),
-        (call(400, 400, 0), r"axis new \+ past has size 800, table 'places' takes 20 at most"),
-        (call(0, 3, 50), r"input ids has the value 50, table 'words' .* has 50 rows and takes -50 to 49"),
-        (call(0, 3, -51), r"input ids has the value -51, table 'words' .* has 50 rows and takes -50 to 49"),
-    ):
-        with pytest.raises(RuntimeError, match=said):
-            through_c(runtime, made, given, tmp_path)
 
 
 def _other_byte(path: Path) -> None:

@@ -11,6 +11,7 @@
 #include <set>
 #include <sstream>
 
+#include "padding.h"
 #include "sha256.h"
 #include "tensors.h"
 
@@ -253,27 +254,14 @@ std::string Text(const TensorSpec& spec) {
   return text + "]";
 }
 
-// A sum of products of names and numbers, such as `past + 2 * new`; nothing where a name has no size.
-std::optional<int64_t> Evaluate(const std::string& text, const std::map<std::string, int64_t>& sizes) {
-  int64_t total = 0, product = 1;
-  std::istringstream words(text + " +");
-  for (std::string word; words >> word;) {
-    auto size = sizes.find(word);
-    if (word == "+") total += product, product = 1;
-    else if (size != sizes.end()) product *= size->second;
-    else if (word.find_first_not_of("0123456789") == std::string::npos) product *= std::stoll(word);
-    else if (word != "*") return std::nullopt;
-  }
-  return total;
-}
-
 void CheckTables(const Manifest& manifest, const std::map<std::string, int64_t>& sizes) {
   for (const AxisLimit& limit : manifest.limits) {
-    auto size = Evaluate(limit.axis, sizes), bound = Evaluate(limit.size, sizes);
+    auto size = SizeOf({-1, limit.axis}, sizes), bound = SizeOf({-1, limit.size}, sizes);
     bool least = limit.sign == ">=";
-    if (!size || !bound || (least ? *size >= *bound : *size <= *bound)) continue;
-    throw Error("axis " + limit.axis + " has size " + std::to_string(*size) + ", " + limit.table + " takes " +
-                    std::to_string(*bound) + (least ? " or more" : " at most"),
+    if (limit.sign == "=" || !size || !bound || (least ? *size >= *bound : *size <= *bound)) continue;
+    throw Error("axis " + limit.axis + " has size " + std::to_string(*size) + ", " +
+                    (limit.table.empty() ? "the graph" : limit.table) + " takes " + std::to_string(*bound) +
+                    (least ? " or more" : " at most"),
                 manifest.model, least ? "give larger inputs" : "give smaller inputs");
   }
 }

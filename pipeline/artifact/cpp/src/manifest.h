@@ -26,7 +26,7 @@ struct Unpadding {
   int64_t multiple;
 };
 
-// A bound of an axis, or of a sum of axes: two sums of products of names and numbers, and the table that sets it.
+// A bound of an axis, or of a sum of axes: two expressions over names, and the table that sets it.
 struct AxisLimit {
   std::string axis, sign, size, table;
 };
