@@ -103,9 +103,6 @@ class LayeredDatabase(TuningDatabase):
                 found.setdefault(record.key, dataclasses.replace(record, layer=layer.url))
         return list(found.values())
 
-    def list_top(self, question: Question, *, k: int = 10) -> list[TuningRecord]:
-        return self.list_top_each([question], k=k)[0]
-
     def list_top_each(self, questions: Sequence[Question], *, k: int = 10) -> list[list[TuningRecord]]:
         answers = [_ONE.list_top_each(layer, questions, k=k) for layer in self._all]
         return [

@@ -212,12 +212,13 @@ class TuningDatabase(Transactions):
 
     def list_top(self, question: Question, *, k: int = 10) -> list[TuningRecord]:
         """Return up to `k` valid records that are true here, the best first."""
-        # Targets and environments that others add meanwhile are not asked for: none of them is ever removed.
-        return self.read(lambda session: ranking.top_records(session, question, k, self._places), single=True)
+        return self.list_top_each([question], k=k)[0]
 
     def list_top_each(self, questions: Sequence[Question], *, k: int = 10) -> list[list[TuningRecord]]:
         """Return what `list_top` returns for each question; many at once take little longer than one."""
-        return self.read(lambda session: ranking.top_records_each(session, questions, k, self._places))
+        # One question reads records once for each rank. What others write meanwhile changes no rank before.
+        single = len(questions) == 1
+        return self.read(lambda session: ranking.top_records(session, questions, k, self._places), single=single)
 
     def find_best(self, question: Question) -> TuningRecord | None:
         """Return the first of `list_top`, or None."""

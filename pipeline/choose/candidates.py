@@ -14,7 +14,6 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.lookup import Question
-from relaxtune.tuning_db.lookup_cache import LookupCache
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TuningRecord, signature_key
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import Doubt, Judged, impossible_latency, judge, not_in_answer
@@ -26,7 +25,7 @@ _LISTED = 1000
 
 
 class CandidateLookup:
-    """Looks up the records of tasks for one place. Each question is asked once until this process writes.
+    """Looks up the records of tasks for one place.
 
     Parameters
     ----------
@@ -43,7 +42,6 @@ class CandidateLookup:
     ) -> None:
         """Hold a database; nothing is read."""
         self._database = database
-        self._answers = LookupCache(database)
         self._explain = explain
         self.target = target
         self.environment = environment
@@ -52,7 +50,7 @@ class CandidateLookup:
     def judge(self, task: TuningTask) -> Judged:
         """Return the valid records of a task that count, the best first, and what became of the others."""
         question = self._question(task)
-        listed = self._answers.list_top(question, k=_LISTED)
+        listed = self._database.list_top(question, k=_LISTED)
         found = judge(listed, self.environment, lambda: self.list_refuted(task), doubt_of(task, self.target))
         if not self._explain:
             return found
@@ -62,13 +60,13 @@ class CandidateLookup:
         ]
         return Judged(found.standing, (*found.trace, *not_in_answer(question, every, listed)))
 
-    def list_refuted(self, task: TuningTask) -> tuple[TuningRecord, ...]:
+    def list_refuted(self, task: TuningTask) -> list[TuningRecord]:
         """Return the records of a task whose results were wrong, the oldest first."""
-        return self._answers.list_failed(self._question(task), status=Status.WRONG_RESULT)
+        return self._database.list_failed(self._question(task), status=Status.WRONG_RESULT)
 
     def failed_templates(self, task: TuningTask) -> frozenset[str]:
         """Return the decisions of templates that failed for a task on a device of this architecture."""
-        failed = self._answers.list_failed(self._question(task, Route.TEMPLATE))
+        failed = self._database.list_failed(self._question(task, Route.TEMPLATE))
         return frozenset(record.decision for record in failed if record.target.arch == self._key.arch)
 
     def _question(self, task: TuningTask, route: Route | None = None) -> Question:

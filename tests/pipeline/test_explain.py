@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.explain import explain_model
-from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.tuning_db.records import Route
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.tuning_db.records import Mode, Route
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of, workload_of
 
@@ -55,6 +56,25 @@ def test_every_record_of_a_kernel_has_a_reason(place, tasks) -> None:
     assert {one.note for one in without if one.task} == {"no record"}
     assert not any(one.records for one in without)
     assert found.note == ""
+
+
+def test_the_records_of_a_model_that_ships_untuned_have_reasons(place, tasks, tmp_path) -> None:
+    path, numbers = place
+    copied = tmp_path / "untuned.db"
+    request = ModelRequest("bert-tiny", SHAPES, "llvm")
+    with TuningDatabase.open(path, mode=Mode.READ_ONLY) as known, TuningDatabase.open(copied) as database:
+        database.record_all(workloads=known.list_workloads(), records=known.list_records())
+        prepared = prepare_model(request)
+        decision = ModelDecision(prepared.lowered.options.norm_rows_max, untuned=True)
+        measured_model(prepared).record(database, decision, seed=0, job_id=None, latencies_ms=(1.0,))
+    found = explain_model(request, copied)
+    kernel = next(one for one in found.kernels if one.task == matmul(tasks).name)
+    assert found.note.startswith("untuned: the model is no faster")
+    assert kernel.taken is None
+    assert len(kernel.records) == len(numbers)
+    assert [one.reason for one in kernel.records if "ranks first" in one.reason] == [
+        f"{found.note}; alone, it ranks first"
+    ]
 
 
 def test_the_command_says_it_as_a_table_and_as_data(place, capsys) -> None:

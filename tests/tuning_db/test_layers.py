@@ -6,8 +6,7 @@ from relaxtune.tuning_db.errors import DatabaseOpenError, DatabaseUrlError, Data
 from relaxtune.tuning_db.exchange.archive import merge
 from relaxtune.tuning_db.layers import LayeredDatabase
 from relaxtune.tuning_db.lookup import Question
-from relaxtune.tuning_db.lookup_cache import LookupCache
-from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status
+from relaxtune.tuning_db.records import Mode, RecordFilter, Status
 from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 
@@ -110,32 +109,3 @@ class TestLayers:
             LayeredDatabase.open_layers([path, path])
         with pytest.raises(DatabaseUrlError, match="one database or more"):
             LayeredDatabase.open_layers([])
-
-
-class TestCache:
-    def test_answer_is_kept_until_this_process_writes(self, path, samples):
-        with TuningDatabase.open(path) as database, TuningDatabase.open(path) as other:
-            put(database, samples, samples.record(latencies_us=(5.0,)))
-            cache = LookupCache(database)
-            first = cache.list_top(question(samples))
-            put(other, samples, samples.record(latencies_us=(4.0,)))
-            assert cache.list_top(question(samples)) is first
-            put(database, samples, samples.record(latencies_us=(4.5,)))
-            assert cache.list_top(question(samples))[0].latency_us == 4.0
-
-    def test_answer_is_asked_again_after_forget(self, path, samples):
-        with TuningDatabase.open(path) as database, TuningDatabase.open(path) as other:
-            cache = LookupCache(database)
-            assert cache.list_top(question(samples)) == ()
-            put(other, samples, samples.record())
-            assert cache.list_top(question(samples)) == ()
-            cache.forget()
-            assert len(cache.list_top(question(samples))) == 1
-
-    def test_questions_are_told_apart(self, database, samples):
-        put(database, samples, samples.record(), samples.record(route=Route.TEMPLATE, latencies_us=(1.0,)))
-        cache = LookupCache(database)
-        assert len(cache.list_top(question(samples), k=5)) == 2
-        assert len(cache.list_top(question(samples), k=1)) == 1
-        assert cache.list_top(question(samples, route=Route.METASCHEDULE))[0].latency_us == 12.5
-        assert cache.list_top(question(samples, target=samples.target("llvm", "znver1"))) == ()

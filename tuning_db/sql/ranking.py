@@ -54,33 +54,11 @@ class PlaceCache:
         return places
 
 
-def top_records(session: Session, question: Question, k: int, cache: PlaceCache) -> list[TuningRecord]:
-    """Return up to `k` records, the best first.
+def top_records(session: Session, questions: Sequence[Question], k: int, cache: PlaceCache) -> list[list[TuningRecord]]:
+    """Return up to `k` records for each question, the best first; questions of one place and form share a statement.
 
     Targets and environments are judged here by the pure rules, and records are then selected by their ids.
     """
-    if k < 1:
-        return []
-    places = cache.get(session.connection())
-    best: list[TuningRecord] = []
-    for rank in DeviceRank:
-        search = _search(question, rank, places)
-        if search is None:
-            continue
-        statement, parameters = search
-        found = read_records(session, statement, places, {**parameters, "k": k - len(best)})
-        best += sorted(found, key=lambda record: (record.latency_us, record.id))[: k - len(best)]
-        if len(best) == k:
-            break
-    return best
-
-
-def top_records_each(
-    session: Session, questions: Sequence[Question], k: int, cache: PlaceCache
-) -> list[list[TuningRecord]]:
-    """Return what `top_records` returns for each question; those of one place and form share a statement."""
-    if len(questions) == 1:
-        return [top_records(session, questions[0], k, cache)]
     best: list[list[TuningRecord]] = [[] for _ in questions]
     if k < 1:
         return best
@@ -90,22 +68,19 @@ def top_records_each(
         alike.setdefault((one.target, one.environment, one.routes), []).append(number)
     for numbers in alike.values():
         for rank in DeviceRank:
-            search = _search(questions[numbers[0]], rank, places, many=True)
+            search = _search(questions[numbers[0]], rank, places, many=len(numbers) > 1)
             if search is None:
                 continue
             statement, parameters = search
             for part in chunks([number for number in numbers if len(best[number]) < k]):
-                asked = [questions[number] for number in part]
-                keys = {
-                    "workload_hashes": [one.workload_hash for one in asked],
-                    "signature_keys": [one.signature_key for one in asked],
-                }
+                keys = _keys([questions[number] for number in part])
                 by_key: dict[tuple[bool, str | None], list[TuningRecord]] = {}
                 for record in read_records(session, statement, places, {**parameters, **keys, "k": k}):
                     by_workload = record.route in WORKLOAD_ROUTES
                     key = record.workload_hash if by_workload else record.signature_key
                     by_key.setdefault((by_workload, key), []).append(record)
-                for number, one in zip(part, asked, strict=True):
+                for number in part:
+                    one = questions[number]
                     found = [*by_key.get((True, one.workload_hash), ()), *by_key.get((False, one.signature_key), ())]
                     left = k - len(best[number])
                     best[number] += sorted(found, key=lambda record: (record.latency_us, record.id))[:left]
@@ -126,7 +101,7 @@ def failed_records(
         return []
     statuses = tuple(one for one in Status if one is not Status.OK) if status is None else (status,)
     statement = _failed(_routes_of(groups), statuses)
-    return read_records(session, statement, places, _parameters(question, targets, groups))
+    return read_records(session, statement, places, {**_parameters(question, targets, groups), **_keys([question])})
 
 
 # Routes that the same environments answer share a part of the statement: whether they go by workload, environments.
@@ -156,16 +131,22 @@ def _routes_of(groups: _Groups) -> _RoutesOfGroups:
 
 def _parameters(question: Question, targets: list[int], groups: _Groups) -> dict[str, object]:
     parameters: dict[str, object] = {f"environments{n}": ids for n, (_, ids) in enumerate(groups)}
-    parameters |= {"targets": targets, "tvm_version": question.environment.tvm_version}
-    return parameters | {"workload_hash": question.workload_hash, "signature_key": question.signature_key}
+    return parameters | {"targets": targets, "tvm_version": question.environment.tvm_version}
+
+
+def _keys(questions: Sequence[Question]) -> dict[str, object]:
+    return {
+        "workload_hashes": [one.workload_hash for one in questions],
+        "signature_keys": [one.signature_key for one in questions],
+    }
 
 
 def _search(
-    question: Question, rank: DeviceRank, places: Places, *, many: bool = False
+    question: Question, rank: DeviceRank, places: Places, *, many: bool
 ) -> tuple[RecordSelect, dict[str, object]] | None:
     """Return the statement that finds the best records of one rank, and its parameters; None when there can be none.
 
-    With `many` it finds those of all questions alike, whose keys are parameters to be added.
+    It finds those of `many` questions alike, or of one; their keys are parameters to be added.
     """
     lower = rank is DeviceRank.LOWER_ARCH
     fits = target_is_lower if lower else target_matches
@@ -188,7 +169,7 @@ def _best(groups: _RoutesOfGroups, *, portable_only: bool, many: bool) -> Record
     order = (RecordRow.latency_us, RecordRow.id)
     wanted = bindparam("k", type_=Integer())
     for number, (by_workload, routes) in enumerate(groups):
-        part = _part(number, (Status.OK,), routes, by_workload=by_workload, many=many)
+        part = _part(number, (Status.OK,), routes, by_workload=by_workload)
         if portable_only:
             part = part.where(RecordRow.smem_bytes <= PORTABLE_SMEM_BYTES)
         if many:
@@ -212,9 +193,7 @@ def _failed(groups: _RoutesOfGroups, statuses: tuple[Status, ...]) -> RecordSele
     return select_records().join(ids, ids.c.id == RecordRow.id).order_by(RecordRow.id)
 
 
-def _part(
-    number: int, statuses: tuple[Status, ...], routes: tuple[Route, ...], *, by_workload: bool, many: bool = False
-) -> Select[int]:
+def _part(number: int, statuses: tuple[Status, ...], routes: tuple[Route, ...], *, by_workload: bool) -> Select[int]:
     status = RecordRow.status == statuses[0] if len(statuses) == 1 else RecordRow.status.in_(statuses)
     part = select(RecordRow.id).where(
         status,
@@ -222,27 +201,13 @@ def _part(
         RecordRow.route.in_(routes),
         RecordRow.environment_id.in_(bindparam(f"environments{number}", expanding=True)),
     )
-    return _by_workload(part, many=many) if by_workload else _by_signature(part, many=many)
-
-
-def _by_workload(statement: Select[int], *, many: bool) -> Select[int]:
-    # A hash belongs to one TVM version, so both name the workload.
-    workload = select(WorkloadRow.id).where(
-        WorkloadRow.workload_hash.in_(bindparam("workload_hashes", expanding=True))
-        if many
-        else WorkloadRow.workload_hash == bindparam("workload_hash"),
-        WorkloadRow.tvm_version == bindparam("tvm_version"),
-    )
-    known = RecordRow.workload_id
-    return statement.where(known.in_(workload) if many else known == workload.scalar_subquery())
-
-
-def _by_signature(statement: Select[int], *, many: bool) -> Select[int]:
-    signature = select(SignatureRow.id).where(
-        SignatureRow.key.in_(bindparam("signature_keys", expanding=True))
-        if many
-        else SignatureRow.key == bindparam("signature_key")
-    )
-    known = RecordRow.signature_id
+    if by_workload:
+        # A hash belongs to one TVM version, so both name the workload.
+        workload = select(WorkloadRow.id).where(
+            WorkloadRow.workload_hash.in_(bindparam("workload_hashes", expanding=True)),
+            WorkloadRow.tvm_version == bindparam("tvm_version"),
+        )
+        return part.where(RecordRow.workload_id.in_(workload))
+    signature = select(SignatureRow.id).where(SignatureRow.key.in_(bindparam("signature_keys", expanding=True)))
     # In these words, or the index of signatures is not used.
-    return statement.where(known.in_(signature) if many else known == signature.scalar_subquery(), BY_SIGNATURE)
+    return part.where(RecordRow.signature_id.in_(signature), BY_SIGNATURE)

@@ -52,7 +52,6 @@ class Transactions:
         self._pid = os.getpid()
         # A memory database has one connection, so its transactions take turns.
         self._memory_turn = threading.RLock()
-        self._writes = 0
         self._answered = self._waited = False
         # Device and number of the SQLite file that was written first.
         self._written: tuple[int, int] | None = None
@@ -75,11 +74,6 @@ class Transactions:
     def mode(self) -> Mode:
         """How it was opened."""
         return self._mode
-
-    @property
-    def writes(self) -> int:
-        """How many writes of this object have ended, whatever came of them."""
-        return self._writes
 
     @property
     def url(self) -> str:
@@ -136,10 +130,7 @@ class Transactions:
             raise DatabaseWriteError(
                 f"The database {self._location.shown} was opened in mode read-only. Open it in mode tune to write."
             )
-        try:
-            return self._retrying(work, write=True, single=False)
-        finally:
-            self._writes += 1
+        return self._retrying(work, write=True, single=False)
 
     def _retrying(self, work: Callable[[Session], T], *, write: bool, single: bool) -> T:
         """Run `work` again after a lock, and after a server went away: what it wrote is keyed."""
