@@ -178,17 +178,13 @@ def check_blocks(node: ConverterInput) -> None:
         raise ValueError(msg)
 
 
-def refuse_training(operator: str, *, by_input: int | None = None) -> Converter:
-    """Return a converter that refuses a node in training mode and leaves any other to TVM, which ignores the mode."""
-
-    def convert(node: ConverterInput) -> None:
-        given = node.optional(by_input) if by_input is not None else None
-        value = None if given is None else constant_value(given)
-        if int_attribute(node, "training_mode", 0) or (given is not None and (value is None or bool(value))):
-            msg = f"{operator} in training mode: expected a model exported for inference (model.eval() in torch)"
-            raise ValueError(msg)
-
-    return convert
+def convert_dropout(node: ConverterInput) -> None:
+    """Refuse a node in training mode and leave any other to TVM, which ignores the mode."""
+    given = node.optional(2)
+    value = None if given is None else constant_value(given)
+    if given is not None and (value is None or bool(value)):
+        msg = "Dropout in training mode: expected a model exported for inference (model.eval() in torch)"
+        raise ValueError(msg)
 
 
 def _is_float(expr: tvm.ir.Expr) -> bool:
@@ -198,8 +194,7 @@ def _is_float(expr: tvm.ir.Expr) -> bool:
 ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
     ("", "Cast"): convert_cast,
     ("", "Clip"): convert_clip,
-    ("", "BatchNormalization"): refuse_training("BatchNormalization"),
-    ("", "Dropout"): refuse_training("Dropout", by_input=2),
+    ("", "Dropout"): convert_dropout,
     ("", "Equal"): convert_equal,
     ("", "EyeLike"): convert_eye_like,
     ("", "IsInf"): convert_is_inf,

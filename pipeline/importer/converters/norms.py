@@ -109,6 +109,23 @@ def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.Tuple([normed if beta is None else emit(relax.op.add(normed, beta)), mean, inverse])
 
 
+def convert_batch_norm(node: ConverterInput) -> tvm.ir.Expr | None:
+    """Return x of (N, C, ...), normed over all axes but C, * scale + bias; outside training mode, TVM converts it (None).
+
+    BiT standardises weights in this way. The mean and the variance are those of x, not those given.
+    """
+    if not int_attribute(node, "training_mode", 0):
+        return None
+    emit, data = node.builder.emit, node.input(0)
+    axes = [axis for axis in range(int(data.ty.ndim)) if axis != 1]
+    centred, _, inverse = _statistics(node, emit(relax.op.astype(data, "float32")), axes)
+    normed = emit(relax.op.astype(emit(relax.op.multiply(centred, inverse)), dtype_of(data)))
+    shape = [-1, *[1] * (len(axes) - 1)]
+    scale, bias = (emit(relax.op.reshape(node.input(index), shape)) for index in (1, 2))
+    normed = emit(relax.op.add(emit(relax.op.multiply(normed, scale)), bias))
+    return relax.Tuple([normed, unused(node, 1, "running mean"), unused(node, 2, "running variance")])
+
+
 def convert_group_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return x of (N, C, ...), normed over each group of channels, * scale + bias: GroupNormalization of opset 21."""
     return _by_groups(node, int_attribute(node, "num_groups", 1))
@@ -188,6 +205,7 @@ def _layer_norm(data: tvm.ir.Expr, gamma: tvm.ir.Expr, beta: tvm.ir.Expr | None,
 
 
 NORM_CONVERTERS: Mapping[tuple[str, str], Converter] = {
+    ("", "BatchNormalization"): convert_batch_norm,
     ("", "GroupNormalization"): convert_group_norm,
     ("", "InstanceNormalization"): convert_instance_norm,
     ("", "LayerNormalization"): convert_layer_norm,

@@ -157,3 +157,17 @@ def test_layer_norm_whose_scale_and_bias_broadcast(
     inputs += [] if beta is None else [("b", floats(*beta))]
     outputs = {"y": ("float32", (2, 3, 8))}
     assert_agrees(*model_of("LayerNormalization", inputs, outputs, domain="", axis=axis, epsilon=1e-5))
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 9), (2, 3, 5, 4), (6, 3)])
+def test_batch_norm_in_training_mode_takes_the_statistics_of_its_input(shape: tuple[int, ...]) -> None:
+    channels = shape[1]
+    x, scale, bias = 3 * floats(*shape) + 1, floats(channels), floats(channels)
+    nodes = [helper.make_node("BatchNormalization", ["x", *"sbmv"], ["y", "m2", "v2"], training_mode=1, epsilon=1e-3)]
+    constants = {"s": scale, "b": bias, "m": np.zeros(channels, "float32"), "v": np.ones(channels, "float32")}
+    model = make_model(nodes, {"x": ("float32", shape)}, {"y": ("float32", shape)}, constants)
+    axes = tuple(axis for axis in range(len(shape)) if axis != 1)
+    along = (-1, *[1] * (len(shape) - 2))
+    normed = (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + 1e-3)
+    want = normed * scale.reshape(along) + bias.reshape(along)
+    np.testing.assert_allclose(run_relax(import_model(model), {"x": x})[0], want, rtol=1e-5, atol=1e-5)
