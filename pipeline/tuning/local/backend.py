@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import pinned
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess
@@ -15,6 +14,7 @@ from relaxtune.pipeline.tuning.measure.device_turn import turn_of
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
+from relaxtune.pipeline.workers.fork_server import Forks
 from relaxtune.tuning_db.records import Environment
 
 
@@ -43,7 +43,7 @@ class LocalBackend(SideBySide):
         timeout_s: float = 30.0,
         stop: StopSignal | None = None,
         seed: int = 0,
-        server: ForkServer | None = None,
+        server: Forks | None = None,
         turns: Path | None = None,
     ) -> None:
         options, stop = options or MeasureOptions(), stop or StopSignal()

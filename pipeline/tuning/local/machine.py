@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
@@ -17,6 +16,7 @@ from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.records import Environment

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess, Reply
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
 from relaxtune.pipeline.tuning.local.requests import (
@@ -26,11 +24,14 @@ from relaxtune.pipeline.tuning.local.requests import (
     reference_file,
 )
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured, place
-from relaxtune.pipeline.tuning.measure.clock import AwakeClock
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
+from relaxtune.pipeline.workers.fork_server import Forks
+from relaxtune.pipeline.workers.limits import Limits
 from relaxtune.pipeline.workers.machine_faults import is_of_memory, is_of_the_machine
+from relaxtune.pipeline.workers.replies import WorkerDiedError, WorkerKilledError, WorkerStoppedError
+from relaxtune.pipeline.workers.worker import Worker
 from relaxtune.tuning_db.records import Environment, Status
 
 logger = logging.getLogger(__name__)
@@ -39,12 +40,9 @@ T = TypeVar("T")
 
 MEASURE_MODULE = "relaxtune.pipeline.tuning.local.measure_worker"
 NO_REFERENCE = "the reference cannot be computed"
-_START_TIMEOUT_S = 120.0
 _REFERENCE_TIMEOUT_S = 120.0
 # A CPU that takes longer for a reference would take the time of all other candidates.
 _APPEAL_TIMEOUT_S = 30.0
-_STARTS_MAX = 3
-_POLL_S = 0.1
 _STOPPED = Outcome(Unmeasured.STOPPED, error="the run was stopped")
 
 
@@ -75,7 +73,7 @@ class MeasuringProcess:
         Of the arguments' values.
     directory : Path
         Where artifacts are written that come as bytes.
-    server : ForkServer or None
+    server : Forks or None
         What forks the process, which is not closed here; without one it is started afresh.
     references : Path or None
         Where references that come as bytes are written, and what they compute; None is `directory`.
@@ -94,7 +92,7 @@ class MeasuringProcess:
         stop: StopSignal,
         seed: int,
         directory: Path,
-        server: ForkServer | None = None,
+        server: Forks | None = None,
         *,
         references: Path | None = None,
         name: str | None = None,
@@ -112,18 +110,26 @@ class MeasuringProcess:
         self._seed = seed
         self._directory = directory
         self._references = references or directory
-        self._server = server
-        self.restarts = 0
         # Workloads that the CPU computes no reference for: the device's decides.
         self._final: set[str] = set()
         self._closed = False
         self._warm = False
-        self._process = self._start()
+        threads = {"TVM_NUM_THREADS": str(options.threads)} if options.threads else {}
+        # A deadline lets the candidate in flight finish.
+        self._worker = Worker(
+            MEASURE_MODULE, {**threads, **device.environment}, server=server, gpu=True, stop=lambda: stop.asked
+        )
+        self._worker.start()
 
     @property
     def pid(self) -> int:
         """Process id of the present process."""
-        return self._process.pid
+        return self._worker.pid
+
+    @property
+    def restarts(self) -> int:
+        """How often the process was replaced."""
+        return self._worker.restarts
 
     def ready(self) -> bool:
         """Set the device up the first time; a failure comes again, and is told, with the first candidate."""
@@ -254,26 +260,23 @@ class MeasuringProcess:
         ------
         _NoAnswerError
             The candidate failed, or the run was stopped.
-        ChildDiedError
+        WorkerStartError
             The process cannot be started.
         """
-        if self._closed or not self._ready():
-            raise _NoAnswerError(_STOPPED)
         try:
-            self._process.send(request)
-            reply = self._answer(timeout_s)
-        except ChildDiedError as e:
-            self._replace()
-            status = Unmeasured.LOST if e.from_outside or is_of_the_machine(str(e)) else Status.RUN_ERROR
-            raise _NoAnswerError(_STOPPED if self._stopped else Outcome(status, error=str(e))) from e
-        if reply is None:
-            self._replace()
-            told = f"the measurement was killed after {timeout_s:g} s (run_timeout_s)"
-            raise _NoAnswerError(_STOPPED if self._stopped else Outcome(Status.TIMEOUT, error=told))
+            reply = self._worker.ask(request, Limits(timeout_s))
+        except WorkerStoppedError as e:
+            raise _NoAnswerError(_STOPPED) from e
+        except WorkerDiedError as e:
+            lost = e.from_outside or is_of_the_machine(str(e))
+            raise _NoAnswerError(Outcome(Unmeasured.LOST if lost else Status.RUN_ERROR, error=str(e))) from e
+        except WorkerKilledError as e:
+            late = Outcome(Status.TIMEOUT, error=f"the measurement was {e} (run_timeout_s)")
+            raise _NoAnswerError(late) from e
         if reply.error is not None:
             if self.device.name.startswith("cuda"):
                 # An error may have broken the CUDA context, which would fail every later candidate.
-                self._replace()
+                self._worker.replace()
             status = Unmeasured.LOST if is_of_the_machine(reply.error) else Status.RUN_ERROR
             raise _NoAnswerError(Outcome(status, error=reply.error))
         if not isinstance(reply.value, kind):
@@ -283,53 +286,12 @@ class MeasuringProcess:
     def leave(self) -> None:
         """Give up what is in hand and everything after it, within a moment; safe between threads."""
         self._closed = True
+        self._worker.leave()
 
     def close(self) -> None:
         """End the process."""
-        self.leave()
-        self._process.kill()
-
-    def _start(self) -> ChildProcess:
-        threads = self._options.threads
-        environment = {"TVM_NUM_THREADS": str(threads)} if threads else {}
-        return ChildProcess(MEASURE_MODULE, {**environment, **self.device.environment}, self._server)
-
-    @property
-    def _stopped(self) -> bool:
-        return self._closed or self._stop.asked
-
-    def _replace(self) -> None:
-        if self._closed:
-            return
-        self._process.kill()
-        self._process = self._start()
-        self.restarts += 1
-
-    def _ready(self) -> bool:
-        """Wait until the process has started; return False when the run was stopped meanwhile."""
-        reason = ""
-        for _ in range(_STARTS_MAX):
-            if self._process.ready:
-                return True
-            try:
-                if self._answer(_START_TIMEOUT_S) is not None:
-                    return True
-                if self._stopped:
-                    return False
-                reason = f"not ready after {_START_TIMEOUT_S:g} s"
-            except ChildDiedError as e:
-                reason = str(e)
-            self._replace()
-        raise ChildDiedError(f"the measuring process ({MEASURE_MODULE}) failed to start {_STARTS_MAX} times: {reason}")
-
-    def _answer(self, timeout_s: float) -> Reply | None:
-        """Return the next message, or None when time is up or the run was stopped."""
-        clock = AwakeClock()
-        until = clock.seconds() + timeout_s
-        while not self._process.connection.poll(_POLL_S):
-            if clock.seconds() > until or self._stopped:
-                return None
-        return self._process.receive()
+        self._closed = True
+        self._worker.close()
 
 
 def _outcome(reply: MeasureReply) -> Outcome:

@@ -97,11 +97,15 @@ OnCompared = Callable[[Sequence[Outcome] | None], None]
 
 
 class Builder(ABC):
-    """Compiles candidates. `clock` runs while something is built; `restarts` counts replaced processes."""
+    """Compiles candidates. `clock` runs while something is built."""
 
     def __init__(self) -> None:
         self.clock = BusyClock()
-        self.restarts = 0
+
+    @property
+    def restarts(self) -> int:
+        """How many processes were replaced."""
+        return 0
 
     @property
     @abstractmethod

@@ -1,30 +1,9 @@
-"""Clocks: the seconds in which overlapping stages had work, and those in which the machine was awake."""
+"""The seconds in which at least one of several stages that overlap had work."""
 
 from __future__ import annotations
 
 import threading
 import time
-
-# A process that looks at its clock several times a second was stopped, or its machine slept, if it missed this long.
-_ASLEEP_S = 5.0
-
-
-class AwakeClock:
-    """Seconds of which those are left out in which the process was stopped or the machine asleep; for one thread.
-
-    Deadlines of child processes go by it: what slept too has not had its time. Read it several times a second.
-    """
-
-    def __init__(self) -> None:
-        self._last, self._asleep_s = time.monotonic(), 0.0
-
-    def seconds(self) -> float:
-        """Return the seconds since some moment."""
-        now = time.monotonic()
-        missed, self._last = now - self._last, now
-        if missed > _ASLEEP_S:
-            self._asleep_s += missed
-        return now - self._asleep_s
 
 
 class BusyClock:

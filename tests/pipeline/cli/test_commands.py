@@ -169,7 +169,7 @@ NOTHING_MEASURED = """
 import time
 from relaxtune.pipeline.tuning.local import measuring_process as module
 def wait(process, *_):
-    while not process._stopped: time.sleep(0.05)
+    while not process._worker._stopped: time.sleep(0.05)
     raise module._NoAnswerError(module._STOPPED)
 module.MeasuringProcess._measure = wait
 """

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from relaxtune.pipeline.workers import limits
-from relaxtune.pipeline.workers.limits import Limit, Limits, Watch
+from relaxtune.pipeline.workers.limits import AwakeClock, Limit, Limits, Watch
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,14 @@ def test_a_process_that_is_gone_is_within_its_limits() -> None:
     with process("") as one:
         one.wait()
         assert looked_at(one, 0.0, 3) is None
+
+
+def test_seconds_in_which_the_process_was_stopped_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = AwakeClock()
+    began = clock.seconds()
+    for step in (0.1, 14.0, 0.2, 1.5, 3600.0, 0.3):
+        now[0] += step
+        clock.seconds()
+    assert clock.seconds() - began == pytest.approx(0.1 + 0.2 + 1.5 + 0.3)

@@ -148,7 +148,8 @@ def test_a_build_killed_from_outside_is_tried_once_more_and_never_called_an_erro
         pool.submit(slow_build_mod(), place.target.target, answers.put)
         for _ in range(kills):
             until = time.monotonic() + 60
-            while pool._slots[0].job is None and time.monotonic() < until:
+            (worker,) = pool._pool.workers
+            while not (worker._child and worker._child.ready) and time.monotonic() < until:
                 time.sleep(0.02)
             time.sleep(0.3)
             (killed,) = pool.pids

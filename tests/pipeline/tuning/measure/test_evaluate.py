@@ -130,7 +130,7 @@ def test_build_processes_that_cannot_start_end_the_run(
         evaluator = Evaluator(pool, backend, place.target.target, exclusive=False)
         for number in range(2):
             evaluator.submit([(job(add_one_mod()), number)])
-            with pytest.raises(MeasuringBrokenError, match="failed to start 3 times"):
+            with pytest.raises(MeasuringBrokenError, match="failed to start"):
                 evaluator.take(60.0)
 
 
