@@ -11,7 +11,7 @@ from tests import warm_python
 
 @pytest.mark.skipif(not warm_python.possible(), reason="processes do not start warm here")
 def test_what_a_warm_process_starts_is_warm_too() -> None:
-    code = "from relaxtune.pipeline import processes; print(processes.spawning.subprocess.Popen.__module__)"
+    code = "from relaxtune.pipeline.workers import process; print(process.subprocess.Popen.__module__)"
     assert warm_python.run([sys.executable, "-c", code], timeout=120).stdout == "tests.warm_python\n"
 
 

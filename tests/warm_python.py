@@ -20,6 +20,7 @@ import gc
 import importlib
 import os
 import pickle
+import re
 import runpy
 import signal
 import socket
@@ -39,7 +40,7 @@ MODULES = (
     "relaxtune.pipeline.jobs",
     "relaxtune.pipeline.onnx_runtime.worker",
     "relaxtune.pipeline.tuning.local.build_worker",
-    "relaxtune.pipeline.processes.fork_server",
+    "relaxtune.pipeline.workers.fork_server",
     "relaxtune.pipeline.tuning.local.measure_worker",
 )
 _LIBC = ctypes.CDLL(None)
@@ -163,15 +164,14 @@ def run(words: list[str], *, timeout: float | None = None, **options: object) ->
 @contextlib.contextmanager
 def workers_start(popen: type[subprocess.Popen]) -> Iterator[None]:
     """Start the product's processes by this `Popen`."""
-    from relaxtune.pipeline.processes import spawning
     from relaxtune.pipeline.workers import process
 
-    kept = spawning.subprocess
-    spawning.subprocess = process.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    kept = process.subprocess
+    process.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": popen})
     try:
         yield
     finally:
-        spawning.subprocess = process.subprocess = kept
+        process.subprocess = kept
 
 
 @contextlib.contextmanager
@@ -264,7 +264,7 @@ def _prepare(start: _Start) -> None:
     first = {"-c": "", "-m": start.folder}.get(option, os.path.dirname(what))
     sys.path[:] = [first, *dict.fromkeys([*given, *_PATH])]
     sys.argv = [option or what, *arguments]
-    if not ("relaxtune.pipeline.processes" in what or "relaxtune.pipeline.workers" in what):
+    if not re.search(r"pipeline\.workers\.(child|fork_server) import main", what):
         _SERVER.nested(start.descriptors)
         keep_workers_warm()
 

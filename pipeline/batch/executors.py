@@ -18,7 +18,6 @@ from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers, DeviceWorke
 from relaxtune.pipeline.batch.worker import WORKER_MODULE
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
-from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
@@ -27,6 +26,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.cluster import find_place
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
 from relaxtune.pipeline.tuning.ray.reservation import Reservation
+from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment
 from relaxtune.tuning_db.urls import DatabasePlace, DatabaseUrl

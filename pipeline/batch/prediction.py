@@ -28,10 +28,10 @@ from relaxtune.pipeline.batch.unchanged import LoweredBefore
 from relaxtune.pipeline.batch.worker import WORKER_MODULE, LookWork
 from relaxtune.pipeline.batch.workers import LocalWorkers
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
+from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.layers import open_databases

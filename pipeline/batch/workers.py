@@ -18,17 +18,16 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.worker import WORKER_MODULE, AheadWork, FinishWork, LookWork, PrepareWork, Work
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.processes.fork_client import ForkServer
-from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
+from relaxtune.pipeline.tuning.ray.child_actor import answer_by
 from relaxtune.pipeline.tuning.ray.reservation import SHARES
+from relaxtune.pipeline.workers.fork_server import Forks
+from relaxtune.pipeline.workers.worker import Worker
 from relaxtune.schedules.targets.host import physical_cores
 
 # Cores for each worker that imports and compiles beside the build processes; `SHARES` are the most for a device.
 CORES_EACH = 2
-# Workers that may be lost with one cell.
-_LOST_MAX = 2
 
 
 class CellWorkers(ABC):
@@ -54,11 +53,11 @@ class WorkerLostError(Exception):
 
 @dataclass(eq=False)
 class _Asked:
-    """Work, who waits for it, and how many workers were lost with it."""
+    """Work, who waits for it, and whether a worker was lost with it."""
 
     work: Work
     future: Future[object]
-    lost: int = 0
+    lost: bool = False
     since_s: float = field(default_factory=time.monotonic)
 
 
@@ -143,10 +142,10 @@ class HomedWorkers(CellWorkers):
                     done = self._do(asked.work, number)
                 asked.future.set_result(done)
             except WorkerLostError as e:
-                asked.lost += 1
                 with self._changed:
-                    again = asked.lost <= _LOST_MAX and not self._closed
+                    again = not (asked.lost or self._closed)
                     if again:
+                        asked.lost = True
                         self._waiting.insert(0, asked)
                         self._changed.notify_all()
                 if not again:
@@ -180,55 +179,45 @@ class LocalWorkers(HomedWorkers):
         Devices that candidates are measured on; the processes are pinned to them, one after another.
     turns : Path
         The folder of the devices' turns: a process times something only while its device measures nothing else.
-    server : ForkServer or None
+    server : Forks or None
         What forks them, which is not closed here; without one each is started afresh.
     count : int or None
         How many there are; None is as many as there should be beside the build processes.
     """
 
     def __init__(
-        self, devices: Sequence[str], turns: Path, server: ForkServer | None = None, count: int | None = None
+        self, devices: Sequence[str], turns: Path, server: Forks | None = None, count: int | None = None
     ) -> None:
-        self._devices, self._turns, self._server = tuple(devices), turns, server
-        self._processes: dict[int, ChildProcess] = {}
-        super().__init__(count or workers_for(len(devices), physical_cores() or 1))
+        self._devices, self._turns = tuple(devices), turns
+        count = count or workers_for(len(devices), physical_cores() or 1)
+        self._workers = [
+            Worker(
+                WORKER_MODULE,
+                {**pinned(self._device(number)).environment, "OMP_NUM_THREADS": str(CORES_EACH)},
+                server=server,
+                gpu=True,
+            )
+            for number in range(count)
+        ]
+        super().__init__(count)
+
+    def close(self) -> None:
+        """End the processes; work that is not done is given up."""
+        super().close()
+        for worker in self._workers:
+            worker.close()
+
+    def _device(self, number: int) -> str:
+        return self._devices[number % len(self._devices)]
 
     def _do(self, work: Work, number: int) -> object:
-        device = self._devices[number % len(self._devices)]
         if isinstance(work, FinishWork):
-            work = replace(work, turns=self._turns, device=device)
-        try:
-            process = self._processes.get(number) or self._start(number, device)
-            process.send(with_threads(work))
-            reply = process.receive()
-        except (ChildDiedError, OSError) as e:
-            with self._changed:
-                gone = self._processes.pop(number, None)
-            if gone is not None:
-                gone.kill()
-            self._leave(number)
-            told = e.short if isinstance(e, ChildDiedError) else str(e)
-            # What was killed from outside, by the memory killer say, another process does again.
-            lost = isinstance(e, ChildDiedError) and e.from_outside
-            kind = WorkerLostError if lost else PipelineError
-            raise kind(f"the process that worked on the cell is gone: {told}") from e
-        if reply.error is not None:
-            raise PipelineError(reply.error.strip().splitlines()[-1])
-        return reply.value
+            work = replace(work, turns=self._turns, device=self._device(number))
+        return answer_by(self._workers[number], with_threads(work))
 
     def _end(self) -> None:
-        ChildProcess.kill_all(self._processes.values())
-
-    def _start(self, number: int, device: str) -> ChildProcess:
-        server = self._server if self._server is not None and self._server.can_use_gpus() else None
-        with self._changed:
-            if self._closed:
-                raise OSError("the run has ended")
-            environment = {**pinned(device).environment, "OMP_NUM_THREADS": str(CORES_EACH)}
-            process = ChildProcess(WORKER_MODULE, environment, server)
-            self._processes[number] = process
-        process.receive()
-        return process
+        for worker in self._workers:
+            worker.leave()
 
 
 def workers_for(devices: int, cores: int) -> int:

@@ -15,12 +15,7 @@ import onnx
 
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.onnx_runtime.graph import SplitGraph
-from relaxtune.pipeline.onnx_runtime.process import (
-    LostError,
-    OnnxRuntimeProcess,
-    RestartedError,
-    onnx_runtime,
-)
+from relaxtune.pipeline.onnx_runtime.process import OnnxRuntimeProcess, RestartedError, onnx_runtime
 from relaxtune.pipeline.onnx_runtime.requests import (
     Close,
     Level,
@@ -33,6 +28,7 @@ from relaxtune.pipeline.onnx_runtime.requests import (
     Time,
 )
 from relaxtune.pipeline.onnx_runtime.shared_arrays import ArraysPlace, SharedArrays, read_arrays
+from relaxtune.pipeline.workers.replies import WorkerError
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +85,7 @@ class OnnxRuntimeSession:
     def close(self) -> None:
         """Let it go, and give its memory back now; it is opened again if it is asked."""
         if self._generation == self._process.generation:
-            with contextlib.suppress(LostError, RestartedError):
+            with contextlib.suppress(WorkerError, RestartedError):
                 self._process.ask(Close((self._number,)), self._generation)
         self._generation = None
 
@@ -147,7 +143,7 @@ class OnnxRuntimeSession:
                     return action()
             except RestartedError:
                 self._generation = None
-            except LostError as error:
+            except WorkerError as error:
                 self._generation = None
                 self._after(error)
 
@@ -192,7 +188,7 @@ class OnnxRuntimeSession:
     def _version(self) -> str:
         return self._process.description().version
 
-    def _after(self, lost: LostError) -> None:
+    def _after(self, lost: WorkerError) -> None:
         """Decide how it goes on after the process was lost.
 
         Raises
@@ -223,5 +219,5 @@ def _shared(feeds: Mapping[str, np.ndarray]) -> AbstractContextManager[SharedArr
     return contextlib.closing(SharedArrays(feeds.items()))
 
 
-def _first_line(lost: LostError) -> str:
+def _first_line(lost: WorkerError) -> str:
     return str(lost).splitlines()[0].partition(";")[0]

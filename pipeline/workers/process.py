@@ -77,6 +77,19 @@ class Process(ABC):
     def _bury(self) -> None:
         """Wait until the killed child is gone."""
 
+    def send(self, request: object) -> None:
+        """Hand a request to the child.
+
+        Raises
+        ------
+        WorkerDiedError
+            The child is dead.
+        """
+        try:
+            self.connection.send(request)
+        except (BrokenPipeError, ConnectionResetError) as e:
+            raise self._obituary() from e
+
     def receive(self) -> Reply:
         """Return the message that has come.
 

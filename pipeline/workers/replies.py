@@ -17,7 +17,12 @@ class Reply:
 
 
 class WorkerError(Exception):
-    """A request has no answer. The next one goes to another child."""
+    """A request has no answer. The next one goes to another child.
+
+    `from_outside` says that a signal ended it which no crash sends: the user, the system or its memory killer did so.
+    """
+
+    from_outside = False
 
     @property
     def short(self) -> str:
@@ -27,10 +32,7 @@ class WorkerError(Exception):
 
 
 class WorkerDiedError(WorkerError):
-    """The child ended without an answer; the message says how, with the end of what it wrote to stderr.
-
-    `from_outside` says that a signal ended it which no crash sends: the user, the system or its memory killer did so.
-    """
+    """The child ended without an answer; the message says how, with the end of what it wrote to stderr."""
 
     def __init__(self, message: str, *, from_outside: bool = False) -> None:
         super().__init__(message)

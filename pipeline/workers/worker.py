@@ -124,7 +124,7 @@ class Worker:
         with self._asking:
             for left in reversed(range(_TRIES)):
                 try:
-                    return self._ask(request, limits or Limits())
+                    return self._ask(request, limits or Limits(), again)
                 except WorkerDiedError as e:
                     if not (left and again and e.from_outside):
                         raise
@@ -154,24 +154,23 @@ class Worker:
     def _stopped(self) -> bool:
         return self._left or self._stop()
 
-    def _ask(self, request: object, limits: Limits) -> Reply:
+    def _ask(self, request: object, limits: Limits, again: bool) -> Reply:
         child = self._ready()
         self.seconds = 0.0
         try:
             try:
-                child.connection.send(request)
-            except OSError:
+                child.send(request)
+            except WorkerDiedError:
+                if not again:
+                    raise
                 # It died idle, which is no doing of this request.
                 self._end()
                 child = self._ready()
-                child.connection.send(request)
+                child.send(request)
             reply = self._receive(child, limits)
-        except WorkerError:
-            self.replace()
-            raise
         except BaseException:
-            # Its answer would come later, when something else is asked.
-            self._end()
+            # Where the child lives, its answer would come later, when something else is asked.
+            self.replace()
             raise
         self.answered += 1
         return reply

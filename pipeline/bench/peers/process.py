@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import subprocess
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,13 +10,12 @@ from typing import Any, Self
 import numpy as np
 
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder
-from relaxtune.pipeline.processes.watch import Watch
+from relaxtune.pipeline.bench.peers.worker import Failed, Missing, Prepare, Run, RunTogether
+from relaxtune.pipeline.workers.limits import Limits
+from relaxtune.pipeline.workers.replies import WorkerError
+from relaxtune.pipeline.workers.worker import Worker
 
-# The project's folder goes last: packages are those of the interpreter that is asked for.
-_ROOT = str(Path(__file__).resolve().parents[3])
-_CODE = f"import sys; sys.path.append({_ROOT!r}); from relaxtune.pipeline.bench.peers.worker import main; main()"
-_END_S = 10.0
-_LOOK_S = 1.0
+_MODULE = "relaxtune.pipeline.bench.peers.worker"
 # A library may compile for long before it answers.
 _ANSWER_CPU_S = 7200.0
 
@@ -47,7 +40,7 @@ class PeerProcess:
         order : PeerOrder
             What it is to do.
         folder : Path
-            For inputs, outputs and its log.
+            For inputs and outputs.
         python : Path or None
             The interpreter; by default the one that runs this.
 
@@ -59,23 +52,11 @@ class PeerProcess:
             It does not load the model, or the interpreter does not start.
         """
         self.order = order
-        self._folder = folder
-        self._log = folder / f"{order.peer}.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(order.threads), "ORT_DISABLE_TELEMETRY": "1"}
+        self._folder, self._python = folder, python
+        environment = {"OMP_NUM_THREADS": str(order.threads), "ORT_DISABLE_TELEMETRY": "1"}
+        self._worker = Worker(_MODULE, environment, gpu=True, python=python)
         try:
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [str(python or sys.executable), "-c", _CODE, json.dumps(asdict(order))],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    env=environment,
-                )
-        except OSError as error:
-            raise PeerError(f"the interpreter {python} does not start: {error.strerror}") from error
-        try:
-            self.version = str(self._answer()["ready"])
+            self.version = str(self._ask(order))
         except BaseException:
             self.close()
             raise
@@ -91,15 +72,8 @@ class PeerProcess:
         self.close()
 
     def close(self) -> None:
-        """End the process; it is killed where it does not end by itself."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """End the process."""
+        self._worker.close()
 
     def prepare(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Give it inputs to run on from now on; return its outputs for them.
@@ -112,51 +86,30 @@ class PeerProcess:
         given, made = self._folder / f"{self.order.peer}-in.npz", self._folder / f"{self.order.peer}-out.npz"
         # By their places: a name may hold what a file's name may not.
         np.savez(given, *inputs.values())
-        self._ask(prepare=str(given), outputs=str(made), names=list(inputs))
+        self._ask(Prepare(str(given), str(made), tuple(inputs)))
         with np.load(made, allow_pickle=False) as archive:
             return {name: archive[f"arr_{place}"] for place, name in enumerate(self.order.outputs)}
 
     def run_ms(self) -> float:
         """Return the latency of one call, by the clock of its process."""
-        return float(self._ask(run=0)["latencies_ms"][0])
+        return float(self._ask(Run()))
 
     def run_together(self, seconds: float) -> tuple[list[float], float]:
         """Return the latencies (ms) of all callers at once, for so many seconds, and the seconds that it took."""
-        answer = self._ask(together=seconds)
-        return list(answer["latencies_ms"]), float(answer["seconds"])
+        latencies_ms, took_s = self._ask(RunTogether(seconds))
+        return list(latencies_ms), float(took_s)
 
-    def _ask(self, **request: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
+    def _ask(self, request: object) -> Any:
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
+            reply = self._worker.ask(request, Limits(cpu_s=_ANSWER_CPU_S), again=False)
+        except WorkerError as error:
+            raise PeerError(error.short) from error
         except OSError as error:
-            raise PeerError(self._ended()) from error
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        watch: Watch | None = None
-        # Each answer is one line, so that none waits in a buffer of ours.
-        while not select.select([self._process.stdout], [], [], _LOOK_S)[0]:
-            watch = watch or Watch(self._process.pid, _ANSWER_CPU_S)
-            stuck = watch.stuck()
-            if stuck is not None:
-                self._process.kill()
-                raise PeerError(stuck)
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerError(self._ended())
-        answer: dict[str, Any] = json.loads(line)
-        if "missing" in answer:
-            raise PeerMissingError(answer["missing"])
-        if "failed" in answer:
-            raise PeerError(answer["failed"])
-        return answer
-
-    def _ended(self) -> str:
-        """Return why there is no answer: how the process ended, and its last words."""
-        code = self._process.wait()
-        words = [line for line in self._log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        return f"its process ended {how}: {words[-1].strip() if words else 'it said nothing'}"
+            raise PeerError(f"the interpreter {self._python} does not start: {error.strerror}") from error
+        if reply.error is not None:
+            raise PeerError(reply.error.strip().splitlines()[-1])
+        if isinstance(reply.value, Missing):
+            raise PeerMissingError(reply.value.package)
+        if isinstance(reply.value, Failed):
+            raise PeerError(reply.value.reason)
+        return reply.value

@@ -1,25 +1,14 @@
 """The process of one peer: it loads the model, runs it on request, and tells latencies.
 
-`python -c "...main()" ORDER` with a `PeerOrder` as JSON. Requests come as lines of JSON on stdin, each is answered by
-one line on stdout; what libraries print goes to stderr.
-
-::
-
-    (start)                                  {"ready": VERSION} | {"missing": PACKAGE} | {"failed": TEXT}
-    {"prepare": X.npz, "outputs": Y.npz}     {"prepared": SECONDS} | {"failed": TEXT}      runs once, writes its outputs
-    {"run": N}                               {"latencies_ms": [MS]}                        of the Nth caller
-    {"together": SECONDS}                    {"latencies_ms": [...], "seconds": SECONDS}   all callers at once
+It imports NumPy and the peer's package alone: it may run under another interpreter.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
 import traceback
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,50 +18,86 @@ from relaxtune.pipeline.bench.peers.callers import Caller, Peer, PeerError, Peer
 _TOLD_MAX = 400
 
 
-def main() -> None:
-    """Answer requests until stdin ends."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+@dataclass(frozen=True)
+class Prepare:
+    """Run every caller once on inputs of a file, and write the outputs of the first to another one."""
 
-    def answer(**values: object) -> None:
-        answers.write(json.dumps(values) + "\n")
-        answers.flush()
+    inputs: str
+    outputs: str
+    names: tuple[str, ...]
 
-    asked = json.loads(sys.argv[1])
-    order = PeerOrder(**{field.name: asked[field.name] for field in fields(PeerOrder)})
-    try:
-        peer = load_peer(order)
-    except ImportError as error:
-        traceback.print_exc()
-        answer(missing=(error.name or str(error)).partition(".")[0])
-        return
-    except Exception as error:  # the border of the process: whatever a library raises is told
-        traceback.print_exc()
-        answer(failed=_told(error))
-        return
-    answer(ready=peer.version)
-    callers: list[Caller] = []
-    for line in sys.stdin:
-        request = json.loads(line)
+
+@dataclass(frozen=True)
+class Run:
+    """Ask for the latency of one call, in ms."""
+
+
+@dataclass(frozen=True)
+class RunTogether:
+    """Ask for the latencies (ms) of all callers at once, for so many seconds, and the seconds that it took."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A package that is not installed."""
+
+    package: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The reason why the peer does not do it, in one line."""
+
+    reason: str
+
+
+def start() -> Callable[[object], object]:
+    """Return the function that answers: for a `PeerOrder`, which comes first, the peer's version."""
+    # PyTorch is kept out of other children.
+    if sys.modules.get("torch", sys) is None:
+        del sys.modules["torch"]
+    worker = _PeerWorker()
+
+    def answer(request: object) -> object:
         try:
-            if "prepare" in request:
-                began = time.perf_counter()
-                callers.clear()
-                with np.load(request["prepare"]) as archive:
-                    inputs = {name: archive[f"arr_{place}"] for place, name in enumerate(request["names"])}
-                callers += peer.callers(inputs, order.streams)
-                for caller in callers:
-                    caller.run()
-                _save(request["outputs"], callers[0].outputs(), order.outputs)
-                answer(prepared=time.perf_counter() - began)
-            elif "run" in request:
-                answer(latencies_ms=[timed_ms(callers[request["run"]].run)])
-            else:
-                latencies, seconds = run_together([caller.run for caller in callers], request["together"])
-                answer(latencies_ms=latencies, seconds=seconds)
-        except Exception as error:  # as above
+            return worker.answer(request)
+        except ImportError as error:
             traceback.print_exc()
-            answer(failed=_told(error))
+            return Missing((error.name or str(error)).partition(".")[0])
+        # The border of the process: whatever a library raises is told.
+        except Exception as error:
+            traceback.print_exc()
+            return Failed(_told(error))
+
+    return answer
+
+
+class _PeerWorker:
+    def __init__(self) -> None:
+        self._order: PeerOrder
+        self._peer: Peer
+        self._callers: list[Caller] = []
+
+    def answer(self, request: object) -> object:
+        if isinstance(request, PeerOrder):
+            self._order, self._peer = request, load_peer(request)
+            return self._peer.version
+        if isinstance(request, Prepare):
+            self._callers.clear()
+            with np.load(request.inputs) as archive:
+                inputs = {name: archive[f"arr_{place}"] for place, name in enumerate(request.names)}
+            self._callers += self._peer.callers(inputs, self._order.streams)
+            for caller in self._callers:
+                caller.run()
+            _save(request.outputs, self._callers[0].outputs(), self._order.outputs)
+            return None
+        if isinstance(request, Run):
+            return timed_ms(self._callers[0].run)
+        if isinstance(request, RunTogether):
+            return run_together([caller.run for caller in self._callers], request.seconds)
+        raise TypeError(f"expected a request to a peer, got {type(request).__name__}")
 
 
 def load_peer(order: PeerOrder) -> Peer:

@@ -43,13 +43,15 @@ class Measurer(Protocol):
         Of the device, for logs and figures.
     host
         Where its reference outputs are kept: what one device of a host has computed, the others find there.
-    restarts
-        How often its process was replaced.
     """
 
     name: str
     host: str
-    restarts: int
+
+    @property
+    def restarts(self) -> int:
+        """How often its process was replaced."""
+        ...
 
     def ready(self) -> bool:
         """Wait until it can measure; False once it was left. It raises where it never will."""

@@ -16,9 +16,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from relaxtune.pipeline.processes.child import leave_out_torch
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.ray.objects import packed
+from relaxtune.pipeline.workers.child import leave_out_torch
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.tuning.local.build_pool import BuildPool

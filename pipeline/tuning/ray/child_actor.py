@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.processes.process import ChildDiedError, ChildProcess
 from relaxtune.pipeline.temporary import shared_folder
 from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
 from relaxtune.pipeline.tuning.ray.node_server import join_server
-
-# Children that may be lost with one piece of work, through no fault of it.
-_LOST_MAX = 2
+from relaxtune.pipeline.workers.replies import WorkerError
+from relaxtune.pipeline.workers.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -38,57 +36,22 @@ class PackedWork:
     keep: bool = True
 
 
-class WorkingChild:
-    """A child that does packed work; one that is gone is replaced.
+def answer_by(worker: Worker, work: object) -> object:
+    """Return the answer of a worker to work on a cell.
 
-    Parameters
-    ----------
-    module : str
-        What it runs (`pipeline.processes.child`).
-    forks : str
-        The run whose server on this host forks it; where there is none, it is started afresh.
-    environment : dict
-        Environment variables over those of this process.
-    gpu : bool
-        Whether it is to use a GPU.
+    Raises
+    ------
+    PipelineError
+        The work ended its process, or was refused.
     """
-
-    def __init__(self, module: str, forks: str, environment: dict[str, str], *, gpu: bool) -> None:
-        self._module, self._forks, self._environment, self._gpu = module, forks, environment, gpu
-        self._process = self._start()
-
-    def answer(self, work: PackedWork) -> bytes:
-        """Have work done.
-
-        Raises
-        ------
-        PipelineError
-            The work ended its process, or was refused.
-        """
-        for left in reversed(range(_LOST_MAX + 1)):
-            try:
-                self._process.send(work)
-                reply = self._process.receive()
-                break
-            except (ChildDiedError, OSError) as e:
-                self._process.kill()
-                self._process = self._start()
-                # What was killed from outside, by the memory killer say, another process does again.
-                if not (left and isinstance(e, ChildDiedError) and e.from_outside):
-                    told = e.short if isinstance(e, ChildDiedError) else str(e)
-                    raise PipelineError(f"the process that worked on the cell is gone: {told}") from e
-        if not isinstance(reply.value, bytes):
-            raise PipelineError((reply.error or "no answer").strip().splitlines()[-1])
-        return reply.value
-
-    def close(self) -> None:
-        """End the child."""
-        self._process.kill()
-
-    def _start(self) -> ChildProcess:
-        process = ChildProcess(self._module, self._environment, join_server(self._forks, gpus=self._gpu))
-        process.receive()
-        return process
+    try:
+        reply = worker.ask(work)
+    except (WorkerError, OSError) as e:
+        reason = e.short if isinstance(e, WorkerError) else str(e)
+        raise PipelineError(f"the process that worked on the cell is gone: {reason}") from e
+    if reply.error is not None:
+        raise PipelineError(reply.error.strip().splitlines()[-1])
+    return reply.value
 
 
 class WorkingActor:
@@ -96,8 +59,10 @@ class WorkingActor:
 
     Parameters
     ----------
-    module, forks : str
-        See `WorkingChild`.
+    module : str
+        What its child runs.
+    forks : str
+        The run whose server on this host forks the child; where there is none, it is started afresh.
     run : str
         Names the folder of the devices' turns.
     cores : int
@@ -107,19 +72,20 @@ class WorkingActor:
     def __init__(self, module: str, forks: str, run: str, cores: int) -> None:
         self._stack = ExitStack()
         self._turns = self._stack.enter_context(shared_folder(run))
-        self._child = WorkingChild(module, forks, {"OMP_NUM_THREADS": str(cores)}, gpu=True)
+        self._worker = Worker(module, {"OMP_NUM_THREADS": str(cores)}, server=join_server(forks), gpu=True)
+        self._worker.start()
 
-    def answer(self, work: bytes) -> bytes:
+    def answer(self, work: bytes) -> object:
         """Do pickled work."""
-        return self._child.answer(PackedWork(work, self._turns, own_gpu()))
+        return answer_by(self._worker, PackedWork(work, self._turns, own_gpu()))
 
 
-_children: dict[tuple[str, str], WorkingChild] = {}
+_workers: dict[tuple[str, str], Worker] = {}
 
 
-def answer_task(module: str, forks: str, work: bytes) -> bytes:
+def answer_task(module: str, forks: str, work: bytes) -> object:
     """Do pickled work for a CPU. The Ray worker keeps its child for the next, which keeps nothing of this one."""
     key = (module, forks)
-    if key not in _children:
-        _children[key] = WorkingChild(module, forks, {}, gpu=False)
-    return _children[key].answer(PackedWork(work, keep=False))
+    if key not in _workers:
+        _workers[key] = Worker(module, server=join_server(forks))
+    return answer_by(_workers[key], PackedWork(work, keep=False))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from relaxtune.pipeline.processes.child import leave_out_torch
+from relaxtune.pipeline.workers.child import leave_out_torch
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.processes.child import leave_out_torch
 from relaxtune.pipeline.temporary import shared_folder, temporary_folder
 from relaxtune.pipeline.tuning.measure.device_turn import turn_of
 from relaxtune.pipeline.tuning.ray.objects import unpacked
+from relaxtune.pipeline.workers.child import leave_out_torch
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.tuning.measure.backend import Outcome
@@ -96,7 +96,7 @@ class MeasuringActor:
                         StopSignal(),
                         settings.seed,
                         self._directory,
-                        join_server(settings.forks, gpus=gpu),
+                        join_server(settings.forks),
                         references=references,
                         turn=turn,
                     )

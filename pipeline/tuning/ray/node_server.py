@@ -1,9 +1,9 @@
 """What runs on a node of a cluster for a driver: it tells the node's facts, then forks workers, its imports done.
 
-`python -m relaxtune.pipeline.tuning.ray.node_server RUN MODULE... PARENT` prints the facts as one line of JSON. Then it
-imports the modules and answers clients at `fork_socket(RUN)` as `pipeline.processes.fork_server` does: a Ray worker
-that builds, measures or works on cells forks its child here in milliseconds. Alone it would import TVM and more for it,
-two to five seconds of a processor, for each core of the node at the same time.
+`python -m relaxtune.pipeline.tuning.ray.node_server RUN MODULE...` prints the facts as one line of JSON. Then it
+imports the modules, and forks for all who connect to `fork_socket(RUN)` until its stdin is closed: a Ray worker that
+builds, measures or works on cells has its child in milliseconds. Alone it would import TVM and more for it, two to five
+seconds of a processor, for each core of the node at the same time.
 
 Nodes that share a host share the first one's server. Ray workers of a node without one start their children afresh.
 """
@@ -13,18 +13,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing import forkserver
 from pathlib import Path
 
-from relaxtune.pipeline.processes.child import die_with_parent, leave_out_torch
-from relaxtune.pipeline.processes.fork_client import JoinedServer
-from relaxtune.pipeline.processes.fork_server import Forking, do_imports
 from relaxtune.pipeline.temporary import shared_folder, shared_path
 from relaxtune.pipeline.tuning.ray.facts import tell
-
-_CLIENTS_WAITING = 512
+from relaxtune.pipeline.workers.child import leave_out_torch
+from relaxtune.pipeline.workers.fork_server import Forks, do_imports, listening
 
 
 def fork_socket(run: str) -> Path:
@@ -32,33 +30,26 @@ def fork_socket(run: str) -> Path:
     return shared_path(run) / "forks"
 
 
-def join_server(run: str, *, gpus: bool = False) -> JoinedServer | None:
-    """Return the server of this host; None where there is none, or none whose children can use `gpus`."""
+def join_server(run: str) -> Forks | None:
+    """Return the server of this host; None where there is none."""
     path = fork_socket(run)
-    if not path.exists():
-        return None
-    server = JoinedServer(path)
-    if gpus and not server.can_use_gpus():
-        server.close()
-        return None
-    return server
+    return Forks(path) if path.exists() else None
 
 
-def main(run: str, parent_pid: int, modules: Sequence[str]) -> None:
-    """Tell the facts, and fork workers until it is ended."""
+def main(run: str, modules: Sequence[str]) -> None:
+    """Tell the facts, and fork workers until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    die_with_parent(parent_pid)
     leave_out_torch()
-    with shared_folder(run), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    alive = os.dup(sys.stdin.fileno())
+    with shared_folder(run), ExitStack() as stack:
         try:
             # Before the facts are told: a process that has them may ask at once.
-            listener.bind(str(fork_socket(run)))
+            listener = stack.enter_context(listening(fork_socket(run)))
         except OSError:
-            # Another node's server has this host, or the path is too long for a socket.
+            # Another node's server has this host.
             tell()
             return
-        listener.listen(_CLIENTS_WAITING)
         import tvm  # noqa: F401
 
         # In a process of its own: looking for GPUs opens them, and then nothing forked from here could use one.
@@ -69,7 +60,7 @@ def main(run: str, parent_pid: int, modules: Sequence[str]) -> None:
             _tell_and_exit()
         do_imports(modules)
         os.waitpid(pid, 0)
-        Forking([], listener).serve()
+        forkserver.main(listener.detach(), alive, [])
 
 
 def _tell_and_exit() -> None:
@@ -87,4 +78,4 @@ def _tell_and_exit() -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
-        main(sys.argv[1], int(sys.argv[-1]), sys.argv[2:-1])
+        main(sys.argv[1], sys.argv[2:])

@@ -79,7 +79,7 @@ def _process_class() -> type:
         """Runs a module of ours on a node, outside of Ray's pinning: without a GPU of its own it would see none."""
 
         def begin(self, words: tuple[str, ...], timeout_s: float) -> tuple[str, str]:
-            """Start a module with words and this process's id; return the JSON that it prints, or why there is none."""
+            """Start a module, which ends with its stdin; return the JSON that it prints, or why there is none."""
             import os
             import selectors
             import subprocess
@@ -93,7 +93,11 @@ def _process_class() -> type:
             environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             log = tempfile.TemporaryFile()  # noqa: SIM115
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *words, str(os.getpid())], stdout=subprocess.PIPE, stderr=log, env=environment
+                [sys.executable, "-m", *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
             )
             assert self.process.stdout is not None
             told, until = b"", time.monotonic() + timeout_s

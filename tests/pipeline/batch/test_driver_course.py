@@ -32,8 +32,8 @@ from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.batch.worker import CellWorker, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.processes.fork_client import ForkServer
 from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.tuning_db.batches import batch_key, get_batch, list_attempts, move_cell, start_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState, Driver
@@ -181,8 +181,9 @@ def test_a_cell_of_a_killed_process_is_done_by_another(tmp_path: Path) -> None:
         closing(LocalWorkers(["cpu:0"], tmp_path, server)) as workers,
     ):
         assert isinstance(workers.submit(PrepareWork(cell)).result(timeout=120), CellTasks)
-        for process in workers._processes.values():
-            os.kill(process.pid, signal.SIGKILL)
+        for process in workers._workers:
+            if process.pid:
+                os.kill(process.pid, signal.SIGKILL)
         assert isinstance(workers.submit(PrepareWork(cell)).result(timeout=120), CellTasks)
 
 

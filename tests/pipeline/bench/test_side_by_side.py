@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import psutil
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -17,14 +19,13 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import save_model
 from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_batches
-from relaxtune.pipeline.bench.peers import process as process_module
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder, run_together
 from relaxtune.pipeline.bench.peers.process import PeerMissingError, PeerProcess
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.jobs import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.processes import watch
+from relaxtune.pipeline.workers import limits
 
 ORDER = PeerOrder("ort", "", "llvm", threads=1, streams=1, outputs=("y",))
 QUICK = BenchRequest(runs=2, warmup=0)
@@ -94,8 +95,8 @@ def test_a_peer_computes_in_its_own_process_and_ends_with_it(model: OnnxModel, t
             peer.prepare({"x": np.zeros((3, 17), np.float32)})
         # It goes on after what it could not do.
         assert peer.prepare({"x": np.zeros((1, 16), np.float32)})["y"].shape == (1, 8)
-        process = peer._process
-    assert process.returncode == 0
+        pid = peer._worker.pid
+    assert not psutil.pid_exists(pid)
 
 
 def test_a_peer_that_gives_no_answer_is_ended_and_told(
@@ -103,9 +104,9 @@ def test_a_peer_that_gives_no_answer_is_ended_and_told(
 ) -> None:
     order = replace(ORDER, model=str(save_model(model, tmp_path / "m.onnx")))
     with PeerProcess(order, tmp_path) as peer:
-        monkeypatch.setattr(process_module, "_LOOK_S", 0.05)
-        monkeypatch.setattr(watch, "STILL_LOOKS", 5)
-        peer._process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(limits, "LOOK_S", 0.05)
+        monkeypatch.setattr(limits, "STILL_LOOKS", 5)
+        os.kill(peer._worker.pid, signal.SIGSTOP)
         with pytest.raises(PeerError, match="the process did nothing for 5 s and gave no answer"):
             peer.prepare({"x": np.zeros((3, 16), np.float32)})
 
@@ -120,7 +121,7 @@ def test_a_process_that_dies_says_its_last_words(tmp_path: Path) -> None:
     shell = tmp_path / "python"
     shell.write_text("#!/bin/sh\necho out of luck >&2\nexit 7\n", encoding="utf-8")
     shell.chmod(0o755)
-    with pytest.raises(PeerError, match="ended with code 7: out of luck"):
+    with pytest.raises(PeerError, match="ended with exit status 7; it wrote last: out of luck"):
         PeerProcess(ORDER, tmp_path, shell)
     with pytest.raises(PeerError, match="does not start: No such file"):
         PeerProcess(ORDER, tmp_path, tmp_path / "nowhere")

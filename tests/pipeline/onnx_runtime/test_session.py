@@ -23,9 +23,9 @@ from relaxtune.pipeline.onnx_runtime.process import OnnxRuntimeProcess, onnx_run
 from relaxtune.pipeline.onnx_runtime.requests import Level, Open, Settings
 from relaxtune.pipeline.onnx_runtime.session import OnnxRuntimeSession
 from relaxtune.pipeline.onnx_runtime.worker import _Worker
-from relaxtune.pipeline.processes import watch
-from relaxtune.pipeline.processes.process import ChildProcess
 from relaxtune.pipeline.validate.reference import Reference
+from relaxtune.pipeline.workers import limits
+from relaxtune.pipeline.workers.worker import Worker
 from tests.command_line import Ended
 from tests.pipeline.onnx_runtime.faulty_worker import FAULT
 
@@ -48,16 +48,17 @@ def proto() -> onnx.ModelProto:
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], OnnxRuntimeProcess]]:
     """Have a process of ONNX Runtime with a fault in place of this one's."""
     kept = dict(process_module._processes)
-    faulty = OnnxRuntimeProcess()
 
     def planted(fault: str) -> OnnxRuntimeProcess:
         monkeypatch.setenv(FAULT, fault)
         monkeypatch.setattr(process_module, "_MODULE", "tests.pipeline.onnx_runtime.faulty_worker")
-        process_module._processes[os.getpid()] = faulty
+        faulty = process_module._processes[os.getpid()] = OnnxRuntimeProcess()
         return faulty
 
     yield planted
-    faulty.close()
+    faulty = process_module._processes.pop(os.getpid(), None)
+    if faulty is not None and faulty is not kept.get(os.getpid()):
+        faulty.close()
     process_module._processes.clear()
     process_module._processes.update(kept)
 
@@ -117,8 +118,8 @@ def test_a_graph_that_ends_the_optimiser_is_computed_without_it(tmp_path: Path) 
 def test_what_crashes_or_hangs_with_optimisations_goes_without_them_and_says_so(
     proto: onnx.ModelProto, plant, fault: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    monkeypatch.setattr(process_module, "_LOOK_S", 0.05)
-    monkeypatch.setattr(watch, "STILL_LOOKS", 20)
+    monkeypatch.setattr(limits, "LOOK_S", 0.05)
+    monkeypatch.setattr(limits, "STILL_LOOKS", 20)
     plant(fault)
     session = OnnxRuntimeSession(proto, "case", OPTIMISED)
     np.testing.assert_array_equal(session.run(["y"], {"x": X})[0], X * 2)
@@ -142,9 +143,7 @@ def test_what_is_killed_again_and_again_is_an_error_and_no_fault_of_the_graph(pr
 def test_a_process_that_is_killed_from_outside_is_started_again_for_all_its_sessions(proto: onnx.ModelProto) -> None:
     first, second = OnnxRuntimeSession(proto, "one", OPTIMISED), OnnxRuntimeSession(proto, "two", OPTIMISED)
     call = second.call(["y"], {"x": X})
-    child = onnx_runtime()._child
-    assert child is not None
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(onnx_runtime()._worker.pid, signal.SIGKILL)
     np.testing.assert_array_equal(first.run(["y"], {"x": X})[0], X * 2)
     assert call() > 0
     assert first.settings.level is Level.BASIC
@@ -154,14 +153,15 @@ def test_a_process_that_is_killed_from_outside_is_started_again_for_all_its_sess
 def test_a_process_that_is_killed_as_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = []
 
-    class KilledAtFirst(ChildProcess):
-        def __init__(self, module: str, environment: dict[str, str]) -> None:
-            super().__init__(module, environment)
-            starts.append(self.pid)
+    class KilledAtFirst(Worker):
+        def _begin(self, server):
+            child = super()._begin(server)
+            starts.append(child.pid)
             if len(starts) == 1:
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(child.pid, signal.SIGKILL)
+            return child
 
-    monkeypatch.setattr(process_module, "ChildProcess", KilledAtFirst)
+    monkeypatch.setattr(process_module, "Worker", KilledAtFirst)
     process = OnnxRuntimeProcess()
     try:
         assert process.description() == onnx_runtime().description()
@@ -179,7 +179,7 @@ def test_a_request_that_is_interrupted_leaves_no_answer_behind(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(OnnxRuntimeProcess, "_receive", interrupted)
+        patch.setattr(Worker, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             session.run(["y"], {"x": X})
     np.testing.assert_array_equal(session.run(["y"], {"x": X + 1})[0], (X + 1) * 2)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.tuning.ray.backend import new_run
-from relaxtune.pipeline.tuning.ray.child_actor import PackedWork, WorkingChild
+from relaxtune.pipeline.tuning.ray.child_actor import PackedWork, answer_by
+from relaxtune.pipeline.workers.worker import Worker
 
 WORKER = """
 import os, pickle, signal
@@ -36,36 +36,37 @@ def answer(request):
 
 
 @pytest.fixture
-def child(tmp_path: Path) -> Iterator[WorkingChild]:
+def child(tmp_path: Path) -> Iterator[Worker]:
     (tmp_path / "cell_worker.py").write_text(WORKER)
     sys.path.insert(0, str(tmp_path))
-    made = WorkingChild("cell_worker", new_run(), {}, gpu=False)
+    made = Worker("cell_worker")
     yield made
     made.close()
     sys.path.remove(str(tmp_path))
 
 
-def asked(child: WorkingChild, work: str) -> tuple[int, str, bool]:
-    found = pickle.loads(child.answer(PackedWork(pickle.dumps(work), None, "cuda:7", keep=False)))
-    assert isinstance(found, tuple)
+def asked(child: Worker, work: str) -> tuple[int, str, bool]:
+    answer = answer_by(child, PackedWork(pickle.dumps(work), None, "cuda:7", keep=False))
+    assert isinstance(answer, bytes)
+    found: tuple[int, str, bool] = pickle.loads(answer)
     return found
 
 
-def test_a_child_is_kept_and_another_one_does_what_a_killed_one_had(child: WorkingChild, tmp_path: Path) -> None:
+def test_a_child_is_kept_and_another_one_does_what_a_killed_one_had(child: Worker, tmp_path: Path) -> None:
     pid, device, keep = asked(child, "pid")
     assert (device, keep) == ("cuda:7", False)
     with pytest.raises(PipelineError, match="this is no work"):
         asked(child, "refuse")
     assert asked(child, "pid")[0] == pid
     kills = tmp_path / "kills"
-    kills.write_text("1\n2")
+    kills.write_text("1")
     assert asked(child, str(kills))[0] != pid
-    kills.write_text("1\n2\n3\n4")
+    kills.write_text("1\n2\n3")
     with pytest.raises(PipelineError, match=r"that worked on the cell is gone: .* SIGKILL"):
         asked(child, str(kills))
 
 
-def test_a_crash_is_the_works_own(child: WorkingChild) -> None:
+def test_a_crash_is_the_works_own(child: Worker) -> None:
     pid = asked(child, "pid")[0]
     with pytest.raises(PipelineError, match="SIGSEGV"):
         asked(child, "crash")

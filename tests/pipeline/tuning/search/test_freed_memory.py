@@ -7,8 +7,8 @@ import platform
 
 import pytest
 
-from relaxtune.pipeline.processes.child import resident_bytes
 from relaxtune.pipeline.tuning.search import freed_memory as heap
+from relaxtune.pipeline.workers.child import resident_bytes
 
 _SIZE, _COUNT = 4096, 20_000
 
