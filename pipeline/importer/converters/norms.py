@@ -110,7 +110,7 @@ def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
 
 
 def convert_batch_norm(node: ConverterInput) -> tvm.ir.Expr | None:
-    """Return x of (N, C, ...), normed over all axes but C, * scale + bias; outside training mode, TVM converts it (None).
+    """Return x of (N, C, ...), normed over all axes but C, * scale + bias; not in training mode, None: TVM converts it.
 
     BiT standardises weights in this way. The mean and the variance are those of x, not those given.
     """
