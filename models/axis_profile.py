@@ -72,7 +72,7 @@ def check_profile(profile: Mapping[str, AxisProfile], model: OnnxModel) -> None:
             f"axis {unknown[0]!r} of a profile is no symbolic axis of the inputs: expected one of "
             f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
         )
-    bounds = [relation for relation in model.relations if relation.sign == "<="]
+    bounds = [relation for relation in model.relations if relation.sign == "<=" and relation.size.isdecimal()]
     for axis, sizes in profile.items():
         least = {other: one.least for other, one in profile.items()}
         check_bounds(bounds, {**least, axis: sizes.most}, f"profile {axis}={sizes.least}:{sizes.typical}:{sizes.most}")

@@ -19,8 +19,8 @@ def may_be_empty(rank: int, axis: int) -> bool:
 def evaluate_dim(dim: Dim, bindings: Mapping[str, int]) -> Dim:
     """Return a dimension as a number where `bindings` decide it, else unchanged.
 
-    Expressions may use names, integers, `+ - * // %`, unary minus, and parentheses; whatever else an exporter writes is
-    left as it is, under its own name.
+    Expressions may use names, integers, `+ - * // %`, unary minus, `min`, and parentheses; whatever else an exporter
+    writes is left as it is, under its own name.
     """
     if isinstance(dim, int):
         return dim
@@ -103,6 +103,9 @@ def _evaluate(node: ast.expr, bindings: Mapping[str, int]) -> int | None:
     if isinstance(node, ast.BinOp):
         left, right = _evaluate(node.left, bindings), _evaluate(node.right, bindings)
         return None if left is None or right is None else _apply(node.op, left, right)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min":
+        sizes = [_evaluate(one, bindings) for one in node.args]
+        return None if None in sizes else min(one for one in sizes if one is not None)
     return None
 
 

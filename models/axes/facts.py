@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from relaxtune.models.axes.polynomials import Polynomial
+from relaxtune.models.axes.polynomials import Computed, Polynomial
 
 Shape = tuple[Polynomial, ...]
 
@@ -53,26 +53,32 @@ class AxisFacts:
         Name -> the size that it is equal to.
     at_least
         Sizes, each with one that it is at least, and the table or node that says so.
+    equal
+        Pairs of sizes that are equal, and that no name is solved by.
     constants
         The small constants, by name.
     tables
         Names of all constants.
     below_zero
         Name of a tensor that says where another is negative -> the name of the other.
+    cuts
+        The size of a cut that may end behind its input -> the table or node of it.
     """
 
     order: Mapping[str, int]
     solved: dict[str, Polynomial] = field(default_factory=dict)
     at_least: list[tuple[Polynomial, Polynomial, str]] = field(default_factory=list)
+    equal: list[tuple[Polynomial, Polynomial]] = field(default_factory=list)
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
     tables: set[str] = field(default_factory=set)
     below_zero: dict[str, str] = field(default_factory=dict)
+    cuts: dict[str, str] = field(default_factory=dict)
     _fresh: int = 0
 
     def resolve(self, size: Polynomial) -> Polynomial:
         """Return a size in the names that are not solved."""
-        while any(name in self.solved for name in size.names):
-            size = size.substitute(self.solved)
+        while (found := size.substitute(self.solved)) != size:
+            size = found
         return size
 
     def new_symbol(self) -> Polynomial:
@@ -82,19 +88,47 @@ class AxisFacts:
 
     def equate(self, left: Polynomial, right: Polynomial) -> None:
         """Note that two sizes are equal: one name is solved, an unknown first, else the last of the inputs' names."""
+        self._keep_whole(left - right)
         gap = self.resolve(left - right)
-        answers = [(name, gap.solved_for(name)) for name in gap.names]
-        usable = [(n, a) for n, a in answers if a is not None and a.terms and (a.is_positive or n.startswith("?"))]
+        names = [name for name in gap.names if not isinstance(name, Computed)]
+        answers = [(name, gap.solved_for(name)) for name in names]
+        usable = [
+            (name, answer)
+            for name, answer in answers
+            if answer is not None and answer.terms and name not in answer.axes
+            and (answer.is_positive or name.startswith("?"))
+        ]  # fmt: skip
         if usable:
             name, answer = max(usable, key=lambda item: (item[0].startswith("?"), self.order.get(item[0], -1)))
             self.solved[name] = answer
+        elif gap.names:
+            self.equal.append((left, right))
+
+    def _keep_whole(self, gap: Polynomial) -> None:
+        """Take cuts up to a computed size, in a size that has to be zero, to end inside of what they cut.
+
+        ONNX's Slice ends at the end of its input. The result meets the size itself only if that is inside.
+        """
+        for name in self.resolve(gap).names:
+            if not isinstance(name, Computed) or name.operator != "min":
+                continue
+            label = self.cuts.get(name, "the graph")
+            if name.left.names:
+                self.solved[name] = name.left
+                self.at_least.append((name.right, name.left, label))
+            elif self.resolve(gap).substitute({name: name.right}).value == 0:
+                self.solved[name] = name.right
+                self.at_least.append((name.left, name.right, label))
 
     def require(self, node: onnx.NodeProto, table: int, size: Polynomial, least: Polynomial) -> None:
         """Note that a size of a node's input, a table, is at least another one."""
         if (size - least).names:
-            name = node.input[table]
-            label = f"table {name!r}" if name in self.tables else f"{node.op_type} {node.name or node.output[0]!r}"
-            self.at_least.append((size, least, label))
+            self.at_least.append((size, least, self.label(node, table)))
+
+    def label(self, node: onnx.NodeProto, table: int) -> str:
+        """Return what a message calls an input of a node, a table, or the node."""
+        name = node.input[table]
+        return f"table {name!r}" if name in self.tables else f"{node.op_type} {node.name or node.output[0]!r}"
 
     def broadcast(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of tensors that are broadcast; sizes by name that meet are equal."""

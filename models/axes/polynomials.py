@@ -1,12 +1,39 @@
-"""Sizes of axes as polynomials with whole coefficients over names: `past + sequence`, `2 * heads * width`."""
+"""Sizes of axes as polynomials with whole coefficients over names: `past + sequence`, `2 * heads * width`.
+
+A quotient rounded down and the smaller of two sizes are names too, which know what they are computed from.
+"""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 Monomial = tuple[str, ...]
+
+
+class Computed(str):
+    """The name of a size that is no polynomial: `((n + 1) // 2)`, or `min(n, 512)`.
+
+    Attributes
+    ----------
+    operator
+        "//" or "min".
+    left, right
+        The sizes that it is computed from.
+    """
+
+    operator: str
+    left: Polynomial
+    right: Polynomial
+
+    def __new__(cls, operator: str, left: Polynomial, right: Polynomial) -> Self:
+        """Return the name, which is its text."""
+        above, below = f"({left})" if len(left.terms) > 1 else left, f"({right})" if " " in str(right) else right
+        name = super().__new__(cls, f"min({left}, {right})" if operator == "min" else f"({above} // {below})")
+        name.operator, name.left, name.right = operator, left, right
+        return name
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +106,13 @@ class Polynomial:
         return tuple(dict.fromkeys(name for names, _ in self.terms for name in names))
 
     @property
+    def axes(self) -> frozenset[str]:
+        """The names in it that are not computed, those of computed names included."""
+        return frozenset().union(
+            *(name.left.axes | name.right.axes if isinstance(name, Computed) else {name} for name in self.names)
+        )
+
+    @property
     def leading(self) -> tuple[Monomial, int]:
         """The product of most names; of two polynomials, their product has the product of both."""
         return max(self.terms, key=lambda term: (len(term[0]), term[0]))
@@ -90,13 +124,14 @@ class Polynomial:
 
     def substitute(self, values: Mapping[str, Self]) -> Self:
         """Return the polynomial with names replaced."""
-        if not any(name in values for name in self.names):
+        put = {name: _put(name, values) for name in self.names}
+        if all(size == self.symbol(name) for name, size in put.items()):
             return self
         result = type(self)()
         for names, factor in self.terms:
             product = self.number(factor)
             for name in names:
-                product *= values.get(name) or self.symbol(name)
+                product *= put[name]
             result += product
         return result
 
@@ -135,3 +170,62 @@ class Polynomial:
             size = [str(abs(factor))] if abs(factor) != 1 or not names else []
             parts.append(f"{sign} {' * '.join([*size, *names])}")
         return " ".join(parts).removeprefix("+ ") or "0"
+
+
+def _put(name: str, values: Mapping[str, Polynomial]) -> Polynomial:
+    if name in values or not isinstance(name, Computed):
+        return values.get(name, Polynomial.symbol(name))
+    compute = smaller if name.operator == "min" else quotient
+    return compute(name.left.substitute(values), name.right.substitute(values))
+
+
+def quotient(above: Polynomial, below: Polynomial) -> Polynomial:
+    """Return a quotient of sizes, rounded down; the terms that a number divides are taken out."""
+    exact, number = above.divided(below), below.value
+    if exact is not None:
+        return exact
+    if number is not None and number > 0:
+        parts = [Polynomial(((names, factor // number),)) for names, factor in above.terms
+                 if factor % number == 0 or (not names and factor // number)]  # fmt: skip
+        whole = sum(parts, Polynomial())
+        rest = above - whole * number
+        return whole if rest.value is not None else whole + Polynomial.symbol(Computed("//", rest, below))
+    return Polynomial.symbol(Computed("//", above, below))
+
+
+def smaller(left: Polynomial, right: Polynomial) -> Polynomial:
+    """Return the smaller of two sizes."""
+    if (right - left).is_positive:
+        return left
+    if (left - right).is_positive:
+        return right
+    return Polynomial.symbol(Computed("min", left, right))
+
+
+def read_size(text: str) -> Polynomial | None:
+    """Return what the text of a polynomial says; None for another text."""
+    try:
+        return _read(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+
+
+def _read(node: ast.expr) -> Polynomial:
+    match node:
+        case ast.Constant(value=int(value)):
+            return Polynomial.number(value)
+        case ast.Name(id=name):
+            return Polynomial.symbol(name)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return 0 - _read(operand)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _read(left) + _read(right)
+        case ast.BinOp(left=left, op=ast.Sub(), right=right):
+            return _read(left) - _read(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _read(left) * _read(right)
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
+            return quotient(_read(left), _read(right))
+        case ast.Call(func=ast.Name(id="min"), args=[left, right]):
+            return smaller(_read(left), _read(right))
+    raise ValueError

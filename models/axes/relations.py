@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice, product
 
 import onnx
 
-from relaxtune.models.axes.facts import ONE, ZERO
+from relaxtune.models.axes.facts import ONE
 from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols, nodes_of
-from relaxtune.models.axes.polynomials import Polynomial
+from relaxtune.models.axes.polynomials import Computed, Polynomial
 from relaxtune.models.axes.rules import CACHED_ATTENTION
 from relaxtune.models.axes.windows import has_windows, with_room
 from relaxtune.models.dims import Dim, evaluate_dim
@@ -25,6 +26,8 @@ from relaxtune.models.onnx_model import OnnxModel
 from relaxtune.models.spec import AxisRelation
 
 _BATCH, _LENGTH = 2, 16
+# Sizes that are tried of each axis, and how many combinations of them.
+_SEARCHED, _TRIALS = 65, 20_000
 
 
 def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
@@ -45,6 +48,8 @@ def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
         for name in names
         if name in flow.solved and _is_known(size := flow.resolve(flow.solved[name]))
     ]
+    for left, right in flow.equal:
+        bounds += [(left - right, "the graph"), (right - left, "the graph")]
     for gap, table in bounds:
         relations += _inequality(flow.resolve(gap), places, table)
     return tuple(dict.fromkeys(relations))
@@ -85,9 +90,7 @@ def check_bounds(relations: Sequence[AxisRelation], sizes: Mapping[str, Dim], wh
         They do not; the message names the table that is too short.
     """
     numbers = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
-    empty = {axis: 0 for one in relations if one.sign == "<=" for axis in _terms(one.axis)}
-    given = {"<=": {**empty, **numbers}}
-    problems = [problem for one in relations if (problem := one.problem(given.get(one.sign, numbers))) is not None]
+    problems = [problem for one in relations if (problem := one.problem({**_empty(one), **numbers})) is not None]
     if problems:
         raise ModelShapeError(f"{what}: {'; '.join(problems)}. Give sizes within it, or export the model with more")
 
@@ -118,16 +121,42 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
     for relation in model.relations:
         if relation.sign == "<=":
             _shrink(sizes, relation, [name for name in names if name in _terms(relation.axis)])
-    for relation in model.relations:
+    sizes = _followed(sizes, model.relations, names)
+    broken = any(relation.problem(sizes) for relation in model.relations)
+    return _searched(sizes, model.relations, names) if broken else sizes
+
+
+def _empty(relation: AxisRelation) -> dict[str, int]:
+    """Return 0 for each axis of a sum that has a largest number."""
+    bounded = relation.sign == "<=" and relation.size.isdecimal()
+    return dict.fromkeys(_terms(relation.axis) if bounded else (), 0)
+
+
+def _terms(size: str) -> list[str]:
+    """Return the names and numbers in a size."""
+    return [part for part in re.split(r"min\(|[()]|, | (?:\+|-|\*|//) ", size) if part]
+
+
+def _searched(sizes: Mapping[str, int], relations: Sequence[AxisRelation], names: Sequence[str]) -> dict[str, int]:
+    """Return sizes near the given ones that keep all relations; the given ones where none are found."""
+    exact = {one.axis for one in relations if one.sign == "="}
+    terms = {name for one in relations for name in (*_terms(one.axis), *_terms(one.size))}
+    free = [name for name in names if name in terms - exact]
+    near = [sorted(range(1, _SEARCHED), key=lambda size, at=sizes[name]: abs(size - at)) for name in free]  # type: ignore[misc]
+    for chosen in islice(product(*near), _TRIALS):
+        tried = _followed({**sizes, **dict(zip(free, chosen, strict=True))}, relations, names)
+        if not any(one.problem(tried) for one in relations):
+            return tried
+    return dict(sizes)
+
+
+def _followed(sizes: dict[str, int], relations: Sequence[AxisRelation], names: Sequence[str]) -> dict[str, int]:
+    """Return sizes in which an axis that follows from others does, or is as large as it has to be."""
+    for relation in relations:
         size = evaluate_dim(relation.size, sizes)
         if relation.axis in names and relation.sign != "<=" and isinstance(size, int):
             sizes[relation.axis] = size if relation.sign == "=" else max(sizes[relation.axis], size)
     return sizes
-
-
-def _terms(size: str) -> list[str]:
-    """Return the names and numbers in a sum of products."""
-    return re.split(r" [+*] ", size)
 
 
 def _shrink(sizes: dict[str, int], relation: AxisRelation, free: list[str]) -> None:
@@ -135,7 +164,8 @@ def _shrink(sizes: dict[str, int], relation: AxisRelation, free: list[str]) -> N
     while free:
         total = evaluate_dim(relation.axis, sizes)
         largest = max(free, key=lambda name: sizes[name])
-        if not isinstance(total, int) or total <= int(relation.size) or sizes[largest] == 1:
+        most = evaluate_dim(relation.size, sizes)
+        if not isinstance(total, int) or not isinstance(most, int) or total <= most or sizes[largest] == 1:
             return
         sizes[largest] = -(-sizes[largest] // 2)
 
@@ -169,22 +199,19 @@ def _pairs(gap: Polynomial) -> Iterator[tuple[str, str]]:
 
 def _inequality(gap: Polynomial, places: Mapping[str, list[str]], table: str) -> list[AxisRelation]:
     """Return `gap >= 0` as a bound of one axis, or of a sum of axes by a number; nothing for another form."""
-    number = Polynomial.number(dict(gap.terms).get((), 0))
-    total = number - gap
-    if not _is_known(gap):
+    least, most = (Polynomial(tuple((names, abs(factor)) for names, factor in gap.terms if (factor < 0) is below))
+                   for below in (True, False))  # fmt: skip
+    if not _is_known(gap) or not (gap.names and least.terms):
         return []
-    if number.value and total.terms and total.is_positive:
-        axis = str(total)
-        return [AxisRelation(axis, "<=", str(number), tuple(places.get(axis, ())), table)]
-    for name in gap.names:
-        size = gap.solved_for(name)
-        if size is not None and size not in (ZERO, ONE) and size.is_positive and gap + size == Polynomial.symbol(name):
-            return [AxisRelation(name, ">=", str(size), tuple(places.get(name, ())), table)]
-    return []
+    if most.value is not None:
+        return [AxisRelation(str(least), "<=", str(most), tuple(places.get(str(least), ())), table)]
+    if least == ONE and not any(isinstance(name, Computed) for name in most.names):
+        return []  # axes have a place
+    return [AxisRelation(str(most), ">=", str(least), tuple(places.get(str(most), ())), table)]
 
 
 def _is_known(size: Polynomial) -> bool:
-    return not any(name.startswith("?") for name in size.names)
+    return not any(name.startswith("?") for name in size.axes)
 
 
 def _mask_symbols(model: onnx.ModelProto) -> set[str]:

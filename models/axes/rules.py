@@ -9,7 +9,7 @@ import onnx
 from onnx import numpy_helper
 
 from relaxtune.models.axes.facts import MAX_LENGTH, ONE, ZERO, AxisFacts, Known, Shape, known_constant
-from relaxtune.models.axes.polynomials import Polynomial
+from relaxtune.models.axes.polynomials import Polynomial, quotient, smaller
 from relaxtune.models.axes.slices import TO_THE_END, reaches_the_end
 
 # Operators with these results are followed by their first input's shape; onnx knows none of them.
@@ -88,8 +88,9 @@ def _computed(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
     return None if None in found else tuple(one for one in found if one is not None)
 
 
-def _quotient(a: Polynomial, b: Polynomial) -> Polynomial | None:
-    return a.divided(b)
+def _divided(a: Polynomial, b: Polynomial) -> Polynomial | None:
+    """Return a quotient; ONNX rounds it towards zero, down where no size is negative."""
+    return quotient(a, b) if a.is_positive and b.is_positive and b.terms else a.divided(b)
 
 
 def _chosen(condition: Polynomial, a: Polynomial, b: Polynomial) -> Polynomial | None:
@@ -105,8 +106,9 @@ def _same(a: Polynomial, b: Polynomial) -> Polynomial | None:
 
 _ON_SIZES: Mapping[str, Callable[..., Polynomial | None]] = {
     "Add": lambda a, b: a + b,
-    "Div": _quotient,
+    "Div": _divided,
     "Equal": _same,
+    "Min": smaller,
     "Mul": lambda a, b: a * b,
     "Sub": lambda a, b: a - b,
     "Where": _chosen,
@@ -183,43 +185,44 @@ def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
     given = inputs[3].data if len(inputs) > 3 else None
     axes = range(len(starts)) if given is None else [_whole(axis) % len(shape) for axis in given]
     steps = inputs[4].data if len(inputs) > 4 else None
-    if steps is not None and any(step != ONE for step in steps):
-        raise ValueError
     data = inputs[0].data
-    for axis, start, end in zip(axes, starts, ends, strict=True):
+    for place, (axis, start, end) in enumerate(zip(axes, starts, ends, strict=True)):
+        step = 1 if steps is None else _whole(steps[place])
+        if step != 1:
+            shape[axis], data = _strided(facts.resolve(shape[axis]), start, end, step), None
+            continue
         size = facts.resolve(shape[axis])
-        first, last = _bound(start, size), _bound(end, size)
-        if size.value is None and end.value is not None and 0 <= end.value < TO_THE_END:
-            others = (one.value for place, one in enumerate(shape) if place != axis)
-            if not reaches_the_end(end.value, [value for value in others if value is not None]):
-                shape[axis] = _first(facts, node, first, end)
-                continue
-            last = size
-        if (size - last).names:
-            facts.require(node, 0, size, last)
-        elif size.value is not None and last.value is not None:
-            last = Polynomial.number(min(size.value, last.value))
+        others = [one.value for other, one in enumerate(shape) if other != axis and one.value is not None]
+        if end.value is not None and end.value >= 0 and reaches_the_end(end.value, others):
+            end = size
+        first, last = (size + bound if (bound.value or 0) < 0 else bound for bound in (start, end))
         if data is not None:
             data = data[first.value : last.value]
-        shape[axis] = last - first
+        shape[axis] = _cut(facts, node, size, first, last)
     return [Known(tuple(shape), data)]
 
 
-def _first(facts: AxisFacts, node: onnx.NodeProto, first: Polynomial, end: Polynomial) -> Polynomial:
-    """Return the size of the places up to a number of an axis that may have fewer: at most so many, or one."""
-    most = end - first
-    if most == ONE:
+def _cut(facts: AxisFacts, node: onnx.NodeProto, size: Polynomial, first: Polynomial, last: Polynomial) -> Polynomial:
+    """Return the size of a cut between two places; the end may lie behind that of the axis."""
+    if last - first == ONE and size.is_positive:
         return ONE
-    size = facts.new_symbol()
-    if first == ZERO:
-        facts.require(node, 0, most, size)
-    return size
+    if last == size and (size - first).value is not None:  # the last ones
+        return smaller(size - first, size)
+    kept = smaller(last, size)
+    if kept not in (last, size):
+        facts.cuts[kept.names[0]] = facts.label(node, 0)
+    left = kept - first
+    return left if left.value is None or left.value > 0 else ZERO
 
 
-def _bound(bound: Polynomial, size: Polynomial) -> Polynomial:
-    if bound.value is None or 0 <= bound.value < TO_THE_END:
-        return bound
-    return size if bound.value > 0 else size + bound
+def _strided(size: Polynomial, start: Polynomial, end: Polynomial, step: int) -> Polynomial:
+    """Return how many places are taken of a whole axis in steps."""
+    whole = start == ZERO and _whole(end) >= TO_THE_END
+    if step < 0:
+        whole = (start == -1 or _whole(start) >= TO_THE_END) and _whole(end) <= -TO_THE_END
+    if not whole:
+        raise ValueError
+    return quotient(size + (abs(step) - 1), Polynomial.number(abs(step)))
 
 
 def _reshape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
@@ -233,6 +236,9 @@ def _reshape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) ->
     free = [place for place, size in enumerate(new) if size.value == -1]
     fixed = [facts.resolve(size) for place, size in enumerate(new) if place not in free]
     above, below = _product(old), _product(fixed)
+    for place, size in enumerate(new):
+        if size.names and (place >= len(old) or size != old[place]):
+            facts.require(node, 0, size, ONE)  # 0 copies another size
     if free:
         if above.divided(below) is None and len(old) == len(new):
             # Only equal sizes can be meant where the axes stay: `[rows, n]` as `[batch, -1]`.
@@ -240,7 +246,10 @@ def _reshape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) ->
                 if place not in free:
                     facts.equate(size, new[place])
             above, below = facts.resolve(above), facts.resolve(below)
-        new[free[0]] = above.divided(below) or facts.new_symbol()
+        exact = above.divided(below)
+        if exact is None and not below.terms:
+            raise ValueError
+        new[free[0]] = quotient(above, below) if exact is None else exact
     elif above.names and below.names:
         facts.equate(*_without_common_factor(above, below))
     return [Known(tuple(facts.resolve(size) for size in new))]
@@ -312,10 +321,13 @@ def _cumulative(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known])
     return [Known(shape, None, None if top is None or len(top) != 1 else (top[0] * many,))]
 
 
-def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
+def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     """TopK: an axis has at least as many places as are taken."""
-    count = inputs[1].data[0] if len(inputs) > 1 and inputs[1].data else Polynomial.number(_attribute(node, "k", 0))
-    facts.require(node, 0, _sizes(inputs[0])[_attribute(node, "axis", -1)], count)
+    count = _elements(inputs[1])[0] if len(inputs) > 1 else Polynomial.number(_attribute(node, "k", 0))
+    shape, axis = list(_sizes(inputs[0])), _attribute(node, "axis", -1)
+    facts.require(node, 0, shape[axis], count)
+    shape[axis] = count
+    return [Known(tuple(shape))] * 2
 
 
 def _pad(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
@@ -325,6 +337,35 @@ def _pad(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> lis
     if len(inputs) > 3 and inputs[3].shape is not None:  # pads of some axes
         raise ValueError
     return [Known(tuple(size + pads[axis] + pads[axis + len(sizes)] for axis, size in enumerate(sizes)))]
+
+
+def _window(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
+    """Convolution or pooling: how often a window fits in."""
+    given = {item.name: list(item.ints) for item in node.attribute if item.ints}
+    if any(item.name == "auto_pad" and item.s not in (b"", b"NOTSET") for item in node.attribute):
+        return None
+    data = _sizes(inputs[0])
+    weights = _sizes(inputs[1]) if node.op_type == "Conv" else None
+    kernel = given.get("kernel_shape") or [_whole(size) for size in (weights or ())[2:]]
+    if _attribute(node, "ceil_mode", 0) or len(kernel) != len(data) - 2:
+        return None
+    count = len(kernel)
+    pads, strides, dilations = (given.get(name, [fill] * many) for name, fill, many in
+                                (("pads", 0, 2 * count), ("strides", 1, count), ("dilations", 1, count)))  # fmt: skip
+    room = [size + pads[axis] + pads[axis + count] - (dilations[axis] * (kernel[axis] - 1) + 1)
+            for axis, size in enumerate(data[2:])]  # fmt: skip
+    places = [quotient(size, Polynomial.number(strides[axis])) + 1 for axis, size in enumerate(room)]
+    return [Known((data[0], data[1] if weights is None else weights[0], *places))] + [Known()] * (len(node.output) - 1)
+
+
+def _tile(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
+    return [Known(tuple(size * times for size, times in zip(_sizes(inputs[0]), _elements(inputs[1]), strict=True)))]
+
+
+def _extreme(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
+    """ArgMax and ArgMin: there is no place of nothing."""
+    size = _sizes(inputs[0])[_attribute(node, "axis", 0)]
+    facts.require(node, 0, size, ONE)
 
 
 def _not(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
@@ -372,6 +413,8 @@ def _group_query_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Seque
 RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[Known] | None]] = {
     **dict.fromkeys(_BROADCAST, _arithmetic),
     **dict.fromkeys(_SAME_SHAPE, _same_shape),
+    **dict.fromkeys(("ArgMax", "ArgMin"), _extreme),
+    **dict.fromkeys(("AveragePool", "Conv", "LpPool", "MaxPool"), _window),
     "Attention": _onnx_attention,
     "Concat": _concat,
     "Constant": _constant,
@@ -391,5 +434,6 @@ RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[
     "RotaryEmbedding": _rotary,
     "Shape": _shape,
     "Slice": _slice,
+    "Tile": _tile,
     "TopK": _top_k,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -11,6 +11,8 @@ import onnx
 import tvm
 from onnx import numpy_helper
 from tvm import relax
+
+from relaxtune.pipeline.importer.size_limits import SizeLimits
 
 Attribute: TypeAlias = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
 
@@ -34,6 +36,8 @@ class ConverterInput:
     element_types
         ONNX element type of each input, 0 where it is not known. It tells integers of 4 bits from the integers of 8
         that hold them here.
+    limits
+        What every call keeps between sizes.
     """
 
     builder: relax.BlockBuilder
@@ -42,6 +46,7 @@ class ConverterInput:
     opset: int
     outputs: tuple[str, ...] = ()
     element_types: tuple[int, ...] = ()
+    limits: SizeLimits = field(default_factory=lambda: SizeLimits(()))
 
     def input(self, index: int) -> tvm.ir.Expr:
         """Return a required input.
@@ -152,6 +157,12 @@ def sizes_of(expr: tvm.ir.Expr) -> list[tvm.tirx.Expr]:
         msg = f"expected a tensor of known shape, got {expr.ty}"
         raise ValueError(msg)  # noqa: TRY004
     return list(shape.values)
+
+
+def has_known_sizes(expr: tvm.ir.Expr | None) -> bool:
+    """Return whether a value is no tensor, or one whose sizes are numbers or symbols."""
+    kind = getattr(expr, "ty", None)
+    return not isinstance(kind, relax.TensorType) or isinstance(kind.shape, relax.ShapeExpr)
 
 
 def static_size(expr: tvm.ir.Expr, axis: int) -> int:

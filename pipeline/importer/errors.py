@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import onnx
 from onnx import helper
@@ -40,12 +40,15 @@ def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
 
 
 def conversion_failed(
-    model: OnnxModel, graph: NormalisedGraph, node: onnx.NodeProto, cause: Exception
+    model: OnnxModel, graph: NormalisedGraph, node: onnx.NodeProto, cause: Exception, unknown: Sequence[str]
 ) -> ImportFailedError:
-    """Return the error of a node whose converter raised `cause`."""
+    """Return the error of a node whose converter raised `cause`; the sizes of the inputs `unknown` are not known."""
+    reason = reason_of(cause)
+    if unknown:
+        reason = f"the sizes of {', '.join(unknown)} are not known; expected sizes that follow from the inputs' axes"
     msg = (
         f"model {model.name!r}: cannot convert {describe_node(graph, node)}.\n"
-        f"Cause: {reason_of(cause)}\n"
+        f"Cause: {reason}\n"
         f"If a size in the inputs above is symbolic, give it a number (--shape); otherwise export the model with "
         f"another opset or exporter."
     )

@@ -16,12 +16,13 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.onnx_model import read_tensor
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer.broadcast_sizes import BROADCASTING, broadcast_sizes
-from relaxtune.pipeline.importer.converter_input import constant, constant_value
+from relaxtune.pipeline.importer.converter_input import constant, constant_value, has_known_sizes
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from relaxtune.pipeline.importer.learned_sizes import LearnedSizes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
 from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
+from relaxtune.pipeline.importer.size_limits import SizeLimits
 from relaxtune.pipeline.importer.small_constants import fold_small_constants
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
@@ -69,6 +70,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         axes = (axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str))
         self._axes = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
         self._sizes = LearnedSizes(self.bb)
+        self._limits = SizeLimits(model.relations)
         self.marks: list[tuple[str, str]] = []
         self._results = frozenset(value.name for value in graph.proto.graph.output)
         self._read = set(self._results)
@@ -100,18 +102,22 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         for node in graph.node:
-            try:
-                self._construct_node(node)
-            except MemoryError:
-                raise
-            except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
-                raise conversion_failed(self._model, self._graph, node, e) from e
+            self._construct_node(node)
         for name in self._results:
             # An artifact gives out tensors.
             if is_shape_value(self._nodes.get(name)):
                 self._nodes[name] = self._as_tensor(self._nodes[name], narrow=self._is_narrow(name))
 
     def _construct_node(self, node: onnx.NodeProto) -> None:
+        try:
+            self._construct(node)
+        except (MemoryError, ImportFailedError):
+            raise
+        except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
+            unknown = [name for name in node.input if name and not has_known_sizes(self._nodes.get(name))]
+            raise conversion_failed(self._model, self._graph, node, e, unknown) from e
+
+    def _construct(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If":
             self._construct_if(node)
             return
@@ -189,7 +195,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
         types = tuple(self._element_types.get(name, 0) for name in node.input)
-        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, self._read_outputs(node), types)
+        outputs = self._read_outputs(node)
+        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, outputs, types, self._limits)
 
     def _read_outputs(self, node: onnx.NodeProto) -> tuple[str, ...]:
         """Return the names of a node's outputs, empty where nothing reads one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +78,8 @@ class AxisLimits:
 
     @staticmethod
     def _of_table(relation: AxisRelation, problem: str, sizes: Mapping[str, tuple[int, str]]) -> str:
-        named = (axis for axis in sizes if axis in f"{relation.axis} {relation.size}".split())
+        words = re.split(r"[(), ]+", f"{relation.axis} {relation.size}")
+        named = (axis for axis in sizes if axis in words)
         parts = (f"{axis}={sizes[axis][0]} from {sizes[axis][1]!r}" for axis in named)
         return f"{problem} ({', '.join(parts)})"
 

@@ -181,7 +181,7 @@ def test_lengths_of_a_decoder_step_are_those_of_its_cache_and_its_tokens(tmp_pat
     run(model, dims)
 
 
-@pytest.mark.parametrize(("end", "bound"), [(1, []), (3, ["n <= 3"])])
+@pytest.mark.parametrize(("end", "bound"), [(1, []), (3, ["n = min(3, m)"])])
 def test_first_rows_of_an_axis_are_as_many_only_as_it_has(tmp_path: Path, end: int, bound: list[str]) -> None:
     nodes = [
         helper.make_node("Slice", ["x", "zero", "end", "zero"], ["first"]),
@@ -217,3 +217,42 @@ def test_table_bounds_a_multiple_of_an_axis(tmp_path: Path) -> None:
     assert axis_sizes(model)["n"] == 4
     run(model, axis_sizes(model))
     assert model.relations[0].problem({"n": 5}) is not None
+
+
+def of_table(*, joined: bool) -> list[onnx.NodeProto]:
+    """Return nodes that cut a table to the places of every second column, and add it to those where `joined`."""
+    node = helper.make_node
+    return [
+        node("Slice", ["x", "zero", "most", "one", "two"], ["half"]),
+        node("Shape", ["half"], ["length"], start=1),
+        node("Slice", ["table", "zero", "length", "zero"], ["rows"]),
+        node("Transpose", ["half"], ["columns"]),
+        node("Add", ["columns", "rows"], ["y"]) if joined else node("Neg", ["rows"], ["y"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("joined", "found"), [(True, ["((n + 1) // 2) <= 8, by table 'table'"]), (False, [])]
+)  # fmt: skip
+def test_table_cut_at_a_quotient_bounds_what_it_is_added_to(tmp_path: Path, joined: bool, found: list[str]) -> None:
+    path = save(tmp_path, of_table(joined=joined), {"x": (FLOAT, [1, "n"])}, table=np.ones((8, 1), "float32"),
+                zero=np.array([0]), one=np.array([1]), two=np.array([2]), most=np.array([2**63 - 1]))  # fmt: skip
+    model = load_model(path)
+    assert [str(relation) for relation in model.relations] == found
+    assert axis_sizes(model) == {"n": 16}
+    assert axis_sizes(model, {"n": 40}) == {"n": 40}
+    run(model, axis_sizes(model))
+
+
+def test_sizes_without_a_solution_are_searched(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Tile", ["x", "two"], ["double"]),
+        helper.make_node("Tile", ["z", "three"], ["triple"]),
+        helper.make_node("Add", ["double", "triple"], ["y"]),
+    ]
+    inputs: dict[str, tuple[int, list[int | str]]] = {"x": (FLOAT, ["n", 4]), "z": (FLOAT, ["m", 4])}
+    model = load_model(save(tmp_path, nodes, inputs, two=np.array([2, 1]), three=np.array([3, 1])))
+    assert sorted(map(str, model.relations)) == ["2 * n >= 3 * m, by the graph", "3 * m >= 2 * n, by the graph"]
+    dims = axis_sizes(model)
+    assert 2 * dims["n"] == 3 * dims["m"]
+    run(model, dims)

@@ -100,6 +100,29 @@ def test_import_finds_an_unknown_operator_inside_a_branch() -> None:
         import_model(model)
 
 
+@pytest.mark.parametrize(
+    ("operator", "second", "said"),
+    [("Add", ("float32", ("m", 2)), "TopK .*node 'inner'.*Cause: the sizes of r are not known"),
+     ("Reshape", ("int64", (2,)), r"Reshape .*'outer'.*Cause: ValueError: input 1 \(shape\): expected a constant")],
+)  # fmt: skip
+def test_import_says_what_is_known_in_a_call_only_inside_a_branch(
+    operator: str, second: tuple[str, tuple[int | str, ...]], said: str
+) -> None:
+    nodes = [
+        helper.make_node(operator, ["x", "s"], ["r"], name="outer"),
+        helper.make_node("TopK", ["r", "k"], ["d", "e"], name="inner"),
+    ]
+    branch = helper.make_graph(nodes, "b", [], [helper.make_tensor_value_info("d", 1, [None, None])])
+    model = make_model(
+        [helper.make_node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)],
+        {"c": ("bool", ()), "s": second, "x": ("float32", ("n", 2))},
+        {"y": ("float32", ("a", "b"))},
+        {"k": np.array([1])},
+    )
+    with pytest.raises(ImportFailedError, match="(?s)" + said):
+        import_model(model)
+
+
 def conversion_failure() -> OnnxModel:
     """Return a model on which TVM's converter raises: it wants the sizes of a split known."""
     return make_model(

@@ -1,5 +1,6 @@
 #include "padding.h"
 
+#include <algorithm>
 #include <cctype>
 
 namespace relaxtune {
@@ -8,7 +9,7 @@ using tvm::ffi::Tensor;
 
 namespace {
 
-// Names, integers, + - * // %, unary minus and parentheses, as `relaxtune.models.dims` reads them.
+// Names, integers, + - * // %, unary minus, min(a, b) and parentheses, as `relaxtune.models.dims` reads them.
 class Expression {
  public:
   Expression(const std::string& text, const Sizes& sizes) : text_(text), sizes_(sizes) {}
@@ -60,6 +61,13 @@ class Expression {
       int64_t value = Sum();
       known_ = known_ && Take(")");
       return value;
+    }
+    if (Take("min(")) {
+      int64_t left = Sum();
+      known_ = known_ && Take(",");
+      int64_t right = Sum();
+      known_ = known_ && Take(")");
+      return std::min(left, right);
     }
     Space();
     size_t start = at_;

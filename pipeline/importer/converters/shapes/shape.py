@@ -24,6 +24,7 @@ from relaxtune.pipeline.importer.converter_input import (
     tensor_attribute,
 )
 from relaxtune.pipeline.importer.shape_values import is_shape_value, onnx_slice, simplify, size_list
+from relaxtune.pipeline.importer.size_limits import SizeLimits
 
 # Sizes of axes are less than that.
 _AXIS_MAX = 1 << 31
@@ -69,6 +70,8 @@ def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
 def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a tensor in a shape with symbolic sizes; 0 copies a size of the input, -1 is what is left."""
     data, shape = node.input(0), node.input(1)
+    if constant_value(shape) is None and isinstance(shape.ty, relax.TensorType):
+        raise ValueError("input 1 (shape): expected a constant or sizes, got values known at run time only")
     if not isinstance(shape, relax.ShapeExpr) or not isinstance(data.ty.shape, relax.ShapeExpr):
         return None
     old = list(data.ty.shape.values)
@@ -182,8 +185,8 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         return _constant_slice(data, numbers, [onnx_slice(*item, 1) for item in zip(sizes, starts, ends, strict=True)])
     if all(isinstance(item, int) for item in bounds):
         return relax.op.strided_slice(data, numbers, starts, ends)
-    begin = [_bound(value, size) for value, size in zip(starts, sizes, strict=True)]
-    end = [_bound(value, size) for value, size in zip(ends, sizes, strict=True)]
+    pairs = [_kept(node.limits, *item) for item in zip(sizes, starts, ends, strict=True)]
+    begin, end = ([pair[place] for pair in pairs] for place in range(2))
     return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
 
 
@@ -198,6 +201,32 @@ def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
     sizes[axis] = tirx.IntImm("int64", ends[-1])
     data = node.builder.match_cast(data, relax.TensorType(sizes, data.ty.dtype))
     return relax.op.split(data, ends[:-1], axis)
+
+
+def _kept(
+    limits: SizeLimits, size: tvm.ir.Expr | int, start: tvm.ir.Expr | int, stop: tvm.ir.Expr | int
+) -> tuple[tvm.ir.Expr | int, tvm.ir.Expr | int]:
+    """Return the bounds of a slice counted from the front; those that may lie outside of the axis are clipped to it."""
+    first, last = _bound(start, size), _bound(stop, size)
+
+    def holds(gap: tvm.ir.Expr | int) -> bool:
+        return _is_never_negative(simplify(gap)) or limits.keep(simplify(gap))
+
+    if not holds(first) or not holds(size - first):
+        first = _clipped(first, size, negative=not isinstance(start, int))
+    if not holds(last) or not holds(size - last):
+        last = _clipped(last, size, negative=not isinstance(stop, int))
+    return first, last if holds(last - first) else simplify(tirx.max(first, last))
+
+
+def _clipped(place: tvm.ir.Expr | int, size: tvm.ir.Expr | int, *, negative: bool) -> tvm.ir.Expr | int:
+    """Return a place inside of an axis; where `negative`, one below 0 counts from the end."""
+    zero, place = tirx.const(0, "int64"), tirx.const(0, "int64") + place
+    if _is_never_negative(place):
+        return simplify(tirx.min(place, size))
+    if negative:
+        place = tirx.Select(place < zero, place + size, place)
+    return simplify(tirx.max(zero, tirx.min(place, size)))
 
 
 def _is_whole(data: tvm.ir.Expr, axis: int, start: tvm.ir.Expr | int, end: tvm.ir.Expr | int) -> bool:
