@@ -122,14 +122,14 @@ class Polynomial:
         """Whether no coefficient is negative: sizes in, a size out."""
         return all(factor > 0 for _, factor in self.terms)
 
-    def substitute(self, values: Mapping[str, Self]) -> Self:
+    def substitute(self, values: Mapping[str, Polynomial]) -> Polynomial:
         """Return the polynomial with names replaced."""
         put = {name: _put(name, values) for name in self.names}
-        if all(size == self.symbol(name) for name, size in put.items()):
+        if all(size == Polynomial.symbol(name) for name, size in put.items()):
             return self
-        result = type(self)()
+        result = Polynomial()
         for names, factor in self.terms:
-            product = self.number(factor)
+            product = Polynomial.number(factor)
             for name in names:
                 product *= put[name]
             result += product

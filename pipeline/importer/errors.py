@@ -43,12 +43,9 @@ def conversion_failed(
     model: OnnxModel, graph: NormalisedGraph, node: onnx.NodeProto, cause: Exception, unknown: Sequence[str]
 ) -> ImportFailedError:
     """Return the error of a node whose converter raised `cause`; the sizes of the inputs `unknown` are not known."""
-    reason = reason_of(cause)
-    if unknown:
-        reason = f"the sizes of {', '.join(unknown)} are not known; expected sizes that follow from the inputs' axes"
     msg = (
         f"model {model.name!r}: cannot convert {describe_node(graph, node)}.\n"
-        f"Cause: {reason}\n"
+        f"Cause: {reason_of(cause, unknown)}\n"
         f"If a size in the inputs above is symbolic, give it a number (--shape); otherwise export the model with "
         f"another opset or exporter."
     )
@@ -81,8 +78,10 @@ def operator_version(node: onnx.NodeProto, graph: NormalisedGraph) -> tuple[str,
     return domain, versions.get(domain)
 
 
-def reason_of(cause: Exception) -> str:
-    """Return an exception on one line."""
+def reason_of(cause: BaseException, unknown: Sequence[str] = ()) -> str:
+    """Return an exception on one line, or whose sizes are not known."""
+    if unknown:
+        return f"the sizes of {', '.join(unknown)} are not known; expected sizes that follow from the inputs' axes"
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
 

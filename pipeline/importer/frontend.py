@@ -114,8 +114,10 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         except (MemoryError, ImportFailedError):
             raise
         except Exception as e:  # TVM's converters raise every kind of exception; here it gets the node's name
-            unknown = [name for name in node.input if name and not has_known_sizes(self._nodes.get(name))]
-            raise conversion_failed(self._model, self._graph, node, e, unknown) from e
+            raise conversion_failed(self._model, self._graph, node, e, self._without_sizes(node)) from e
+
+    def _without_sizes(self, node: onnx.NodeProto) -> list[str]:
+        return [name for name in node.input if name and not has_known_sizes(self._nodes.get(name))]
 
     def _construct(self, node: onnx.NodeProto) -> None:
         if node.op_type == "If":

@@ -86,11 +86,13 @@ class _SurveyingImporter(NodeByNodeImporter):
         if not has_converter(node):
             return "no converter"
         try:
-            self._construct_node(node)
-        except (ImportFailedError, MemoryError):
+            self._construct(node)
+        except MemoryError:
             raise
+        except ImportFailedError as e:  # inside a branch
+            return reason_of(e.__cause__ or e)
         except Exception as e:  # TVM's converters raise every kind of exception
-            return reason_of(e)
+            return reason_of(e, self._without_sizes(node))
         return None
 
     def _describe(self, node: onnx.NodeProto, reason: str) -> UnsupportedNode:

@@ -89,7 +89,8 @@ def build_bounded(folder: Path) -> Path:
     """Return an artifact of 3 to 6 rows, of columns that with three times the rows are no more than 40 less 2."""
     spec = ("float32", ("n", "m"))
     made = _build(folder, [helper.make_node("Relu", ["x"], ["y"])], {"x": spec}, {"y": spec}, {}, buckets={"n": (4,)})
-    limits = (AxisRelation("m", "<=", "40 - 3 * n", table="table 'places'"), AxisRelation("m", ">=", "min(n, 9) // 2 - 1"))
+    least = AxisRelation("m", ">=", "min(n, 9) // 2 - 1")
+    limits = (AxisRelation("m", "<=", "40 - 3 * n", table="table 'places'"), least)
     manifest = replace(load_manifest(made), minima={"n": 3}, maxima={"n": 6}, limits=limits)
     (made / MANIFEST_FILE).write_text(manifest.to_json())
     return made

@@ -156,7 +156,7 @@ def test_memory_that_is_full_is_no_fault_of_a_node_or_a_step(
     if where == "step":
         monkeypatch.setitem(sys.modules["relaxtune.pipeline.importer.normalise"]._SIMPLIFY, "infer shapes", allocate)
     else:
-        monkeypatch.setattr(NodeByNodeImporter, "_construct_node", allocate)
+        monkeypatch.setattr(NodeByNodeImporter, "_construct", allocate)
     model = make_model([helper.make_node("Neg", ["x"], ["y"])], {"x": VECTOR}, {"y": VECTOR})
     with pytest.raises(MemoryError):
         read(model)

@@ -159,12 +159,15 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         for axis in numbers[:-1]:
             data = node.builder.emit(relax.op.flip(data, axis))
         return relax.op.flip(data, numbers[-1])
-    if all(isinstance(step, int) and step > 0 for step in steps) and any(map(_may_be_empty, sizes, starts, ends)):
-        begin = [_clamped(value, size) for value, size in zip(starts, sizes, strict=True)]
-        end = [_clamped(value, size) for value, size in zip(ends, sizes, strict=True)]
-        end = [simplify(tirx.max(*pair)) for pair in zip(begin, end, strict=True)]
-        return relax.op.strided_slice(data, numbers, begin, end, steps, assume_inbound=True)
-    if any(step != 1 for step in steps):
+    computed = not all(isinstance(bound, int) for bound in (*starts, *ends, *steps))
+    strided = any(step != 1 for step in steps)
+    if strided and computed and not all(isinstance(step, int) and step > 0 for step in steps):
+        raise ValueError("input 4 (steps): expected numbers above 0 where a start or an end is computed")
+    if min(steps) > 0 and ((strided and computed) or any(map(_may_be_empty, sizes, starts, ends))):
+        return relax.op.strided_slice(
+            data, numbers, *_kept(node.limits, sizes, starts, ends), steps, assume_inbound=True
+        )
+    if strided:
         return None
     cut = [
         place
@@ -185,9 +188,8 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         return _constant_slice(data, numbers, [onnx_slice(*item, 1) for item in zip(sizes, starts, ends, strict=True)])
     if all(isinstance(item, int) for item in bounds):
         return relax.op.strided_slice(data, numbers, starts, ends)
-    pairs = [_kept(node.limits, *item) for item in zip(sizes, starts, ends, strict=True)]
-    begin, end = ([pair[place] for pair in pairs] for place in range(2))
-    return relax.op.strided_slice(data, numbers, begin, end, [1] * len(numbers), assume_inbound=True)
+    kept = _kept(node.limits, sizes, starts, ends)
+    return relax.op.strided_slice(data, numbers, *kept, [1] * len(numbers), assume_inbound=True)
 
 
 def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
@@ -204,19 +206,24 @@ def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
 
 
 def _kept(
-    limits: SizeLimits, size: tvm.ir.Expr | int, start: tvm.ir.Expr | int, stop: tvm.ir.Expr | int
-) -> tuple[tvm.ir.Expr | int, tvm.ir.Expr | int]:
-    """Return the bounds of a slice counted from the front; those that may lie outside of the axis are clipped to it."""
-    first, last = _bound(start, size), _bound(stop, size)
+    limits: SizeLimits,
+    sizes: Sequence[tvm.ir.Expr | int],
+    starts: Sequence[tvm.ir.Expr | int],
+    ends: Sequence[tvm.ir.Expr | int],
+) -> tuple[list[tvm.ir.Expr | int], list[tvm.ir.Expr | int]]:
+    """Return the bounds of a slice counted from the front; those that may lie outside of an axis are clipped to it."""
 
     def holds(gap: tvm.ir.Expr | int) -> bool:
         return _is_never_negative(simplify(gap)) or limits.keep(simplify(gap))
 
-    if not holds(first) or not holds(size - first):
-        first = _clipped(first, size, negative=not isinstance(start, int))
-    if not holds(last) or not holds(size - last):
-        last = _clipped(last, size, negative=not isinstance(stop, int))
-    return first, last if holds(last - first) else simplify(tirx.max(first, last))
+    def inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+        place = _bound(bound, size)
+        kept = holds(place) and holds(size - place)
+        return place if kept else _clipped(place, size, negative=not isinstance(bound, int))
+
+    begin, end = (list(map(inside, bounds, sizes)) for bounds in (starts, ends))
+    pairs = zip(begin, end, strict=True)
+    return begin, [last if holds(last - first) else simplify(tirx.max(first, last)) for first, last in pairs]
 
 
 def _clipped(place: tvm.ir.Expr | int, size: tvm.ir.Expr | int, *, negative: bool) -> tvm.ir.Expr | int:
@@ -275,16 +282,6 @@ def _may_be_empty(size: tvm.ir.Expr | int, start: tvm.ir.Expr | int, stop: tvm.i
     if (start < 0) == (stop < 0):
         return stop < start
     return start > 0 if stop < 0 else stop < TO_THE_END
-
-
-def _clamped(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
-    """Return a bound of an axis, counted from the front and inside the axis where it is given as a number."""
-    if not isinstance(bound, int):
-        return bound
-    if bound >= TO_THE_END:
-        return size
-    first, last = tirx.const(0, "int64"), simplify(size + bound) if bound < 0 else bound
-    return simplify(tirx.min(size, tirx.max(first, last)))
 
 
 def _is_never_negative(size: tvm.ir.Expr | int) -> bool:

@@ -24,7 +24,7 @@ from tests.pipeline.importer.onnx_cases import make_model
 ROWS = 7
 CONSTANTS = {
     "table": np.arange(ROWS * 2, dtype="float32").reshape(ROWS, 2), "zero": np.array([0]), "two": np.array([2]),
-    "three": np.array([3]), "five": np.array([5]),
+    "three": np.array([3]), "five": np.array([5]), "last": np.array([-1]), "axes": np.array([0, 1]),
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def cut(start: str, end: str, *joined: NodeProto) -> list[NodeProto]:
 @pytest.fixture
 def compiled(tmp_path: Path) -> Callable[[list[NodeProto]], Module]:
     def made(nodes: list[NodeProto]) -> Module:
-        model = make_model(nodes, {"x": ("float32", ("n", 2))}, {"y": ("float32", ("rows", 2))}, CONSTANTS)
+        model = make_model(nodes, {"x": ("float32", ("n", 2))}, {"y": ("float32", ("rows", "columns"))}, CONSTANTS)
         onnx.save(model.proto, tmp_path / "cut.onnx")
         return Module.load(
             relaxtune.compile(tmp_path / "cut.onnx", tmp_path / "artifact", target="llvm", samples=0).directory
@@ -73,6 +73,34 @@ def test_no_row_behind_the_table_is_read(
     for size in (1, 2, 3, 4, 6, 7, 8, 12, 40):
         given = {"x": np.ones((size, 2), "float32")}
         np.testing.assert_array_equal(module.run(given)["y"], session.run(None, given)[0])
+
+
+@pytest.mark.parametrize("end", ["twice", "n"])
+def test_no_second_row_behind_the_table_is_read(
+    compiled: Callable[[list[NodeProto]], Module], tmp_path: Path, end: str
+) -> None:
+    module = compiled(cut("zero", end, helper.make_node("Slice", ["table", "zero", end, "zero", "two"], ["y"])))
+    session = ort.InferenceSession(tmp_path / "cut.onnx")
+    for size in (1, 2, 3, 6, 7, 8, 12):
+        given = {"x": np.ones((size, 2), "float32")}
+        np.testing.assert_array_equal(module.run(given)["y"], session.run(None, given)[0])
+
+
+def test_bounds_of_one_axis_are_clipped_beside_an_axis_that_may_be_empty(
+    compiled: Callable[[list[NodeProto]], Module], tmp_path: Path
+) -> None:
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["columns"]),
+        helper.make_node("MatMul", ["table", "columns"], ["wide"]),
+        helper.make_node("Concat", ["zero", "last"], ["starts"], axis=0),
+        helper.make_node("Concat", ["twice", "two"], ["ends"], axis=0),
+        helper.make_node("Slice", ["wide", "starts", "ends", "axes"], ["y"]),
+    ]
+    module = compiled(cut("zero", "n", *nodes))
+    session = ort.InferenceSession(tmp_path / "cut.onnx")
+    for size in (1, 2, 3, 5, 9):
+        given = {"x": np.ones((size, 2), "float32")}
+        np.testing.assert_allclose(module.run(given)["y"], session.run(None, given)[0])
 
 
 def test_rows_that_are_added_bound_the_call(compiled: Callable[[list[NodeProto]], Module]) -> None:
