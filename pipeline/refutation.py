@@ -25,7 +25,7 @@ from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.tuning_db.errors import TuningDatabaseError
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode, Route, Status, signature_key, utc_now

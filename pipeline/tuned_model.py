@@ -31,9 +31,9 @@ from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
 from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.admission import TaskFeed
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
-from relaxtune.pipeline.tuning.plan.feed import TaskFeed
 from relaxtune.pipeline.tuning.progress import ProgressListener
 from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget

@@ -68,8 +68,8 @@ from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Capabilities
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
+from relaxtune.pipeline.tuning.tasks import Tasks
 from relaxtune.tuning_db.batches import list_cells as list_rows
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.store import TuningDatabase
@@ -108,15 +108,15 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         object_store_memory=_OBJECT_STORE,
     )  # fmt: skip
     decisions: list[float] = []
-    choose = TaskQueue.choose
+    choose = Tasks.choose
 
-    def timed(self: TaskQueue, *rest: Any) -> Any:
+    def timed(self: Tasks, *rest: Any) -> Any:
         began = time.perf_counter()
         found = choose(self, *rest)
         decisions.append(time.perf_counter() - began)
         return found
 
-    TaskQueue.choose = timed  # type: ignore[method-assign]
+    Tasks.choose = timed  # type: ignore[method-assign]
     store = ArtifactStore()
     made = ray.remote(max_restarts=-1, num_cpus=0)(WaitingActor)
     handles = [made.remote(arguments.measure_ms / 1e3) for _ in range(actors)]
@@ -136,10 +136,10 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
     def count(event: BatchEvent) -> None:
         seen["candidates" if isinstance(event, CandidateEvent) else event.state.value] += 1
 
-    def watch(queues: list[TaskQueue]) -> None:
+    def watch(queues: list[Tasks]) -> None:
         began = time.monotonic()
         while not over.wait(_SAMPLE_EVERY_S):
-            tasks = sum(len(one._states) for one in queues)
+            tasks = sum(len(one) for one in queues)
             samples.append({
                 "at_s": round(time.monotonic() - began, 1),
                 "tasks": tasks,
@@ -153,14 +153,14 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
                 with arguments.samples.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(samples[-1]) + "\n")
 
-    queues: list[TaskQueue] = []
-    made_queue = TaskQueue.__init__
+    queues: list[Tasks] = []
+    made_queue = Tasks.__init__
 
-    def noted(self: TaskQueue, *rest: Any) -> None:
+    def noted(self: Tasks, *rest: Any) -> None:
         made_queue(self, *rest)
         queues.append(self)
 
-    TaskQueue.__init__ = noted  # type: ignore[method-assign]
+    Tasks.__init__ = noted  # type: ignore[method-assign]
     threading.Thread(target=watch, args=(queues,), daemon=True).start()
 
     @contextmanager

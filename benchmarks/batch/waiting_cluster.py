@@ -25,9 +25,9 @@ from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
+from relaxtune.pipeline.tuning.task_start import TaskStart
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.batches import move_cell
 from relaxtune.tuning_db.cell_states import CellFacts, CellState

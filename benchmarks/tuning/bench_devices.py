@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.gpu_arms.results import machine
@@ -23,10 +23,11 @@ from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
+from relaxtune.pipeline.tuning.measure.recipe import scheduled
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.result_table import to_data
-from relaxtune.pipeline.tuning.search import template_candidates
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.store import TuningDatabase
@@ -91,9 +92,9 @@ def _run(prepared: PreparedModel, count: int, cores: int, trials: int, *, by_dri
                 waits = len(one.backend._waiting)  # type: ignore[attr-defined]
                 samples.append((time.monotonic() - began, building, one.builder.waiting, waits))
 
-    made = template_candidates.TemplateCandidate.recipe
+    handed_in = Candidate.handed_in
     if by_driver:
-        template_candidates.TemplateCandidate.recipe = lambda self, target: made(self, target).make()  # type: ignore
+        Candidate.handed_in = lambda self, spec: handed_in(replace(self, module=scheduled(self.module)), spec)  # type: ignore
     busy: dict[str, float] = {}
     try:
         with tempfile.TemporaryDirectory() as folder, TuningDatabase.open(Path(folder) / "tuning.db") as database:
@@ -111,7 +112,7 @@ def _run(prepared: PreparedModel, count: int, cores: int, trials: int, *, by_dri
             seconds, own = time.monotonic() - began, time.thread_time() - own
     finally:
         over.set()
-        template_candidates.TemplateCandidate.recipe = made  # type: ignore[method-assign]
+        Candidate.handed_in = handed_in  # type: ignore[method-assign]
     return {
         "devices": count,
         "kernels_by_driver": by_driver,

@@ -3,7 +3,7 @@
     python -m benchmarks.tuning.bench_task_queue [--tasks 20 200 2000 20000] [--decisions 2000] [--out FILE]
 
 Each decision is followed by what a tuning run does with it: a round is handed in, comes back with a latency, and the
-task learns. A decision is `TaskQueue.choose` with all that it brings up to date.
+task learns. A decision is `Tasks.choose`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import tvm
 
 from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
+from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 
 _ROUND = 16
 _MIN_GAIN = 1e-4
@@ -56,11 +55,10 @@ def make_states(count: int, seed: int = 0) -> list[TaskState]:
 def measure(count: int, decisions: int) -> dict[str, object]:
     """Return what decisions over so many tasks take."""
     rng = random.Random(1)
-    queue = TaskQueue(min_gain=_MIN_GAIN)
+    queue = Tasks(min_gain=_MIN_GAIN)
     queue.models = max(1, count // 20)
     began = time.perf_counter()
     queue.add(make_states(count))
-    queue.refresh()
     added_s = time.perf_counter() - began
     taken = []
     for _ in range(decisions):
@@ -73,7 +71,7 @@ def measure(count: int, decisions: int) -> dict[str, object]:
         state.valid += _ROUND
         state.offer(None, (state.best_us or state.before_us or 1.0) * rng.uniform(0.7, 1.02))  # type: ignore[arg-type]
         state.close_round()
-        queue.touch(state)
+        queue.changed(state)
     ordered = sorted(taken)
     return {
         "tasks": count,

@@ -31,7 +31,6 @@ from benchmarks.tuning.waiting_backend import WaitingBackend  # noqa: E402
 from relaxtune.pipeline.artifact.export import versions  # noqa: E402
 from relaxtune.pipeline.choose.stale_records import still_true_in  # noqa: E402
 from relaxtune.pipeline.environment import detect_environment  # noqa: E402
-from relaxtune.pipeline.workers.child import resident_bytes  # noqa: E402
 from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt  # noqa: E402
@@ -40,6 +39,7 @@ from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact  # noq
 from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
 from relaxtune.pipeline.tuning.progress import ProgressEvent  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
+from relaxtune.pipeline.workers.child import resident_bytes  # noqa: E402
 from relaxtune.schedules.targets import resolve_target  # noqa: E402
 from relaxtune.tuning_db.records import Status  # noqa: E402
 from relaxtune.tuning_db.store import TuningDatabase  # noqa: E402

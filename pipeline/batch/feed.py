@@ -28,7 +28,7 @@ from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.plan.feed import Arrival
+from relaxtune.pipeline.tuning.admission import Arrival
 from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
 from relaxtune.tuning_db.store import TuningDatabase
 

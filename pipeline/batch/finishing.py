@@ -20,7 +20,7 @@ from relaxtune.pipeline.jobs import Beforehand, finish_tuned
 from relaxtune.pipeline.prepare import PreparedModel, prepare_model, timed_stages
 from relaxtune.pipeline.tuned_model import select_tuned
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
-from relaxtune.pipeline.tuning.plan.recorder import job_task
+from relaxtune.pipeline.tuning.record import job_task
 from relaxtune.tuning_db.batches import move_cell
 from relaxtune.tuning_db.cell_states import CellFacts, CellState, TransitionError
 from relaxtune.tuning_db.errors import TuningDatabaseError

@@ -30,7 +30,7 @@ from relaxtune.pipeline.batch.workers import LocalWorkers
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.resume import DONE, find_runs
+from relaxtune.pipeline.tuning.resume import DONE, find_runs
 from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.jobs import Job

@@ -19,7 +19,7 @@ from relaxtune.pipeline.tasks.task import TaskFacts, TuningTask
 from relaxtune.pipeline.tuned_model import TuningJob
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.options import LEVELS, TuningOptions, options_for
-from relaxtune.pipeline.tuning.plan.task_start import TaskStart
+from relaxtune.pipeline.tuning.task_start import TaskStart
 from relaxtune.schedules.errors import ScheduleError
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, TargetKey, content_key

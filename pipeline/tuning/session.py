@@ -1,8 +1,7 @@
 """`tune`: search, build, measure, check and record, until the trials or the time are used up.
 
 A run has one builder and one backend, whose processes start when there is something to measure and end with the run.
-`TuningRun` is what it knows; `pipeline.tuning.plan.rounds` has the loop. Every candidate's result is compared with a
-reference before its time counts.
+`pipeline.tuning.loop` has the loop. Every candidate's result is compared with a reference before its time counts.
 """
 
 from __future__ import annotations
@@ -14,15 +13,16 @@ from collections.abc import Callable, Sequence
 from relaxtune.pipeline.codegen.cuda_libraries import offer_library
 from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.admission import Admission, Arrival, StillTrue, TaskFeed
+from relaxtune.pipeline.tuning.candidates import Evaluator
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
+from relaxtune.pipeline.tuning.loop import TuningLoop
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
-from relaxtune.pipeline.tuning.measure.evaluate import Evaluator
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
-from relaxtune.pipeline.tuning.plan.feed import TaskFeed
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
-from relaxtune.pipeline.tuning.tuning_run import StillTrue, TuningRun
+from relaxtune.pipeline.tuning.tasks import summarise
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
@@ -52,7 +52,7 @@ def tune(
     feed: TaskFeed | None = None,
     stop: StopSignal | None = None,
 ) -> TuningSummary:
-    """Return what came of tuning some tasks; every candidate is in the database by then.
+    """Tune tasks and return the summary; every candidate is in the database by then.
 
     Parameters
     ----------
@@ -99,33 +99,51 @@ def tune(
     began = time.monotonic()
     stop = stop or StopSignal()
     stop.deadline = began + options.time_budget_s if options.time_budget_s is not None else None
-    listener = progress or SilentProgress()
-    run = TuningRun(list(tasks), target, database, environment, options, job_id, listener, stop, still_true, feed)
+    admission = Admission(target, database, environment, options, job_id, still_true, feed)
+    interrupted, restarts = False, 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(ctrl_c_requests(stop))
 
-        def opened() -> Machine:
+        def start() -> Machine:
             if builder is not None and backend is not None:
                 return Machine(builder, backend)
             if machine is not None:
                 return stack.enter_context(machine(target, environment, options, stop))
             return stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
 
-        # Models are imported while the next seconds go by.
+        # Models are imported while the next seconds go by, and processes start while models are imported.
         arrivals = () if feed is None or stop.due else feed.take(idle=False)
-        # Processes start while models are imported, and while this one registers intrinsics.
-        started = opened() if not arrivals and run.listen(()) else None
+        started = start() if feed is not None and feed.arriving and not stop.due else None
         if has_tensor_tiles(target.target):
             # Records of earlier runs name them.
             register_intrinsics()
-        if arrivals and run.listen(arrivals):
-            started = opened()
-        if run.prepare():
-            started = started or opened()
-            builder, backend = started.builder, started.backend
-            overlap = options.overlap if options.overlap is not None else backend.capabilities.undisturbed
-            run.run(Evaluator(builder, backend, target.target, exclusive=not overlap), began)
-        return run.summary(began)
+        if feed is None:
+            admission.admit(Arrival(tuple(tasks), options.trials))
+            has_work = admission.has_work
+        else:
+            admission.admit_before(feed, arrivals)
+            has_work = admission.has_work or admission.await_work(feed, lambda: stop.due)
+        if has_work:
+            started = started or start()
+            overlap = options.overlap if options.overlap is not None else started.backend.capabilities.undisturbed
+            evaluator = Evaluator(started.builder, started.backend, target.target, exclusive=not overlap)
+            try:
+                TuningLoop(admission, evaluator, target, options, progress or SilentProgress(), stop, feed).run(began)
+            except KeyboardInterrupt:
+                if stop.asked:
+                    raise
+                stop.request()
+                interrupted = True
+            restarts = evaluator.restarts
+    summaries = summarise(admission.tasks.states)
+    admission.recorder.finish(summaries)
+    return TuningSummary(
+        tasks=summaries,
+        seconds=time.monotonic() - began,
+        seconds_by_phase=dict(admission.seconds),
+        interrupted=interrupted or stop.asked,
+        restarts=restarts,
+    )
 
 
 def require_valid(summary: TuningSummary) -> None:
@@ -144,10 +162,12 @@ def require_valid(summary: TuningSummary) -> None:
     for task in summary.tasks:
         for status, count in task.failures.items():
             failures[status.value] += count
-    told = ", ".join(f"{count} {status}" for status, count in failures.items() if count) or "no candidate was finished"
+    counts = (
+        ", ".join(f"{count} {status}" for status, count in failures.items() if count) or "no candidate was finished"
+    )
     last = next((task.last_error for task in summary.tasks if task.last_error), "no error text")
     raise NothingMeasuredError(
-        f"Nothing valid was measured for {len(summary.tasks)} tasks: {told}, expected at least one valid candidate. "
+        f"Nothing valid was measured for {len(summary.tasks)} tasks: {counts}, expected at least one valid candidate. "
         f"The last error was: {last.strip().splitlines()[-1]}. Run `relaxtune doctor`, give more --trials or a longer "
         "--time-budget, or look at the failed records with `relaxtune db query --status`."
     )

@@ -1,19 +1,31 @@
-"""The search for one task: MetaSchedule's evolutionary search, asked for candidates one round at a time."""
+"""The search for one task: MetaSchedule's evolutionary search, one round at a time; `SearchPool` runs several.
+
+MetaSchedule searches in C++ and releases Python's lock meanwhile. A task's search and its learning never overlap. The
+cost model, which all tasks share, has a lock of its own.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import tvm
 from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
+from relaxtune.pipeline.tuning.candidates import Candidate
+from relaxtune.pipeline.tuning.measure.clock import BusyClock
 from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.tensor_tile import form_of
 from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
+from relaxtune.tuning_db.records import Route
+
+logger = logging.getLogger(__name__)
 
 # MetaSchedule's search ends after so many candidates; the run's own limits come first.
 _TRIALS_MAX = 1 << 20
@@ -29,6 +41,8 @@ _FAILED_S = 1e10
 
 # Trace, raw seconds and argument infos of a measured candidate.
 Parent = tuple[Trace, Sequence[float], Sequence[ms.arg_info.ArgInfo]]
+# A candidate and its median seconds, None for a failure.
+Lesson = tuple[Candidate, float | None]
 
 
 def runner_results(seconds: Sequence[Sequence[float] | None]) -> list[ms.runner.RunnerResult]:
@@ -39,12 +53,8 @@ def runner_results(seconds: Sequence[Sequence[float] | None]) -> list[ms.runner.
     ]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One schedule to try: MetaSchedule's candidate, and its trace as the decision that is recorded."""
-
-    measure: ms.MeasureCandidate
-    decision: str
+def _candidate(item: ms.MeasureCandidate) -> Candidate:
+    return Candidate(Route.METASCHEDULE, trace_to_json(item.sch.trace), item.sch.mod, item)
 
 
 class TaskSearch:
@@ -131,7 +141,7 @@ class TaskSearch:
     def propose(self) -> list[Candidate]:
         """Return the candidates of the next round; none when the space is exhausted."""
         found = self.context.generate_measure_candidates() if self._open else None
-        return [Candidate(item, trace_to_json(item.sch.trace)) for item in found or []]
+        return [_candidate(item) for item in found or []]
 
     def adopt(self, decisions: Sequence[str]) -> list[Candidate]:
         """Return the candidates that traces of another shape give here; those that do not fit are left out.
@@ -156,13 +166,13 @@ class TaskSearch:
             except REPLAY_ERRORS:
                 continue
             if fits:
-                made = trace_to_json(schedule.trace)
-                found.setdefault(made, Candidate(ms.MeasureCandidate(schedule, args_info), made))
+                candidate = _candidate(ms.MeasureCandidate(schedule, args_info))
+                found.setdefault(candidate.decision, candidate)
         return list(found.values())
 
     def learn(self, candidates: Sequence[Candidate], seconds: Sequence[Sequence[float] | None]) -> None:
         """Take in the raw seconds of a round's candidates; None for one that failed."""
-        measured = [candidate.measure for candidate in candidates]
+        measured = [candidate.schedule for candidate in candidates if candidate.schedule is not None]
         results = runner_results(seconds)
         for item, values in zip(measured, seconds, strict=True):
             self._database.commit_tuning_record(
@@ -186,3 +196,105 @@ class TaskSearch:
         if self._open:
             self.context.post_tuning()
         self._open = False
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A round of search for a task.
+
+    Attributes
+    ----------
+    workload, size
+        The task, and how many of the candidates it will take.
+    begin
+        Returns the task's search, which takes long the first time.
+    lessons
+        Measured candidates to learn from first.
+    near, decided
+        Traces of near shapes to try first, and the keys of decisions that are not worth a try.
+    """
+
+    workload: str
+    size: int
+    begin: Callable[[], TaskSearch]
+    lessons: Sequence[Lesson]
+    near: Sequence[str]
+    decided: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The answer to a request: candidates, or why the search failed; `near` has the traces that are not tried yet."""
+
+    request: SearchRequest
+    search: TaskSearch | None
+    candidates: Sequence[Candidate]
+    near: Sequence[str]
+    seconds: float
+    failure: str | None = None
+
+
+class SearchPool:
+    """Threads in which tasks are searched.
+
+    Parameters
+    ----------
+    threads : int
+        Tasks searched at the same time.
+    on_proposal : callable
+        Called with each proposal, in a thread of the pool.
+
+    Attributes
+    ----------
+    running
+        Requests that are not answered yet, by workload; `finish` takes an answered one out.
+    """
+
+    def __init__(self, threads: int, on_proposal: Callable[[Proposal], None]) -> None:
+        self.threads = threads
+        self.clock = BusyClock()
+        self.running: dict[str, SearchRequest] = {}
+        self._on_proposal = on_proposal
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="relaxtune-search")
+
+    @property
+    def promised(self) -> int:
+        """Candidates that the running searches will hand in."""
+        return sum(request.size for request in self.running.values())
+
+    def submit(self, request: SearchRequest) -> None:
+        """Let a task's search learn and propose candidates; returns at once."""
+        self.running[request.workload] = request
+        self._executor.submit(self._search, request).add_done_callback(self._answer)
+
+    def close(self) -> None:
+        """Wait for the running searches, which nothing can stop, and end the threads."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _answer(self, future: Future[Proposal]) -> None:
+        if not future.cancelled():
+            self._on_proposal(future.result())
+
+    def _search(self, request: SearchRequest) -> Proposal:
+        began = time.monotonic()
+        search, failure, candidates, near = None, None, list[Candidate](), list(request.near)
+        self.clock.enter()
+        try:
+            search = request.begin()
+            if request.lessons:
+                measured, seconds = zip(*request.lessons, strict=True)
+                search.learn(measured, [None if one is None else [one] for one in seconds])
+            while near and not candidates:
+                tried, near = near[: request.size], near[request.size :]
+                adopted = search.adopt(tried)
+                if any(one.key not in request.decided for one in adopted):
+                    candidates = adopted
+            candidates = candidates or search.propose()
+        except REPLAY_ERRORS as e:
+            # A space that cannot be searched must not end the other tasks' run.
+            lines = str(e).strip().splitlines()
+            failure = lines[-1] if lines else type(e).__name__
+            logger.warning("the search of workload %s failed: %s", request.workload, failure)
+        finally:
+            self.clock.leave()
+        return Proposal(request, search, candidates, near, time.monotonic() - began, failure)

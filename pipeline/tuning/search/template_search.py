@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.search.template_model import parameter_table, predict
 
 # Measured in the template's own order before there is a prediction.
@@ -21,7 +21,7 @@ class TemplateSearch:
 
     Parameters
     ----------
-    candidates : sequence of TemplateCandidate
+    candidates : sequence of Candidate
         In the template's order, the most promising first.
     known_us : mapping
         Decision -> median latency in earlier runs, None for a failure.
@@ -31,35 +31,29 @@ class TemplateSearch:
 
     def __init__(
         self,
-        candidates: Sequence[TemplateCandidate],
+        candidates: Sequence[Candidate],
         known_us: Mapping[str, float | None],
         *,
         thorough: bool = False,
     ) -> None:
         self._candidates = list(candidates)
         self._preferred: list[int] = []
-        self._informed = False
+        #: Whether near shapes were tuned with it.
+        self.informed = False
+        # The rows to measure next; None when something changed since they were found.
+        self._next: list[int] | None = None
         self._row = {one.decision: row for row, one in enumerate(self._candidates)}
         self._table = parameter_table([one.decision for one in self._candidates])
         self._measured: dict[int, float] = {}
-        self._asked: set[int] = set()
+        self._proposed: set[int] = set()
         self._thorough = thorough
         for decision, latency_us in known_us.items():
             self.learn(decision, latency_us)
 
-    @property
-    def left(self) -> int:
-        """Candidates that were never asked for."""
-        return len(self._candidates) - len(self._asked)
-
-    @property
-    def informed(self) -> bool:
-        """Whether near shapes were tuned with it."""
-        return self._informed
-
     def prefer(self, decisions: Sequence[str]) -> None:
         """Begin with these, which were best for near shapes, as far as they are candidates here."""
-        self._informed = bool(decisions)
+        self.informed = bool(decisions)
+        self._next = None
         self._preferred = [self._row[decision] for decision in decisions if decision in self._row]
 
     def learn(self, decision: str, latency_us: float | None) -> None:
@@ -67,14 +61,16 @@ class TemplateSearch:
         row = self._row.get(decision)
         if row is None:
             return
-        self._asked.add(row)
+        self._proposed.add(row)
+        self._next = None
         if latency_us is not None:
             self._measured[row] = latency_us
 
-    def propose(self, limit: int) -> list[TemplateCandidate]:
+    def propose(self, limit: int) -> list[Candidate]:
         """Return the next candidates to measure, at most `limit`; none when the rest cannot win."""
         rows = self._next_rows()[: min(limit, _BATCH)]
-        self._asked |= set(rows)
+        self._proposed |= set(rows)
+        self._next = None
         return [self._candidates[row] for row in rows]
 
     @property
@@ -83,8 +79,13 @@ class TemplateSearch:
         return not self._next_rows()
 
     def _next_rows(self) -> list[int]:
-        rows = [row for row in range(len(self._candidates)) if row not in self._asked]
-        if self._thorough or len(self._asked) < _FIRST or len(self._measured) < 2:
+        if self._next is None:
+            self._next = self._find_next()
+        return self._next
+
+    def _find_next(self) -> list[int]:
+        rows = [row for row in range(len(self._candidates)) if row not in self._proposed]
+        if self._thorough or len(self._proposed) < _FIRST or len(self._measured) < 2:
             return [row for row in self._preferred if row in rows] + [r for r in rows if r not in self._preferred]
         mean, deviation = predict(self._table, self._measured)
         best = np.log(min(self._measured.values()))

@@ -26,7 +26,7 @@ from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import LIBRARY_PASSES, TEMPLATE_PASSES, ModelRequest, prepare_model
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.libraries.vendors import CUBLASLT, CUDNN

@@ -22,7 +22,7 @@ from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_mode
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.schedules.registry import apply_decision, list_candidates

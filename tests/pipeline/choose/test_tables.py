@@ -20,7 +20,7 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.pipeline.tuned_model import choose_kernels
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
+from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.templates.ranges import RangesParameters

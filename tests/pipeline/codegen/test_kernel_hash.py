@@ -26,8 +26,8 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tuning.local.build_worker import BuildRequest, start
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
-from relaxtune.pipeline.tuning.plan.resume import measured_since
+from relaxtune.pipeline.tuning.record import describe_workload
+from relaxtune.pipeline.tuning.resume import measured_since
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
@@ -54,7 +54,7 @@ def measured(task, target):
         replace(
             template_record(task, one.decision, target),
             latencies_us=(float(number),),
-            kernel_hash=made_hash(one.recipe(target).make()["main"], target.target),
+            kernel_hash=made_hash(one.module.make()["main"], target.target),
         )
         for number, one in enumerate(candidates, 1)
     ]
@@ -83,7 +83,7 @@ def entries_of(lowered, task, record, target, directory: Path, routes=DEFAULT_RO
 
 def test_a_template_has_one_hash_in_the_build_process_and_in_an_artifact(lowered, task, target, tmp_path: Path) -> None:
     candidate = template_candidates(task, target)[0]
-    told = built_hash(candidate.recipe(target), target, tmp_path)
+    told = built_hash(candidate.module, target, tmp_path)
     record = replace(template_record(task, candidate.decision, target), kernel_hash=told)
     assert {entry.kernel_hash for entry in entries_of(lowered, task, record, target, tmp_path)} == {told}
 
@@ -125,7 +125,7 @@ def other_gpu(target: ResolvedTarget) -> Environment:
 
 def test_earlier_hashes_hold_while_code_generation_is_what_it_was(task, target, measured, monkeypatch) -> None:
     """Earlier records keep 64 bits: of the scheduled function, or of a fallback's finished one."""
-    scheduled = template_candidates(task, target)[0].recipe(target).make()["main"]
+    scheduled = template_candidates(task, target)[0].module.make()["main"]
     finished = finish_kernels(tvm.IRModule({"main": scheduled}), target.target)["main"]
     for func in (scheduled, finished):
         bare = func.without_attr("global_symbol").without_attr("tirx.is_scheduled")
@@ -139,7 +139,7 @@ def test_earlier_hashes_hold_while_code_generation_is_what_it_was(task, target, 
 
 
 def test_the_name_of_a_kernel_takes_no_part_and_its_code_does(task, target) -> None:
-    first, second = (one.recipe(target).make()["main"] for one in template_candidates(task, target)[:2])
+    first, second = (one.module.make()["main"] for one in template_candidates(task, target)[:2])
     assert kernel_hash(first, "cuda") == kernel_hash(first.with_attr("global_symbol", "another"), "cuda")
     assert kernel_hash(first, "cuda") != kernel_hash(second, "cuda")
 

@@ -14,6 +14,7 @@ import tvm
 
 import relaxtune.pipeline.tuning.local.measuring_process as process_module
 from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.tuning.beginnings import device_reference
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.requests import MeasureRequest, host_reference_file, may_appeal, reference_file
@@ -22,10 +23,9 @@ from relaxtune.pipeline.tuning.measure.backend import OnMeasured, Outcome
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.baseline import device_reference
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.session import tune
+from relaxtune.pipeline.tuning.task_start import TaskStart
+from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Environment, Route, Status

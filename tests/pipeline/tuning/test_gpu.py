@@ -17,14 +17,14 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
+from relaxtune.pipeline.tuning.loop import TuningLoop
 from relaxtune.pipeline.tuning.measure.backend import Capabilities, MeasureBackend, OnCompared, OnMeasured, Outcome
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.in_flight import InFlight
-from relaxtune.pipeline.tuning.plan.state import TaskState
 from relaxtune.pipeline.tuning.session import require_valid, tune
+from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status
@@ -138,13 +138,13 @@ def test_a_near_shape_lets_every_task_begin_with_one_template(
     target = resolve_target("cuda:sm_90a")
     sizes = (128, 256, 512)
     wanted: list[int] = []
-    round_of = InFlight.propose_templates
+    round_of = TuningLoop._propose_templates
 
-    def noted_round(rounds: InFlight, state: TaskState, count: int) -> None:
+    def noted_round(rounds: TuningLoop, state: TaskState, count: int) -> None:
         wanted.append(count)
         round_of(rounds, state, count)
 
-    monkeypatch.setattr(InFlight, "propose_templates", noted_round)
+    monkeypatch.setattr(TuningLoop, "_propose_templates", noted_round)
     tasks = {size: task_of(f"half{size}", half_matmul(size)) for size in sizes}
 
     def measured(chosen: tuple[int, ...], trials: int) -> dict[int, int]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from relaxtune.pipeline.tuning.plan import matmul_bound as bounds
-from relaxtune.pipeline.tuning.plan.matmul_bound import bound_us, search_bound_us
+from relaxtune.pipeline.tuning.search import matmul_bound as bounds
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.pipeline.tuning.search.matmul_bound import bound_us, search_bound_us
 from relaxtune.schedules.search.space import make_space
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, matmul_task, task_of
@@ -38,7 +38,7 @@ def test_the_search_proposes_nothing_beyond_the_threads_of_a_block() -> None:
     proposed = search.propose()
     assert proposed
     for one in proposed:
-        found = re.findall(r'thread_binding\((\d+), thread="(threadIdx\.[xyz])"', one.measure.sch.mod.script())
+        found = re.findall(r'thread_binding\((\d+), thread="(threadIdx\.[xyz])"', one.module.script())
         extents = {axis: int(extent) for extent, axis in found}
         assert 1 <= math.prod(extents.values()) <= 1024
 

@@ -22,10 +22,8 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
 from relaxtune.pipeline.tuning.measure.wrong_result import find_mismatch
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.baseline import take_reference
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_start import TaskStart, own_tolerances
 from relaxtune.pipeline.tuning.session import tune
+from relaxtune.pipeline.tuning.task_start import TaskStart, own_tolerances
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, partial_sums_of_rows
@@ -89,11 +87,9 @@ def backend(place: Place) -> Iterator[LocalBackend]:
 
 def outcome_of(pool: BuildPool, backend: LocalBackend, place: Place, task: TuningTask, mod: tvm.IRModule) -> Outcome:
     """Return what comes of a module as a candidate of a task."""
-    state = TaskState(task, begins=TaskStart(task, place.target, frozenset()))
-    target = place.target.target
-    take_reference(state, built(pool, target, state.start.reference), Outcome(Status.OK))
-    assert state.spec is not None
-    (outcome,) = measure(backend, (built(pool, target, mod), state.spec))
+    start, target = TaskStart(task, place.target, frozenset()), place.target.target
+    spec = replace(start.spec, reference=built(pool, target, start.reference))
+    (outcome,) = measure(backend, (built(pool, target, mod), spec))
     return outcome
 
 

@@ -7,15 +7,14 @@ import json
 import pytest
 from rich.console import Console
 
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.options import TuningSummary
-from relaxtune.pipeline.tuning.plan.end_of_task import reason_to_end
-from relaxtune.pipeline.tuning.plan.state import Contender, TaskState
 from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
 from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
-from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
+from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 from relaxtune.tuning_db.records import Route
-from tests.pipeline.tuning.tuning_cases import Place, choose_among, matmul_task, settled_task
+from tests.pipeline.tuning.tuning_cases import Place, choose_among, matmul_task, recorded, settled_task
 
 TASK = settled_task()
 SUMMARY = TuningSummary((TASK,), 4.0, {"search": 1.0, "build": 2.0}, interrupted=True, restarts=3)
@@ -134,27 +133,32 @@ def test_choose_task_weighs_the_gain_by_the_seconds_it_costs() -> None:
 
 def test_a_final_keeps_the_best_few() -> None:
     task = state(1, [])
-    dropped = [
-        task.keep(Contender(Route.TEMPLATE, str(us), us, None)) for us in (17.0, 11.0, 15.0, 14.0, 12.0, 13.0, 16.0)
-    ]
-    assert [one.latency_us for one in task.contenders] == [11.0, 12.0, 13.0, 14.0, 15.0, 16.0]
-    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [], [], [], [], [17.0]]
+    dropped = [task.keep(recorded(Route.TEMPLATE, str(us), us)) for us in (17.0, 11.0, 15.0, 14.0, 12.0, 13.0, 16.0)]
+    assert [round(one.latency_us, 6) for one in task.contenders] == [11.0, 12.0, 13.0, 14.0, 15.0, 16.0]
+    assert [[round(one.latency_us, 6) for one in gone] for gone in dropped] == [[], [], [], [], [], [], [17.0]]
 
 
 def test_a_final_keeps_nothing_that_is_twice_as_slow_but_the_default() -> None:
     task = state(1, [])
     given = [(Route.FALLBACK, 90.0), (Route.TEMPLATE, 30.0), (Route.TEMPLATE, 9.0), (Route.TEMPLATE, 20.0)]
-    dropped = [task.keep(Contender(route, str(us), us, None)) for route, us in given]
-    assert [one.latency_us for one in task.contenders] == [9.0, 90.0]
-    assert [[one.latency_us for one in gone] for gone in dropped] == [[], [], [30.0], [20.0]]
+    dropped = [task.keep(recorded(route, str(us), us)) for route, us in given]
+    assert [round(one.latency_us, 6) for one in task.contenders] == [9.0, 90.0]
+    assert [[round(one.latency_us, 6) for one in gone] for gone in dropped] == [[], [], [30.0], [20.0]]
 
 
 def test_a_task_is_left_alone_when_a_round_promises_too_little(place: Place) -> None:
     task = state(1, [50.0] * 10)
     assert task.expected_gain_us() == pytest.approx(1.0)
-    assert reason_to_end(task, 500.0, 0.001) is None
-    assert "save 1.00 of 5000 us" in str(reason_to_end(task, 5000.0, 0.001))
-    assert reason_to_end(task, 5000.0, 0.0) is None
-    offered = [TemplateCandidate(task.task, f'{{"template":"made_up","tile":{n}}}') for n in (1, 2)]
-    task.templates = TemplateSearch(offered, {})
-    assert reason_to_end(task, 5000.0, 0.001) is None
+
+    def reason(min_gain: float, others_us: float, templates: TemplateSearch | None = None) -> str | None:
+        task = state(1, [50.0] * 10)
+        task.ready, task.best_us, task.templates = True, 50.0, templates
+        tasks = Tasks(min_gain=min_gain)
+        tasks.add([TaskState(matmul_task(32, 32, 32, "other"), best_us=others_us), task])
+        return task.ended
+
+    assert reason(0.001, 450.0) is None
+    assert "save 1.00 of 5000 us" in str(reason(0.001, 4950.0))
+    assert reason(0.0, 4950.0) is None
+    offered = [Candidate(Route.TEMPLATE, f'{{"template":"made_up","tile":{n}}}') for n in (1, 2)]
+    assert reason(0.001, 4950.0, TemplateSearch(offered, {})) is None

@@ -16,19 +16,18 @@ from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.environment import code_version
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning import task_start
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
-from relaxtune.pipeline.tuning.measure.recipe import Recipe
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan import task_start
-from relaxtune.pipeline.tuning.plan.recorder import Recorder
 from relaxtune.pipeline.tuning.progress import ProgressEvent
+from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.result_table import to_json
 from relaxtune.pipeline.tuning.search import evolution as search_module
-from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.session import require_valid, tune
-from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.errors import DatabaseWriteError
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, RecordFilter, Route, Status, TuningRecord
@@ -234,7 +233,8 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
         good = honest(self)
         schedule = tvm.s_tir.Schedule(bad)
         return [
-            dataclasses.replace(c, measure=ms.MeasureCandidate(schedule, c.measure.args_info)) for c in good[:-1]
+            dataclasses.replace(c, module=bad, schedule=ms.MeasureCandidate(schedule, c.schedule.args_info))
+            for c in good[:-1]
         ] + good[-1:]
 
     monkeypatch.setattr(search_module.TaskSearch, "propose", spoilt)
@@ -268,22 +268,14 @@ def test_tune_goes_on_and_records_the_status_when_candidates_fail(
     assert children() == []
 
 
-@dataclasses.dataclass(frozen=True)
-class OfferedCandidate:
-    """What a template offers, for the tests: the fallback's schedule, or nothing at all."""
-
-    decision: str
-    broken: bool
-    route: Route = Route.TEMPLATE
-
-    def recipe(self, target: ResolvedTarget) -> Recipe:
-        return MadeUpRecipe(b"", target, self.decision, self.broken)
-
-
 def test_tune_records_a_template_that_cannot_be_made(
     place: Place, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offered = [OfferedCandidate(json.dumps({"template": "made_up", "tile": n}), n == 2) for n in (1, 2, 4)]
+    decisions = {n: json.dumps({"template": "made_up", "tile": n}) for n in (1, 2, 4)}
+    offered = [
+        Candidate(Route.TEMPLATE, decision, MadeUpRecipe(b"", place.target, decision, n == 2))
+        for n, decision in decisions.items()
+    ]
     monkeypatch.setattr(task_start, "template_candidates", lambda task, target, routes: offered)
     summary = tune(
         [task_of("add", add_one_mod(size=64))],

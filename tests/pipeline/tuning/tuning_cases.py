@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -15,13 +15,13 @@ from tvm import te
 
 from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator, State
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TaskSummary
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
+from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
@@ -120,8 +120,8 @@ class HeldRecipe(MadeUpRecipe):
 def spec_of(mod: tvm.ir.IRModule, workload: str = "any", **more: object) -> WorkloadSpec:
     """Return what candidates of a module are measured with; its last parameter is the output."""
     arguments = argument_specs(mod["main"])
-    told = {"tolerance": EXACT_KERNEL, **more}
-    return WorkloadSpec(workload, arguments, (len(arguments) - 1,), **told)  # type: ignore[arg-type]
+    fields = {"tolerance": EXACT_KERNEL, **more}
+    return WorkloadSpec(workload, arguments, (len(arguments) - 1,), **fields)  # type: ignore[arg-type]
 
 
 def built(builder: Builder, target: tvm.target.Target, mod: Buildable) -> BuiltArtifact:
@@ -177,8 +177,27 @@ def far_mod() -> tvm.ir.IRModule:
     return tvm.script.from_source(text.replace(near, f"C[v_i + {1 << 29}] = "))
 
 
+def recorded(route: Route, decision: str, latency_us: float, content: str = "") -> Candidate:
+    """Return a valid candidate of 3 runs within a hundredth, with its artifact if it has content."""
+    seconds = tuple(latency_us * 1e-6 * factor for factor in (0.99, 1.0, 1.01))
+    artifact = BuiltArtifact(content, "") if content else None
+    return Candidate(route, decision, state=State.RECORDED, artifact=artifact, outcome=Outcome(Status.OK, seconds))
+
+
+def take_all(evaluator: Evaluator) -> list[Candidate]:
+    """Return all candidates that were handed in, in the order in which they are finished."""
+    found: list[Candidate] = []
+    while evaluator.pending:
+        events = evaluator.take(60.0)
+        assert events is not None
+        found += [one for one in events if isinstance(one, Candidate)]
+    return found
+
+
 def choose_among(states: Sequence[TaskState]) -> TaskState | None:
-    """Return the task that a queue of these would choose first."""
-    queue = TaskQueue()
-    queue.add(states)
-    return queue.choose()
+    """Return the task that a run of these would choose first."""
+    for number, state in enumerate(states):
+        state.task = replace(state.task, workload_hash=str(number))
+    tasks = Tasks()
+    tasks.add(states)
+    return tasks.choose()

@@ -17,9 +17,7 @@ from tests.pipeline.tuning.tuning_cases import add_one_mod, task_of
 
 def test_a_recipe_makes_the_same_kernel_after_pickling() -> None:
     target = resolve_target("cuda:sm_90a")
-    first, second = (
-        one.recipe(target) for one in template_candidates(task_of("add", add_one_mod(size=4096)), target)[:2]
-    )
+    first, second = (one.module for one in template_candidates(task_of("add", add_one_mod(size=4096)), target)[:2])
     # The function's bytes are shared by all candidates of a task.
     assert first.mod is second.mod
     sent = pickle.loads(pickle.dumps(first))
@@ -36,4 +34,4 @@ def test_a_recipe_of_another_version_is_refused_where_it_is_made() -> None:
     target = resolve_target("cuda:sm_90a")
     (one, *_) = template_candidates(task_of("add", add_one_mod(size=4096)), target)
     with pytest.raises(TemplateError, match="'made_up' is not known here"):
-        scheduled(replace(one.recipe(target), decision='{"template": "made_up"}'))
+        scheduled(replace(one.module, decision='{"template": "made_up"}'))

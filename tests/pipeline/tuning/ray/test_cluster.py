@@ -16,9 +16,9 @@ from ray.cluster_utils import Cluster
 
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
+from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator
 from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Built, Outcome, Unmeasured
-from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Job
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -29,7 +29,7 @@ from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, Measuri
 from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
-from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.records import Route, Status
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabaseUrl
 from tests.pipeline.tuning.ray.clusters import kill_workers, small_cluster
@@ -42,6 +42,7 @@ from tests.pipeline.tuning.tuning_cases import (
     matmul_task,
     measure,
     spec_of,
+    take_all,
     unbuildable_mod,
 )
 
@@ -116,12 +117,18 @@ def test_what_a_killed_actor_measured_is_measured_again(
 ) -> None:
     evaluator = Evaluator(machine.builder, machine.backend, target.target, exclusive=False)
     mods = [extern_mod("usleep", 3000 + number) for number in range(3)]
-    evaluator.submit([(Job(mod, spec_of(mod, str(number))), number) for number, mod in enumerate(mods)])
-    first = evaluator.take(300)
-    assert first is not None
+    evaluator.submit(
+        [
+            Candidate(Route.METASCHEDULE, str(number), mod).handed_in(spec_of(mod, str(number)))
+            for number, mod in enumerate(mods)
+        ]
+    )
+    first: list[object] = []
+    while not first:
+        first = evaluator.take(300) or []
     kill_workers(started, "MeasuringActor")
-    found = [first, *(evaluator.take(300) for _ in mods[1:])]
-    assert [one and one.outcome.status for one in found] == [Status.OK] * 3
+    found = [*first, *take_all(evaluator)]
+    assert [one.state for one in found] == ["measured"] * 3
     assert machine.backend.restarts >= 1
 
 

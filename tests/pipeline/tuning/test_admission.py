@@ -12,18 +12,18 @@ import tvm
 from benchmarks.tuning.waiting_backend import WaitingBackend
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning import tuning_run
+from relaxtune.pipeline.tuning import admission
+from relaxtune.pipeline.tuning.admission import Arrival
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.feed import Arrival
-from relaxtune.pipeline.tuning.plan.task_start import TaskStart
 from relaxtune.pipeline.tuning.progress import ProgressEvent
-from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate
 from relaxtune.pipeline.tuning.session import tune
+from relaxtune.pipeline.tuning.task_start import TaskStart
 from relaxtune.tuning_db.records import Route, Status
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
@@ -89,7 +89,9 @@ def test_first_proposals_count_against_the_candidates_of_the_run(place: Place, d
     starts = {}
     for task in tasks:
         starts[task.workload_hash] = start = TaskStart(task, place.target, options.routes)
-        start.__dict__["offers"] = tuple(TemplateCandidate(task, f'{{"tile": {size}}}') for size in range(1, 9))
+        start.__dict__["offers"] = tuple(
+            Candidate(Route.TEMPLATE, f'{{"tile": {size}}}', task.packed) for size in range(1, 9)
+        )
     arrivals = [Arrival(tuple(tasks), options.trials, starts=starts)]
     feed = Feed([])
     feed.take = lambda *, idle: [arrivals.pop()] if arrivals else []  # type: ignore[method-assign]
@@ -150,8 +152,8 @@ def test_memory_is_given_back_as_tasks_come(
 ) -> None:
     given_back: list[int] = []
     feed = Feed([matmul_task(16, 16, 16 * size, f"task{size}") for size in range(1, 6)])
-    monkeypatch.setattr(tuning_run, "_RETURN_EVERY", 2)
-    monkeypatch.setattr(tuning_run, "return_freed_memory", lambda: given_back.append(len(feed.left)))
+    monkeypatch.setattr(admission, "_RETURN_EVERY", 2)
+    monkeypatch.setattr(admission, "return_freed_memory", lambda: given_back.append(len(feed.left)))
     environment = replace(place.environment, device_name="a device that waits")
     with closing(WaitingBackend(environment, 1, 0.01)) as backend:
         tune(

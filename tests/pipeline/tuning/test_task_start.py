@@ -8,13 +8,12 @@ from unittest.mock import Mock
 import pytest
 import tvm_ffi
 
+from relaxtune.pipeline.tuning import task_start
 from relaxtune.pipeline.tuning.measure.recipe import scheduled
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan import task_start
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_start import TaskStart
-from relaxtune.pipeline.tuning.plan.warm_start import WarmStart
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
+from relaxtune.pipeline.tuning.search.warm_start import WarmStart
+from relaxtune.pipeline.tuning.task_start import TaskStart
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase
@@ -39,19 +38,21 @@ def test_what_was_found_goes_to_another_process(monkeypatch: pytest.MonkeyPatch)
 def test_the_workloads_of_a_family_are_read_once_in_a_run(place: Place, database: TuningDatabase) -> None:
     reading = Mock(wraps=database)
     options = TuningOptions(trials=1)
-    warm = WarmStart(FastCostModel(WARMUP_CANDIDATES, 0), reading, place.target, place.environment, options)
-    first, second = (TaskState(matmul_task(rows, 32, 32, f"rows{rows}")) for rows in (16, 64))
-    third = TaskState(matmul_task(128, 32, 32, "rows128"))
+    measured: set[str] = set()
+    warm = WarmStart(
+        FastCostModel(WARMUP_CANDIDATES, 0), reading, place.target, place.environment, options, measured.__contains__
+    )
+    first, second, third = (matmul_task(rows, 32, 32, f"rows{rows}") for rows in (16, 64, 128))
 
     def asked() -> set[str]:
         calls = [call for call in reading.list_top_each.call_args_list if call.kwargs["k"] != 256]
         return {question.workload_hash for call in calls for question in call.args[0]}
 
-    warm.begin([first])
-    warm.begin([second])
+    warm.begin([first], ())
+    warm.begin([second], ())
     # Nothing was measured of the first task, which is near.
     assert asked() == set()
-    first.best_us = 10.0
-    warm.begin([third])
-    assert asked() == {first.task.workload_hash}
+    measured.add(first.workload_hash)
+    warm.begin([third], ())
+    assert asked() == {first.workload_hash}
     assert reading.list_workloads.call_count == 1

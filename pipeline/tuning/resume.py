@@ -1,4 +1,4 @@
-"""What earlier runs did already: a killed run goes on, and one that ended is not repeated."""
+"""Earlier runs of the same job: a killed run goes on, and one that ended is not repeated."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from relaxtune.pipeline.tuning.candidates import decision_key
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, TuningOptions
-from relaxtune.pipeline.tuning.plan.state import TaskState, decision_key
+from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import Route, Status, TargetKey, TuningRecord
 from relaxtune.tuning_db.store import TuningDatabase
@@ -24,7 +25,7 @@ class EarlierRuns:
     Attributes
     ----------
     finished
-        Ids of those that ended by themselves, with at least the budgets and the effort asked for now.
+        Ids of those that ended by themselves, with at least the budgets and the effort of this run.
     broken_off
         Ids of those that were interrupted, killed or failed; what they recorded counts against the trials.
     """
@@ -36,7 +37,7 @@ class EarlierRuns:
 def find_earlier_runs(
     database: TuningDatabase, job_id: str | None, workload_hashes: Iterable[str], options: TuningOptions
 ) -> EarlierRuns:
-    """Return the jobs that did, or began, what this one is asked to do.
+    """Return the jobs that did, or began, the work of this one.
 
     A run that belongs to no job goes on from the records that belong to none.
     """
@@ -56,7 +57,7 @@ def find_runs(
     *,
     but: str | None = None,
 ) -> EarlierRuns:
-    """Return the jobs that did, or began, what a job of these kernels of a model would do; `but` is left out."""
+    """Return the jobs that did, or began, the work of a job of these kernels of a model; `but` is left out."""
     wanted = set(workload_hashes)
     finished: set[str] = set()
     broken_off: set[str | None] = set()
@@ -67,7 +68,7 @@ def find_runs(
             continue
         if job.outcome != DONE:
             broken_off.add(job.id)
-        elif _asked_as_much(job, options):
+        elif _allowed_as_much(job, options):
             finished.add(job.id)
     return EarlierRuns(frozenset(finished), frozenset(broken_off))
 
@@ -78,7 +79,7 @@ def measured_since(known: Sequence[TuningRecord], recorded: Sequence[TuningRecor
     Parameters
     ----------
     known, recorded : sequence of TuningRecord
-        What still holds of what was recorded, and all of it.
+        The records that still hold, and all records.
     """
     held = {id(record) for record in known}
     stale = [record.created_at for record in recorded if id(record) not in held]
@@ -125,19 +126,20 @@ def end_what_was_done(states: Sequence[TaskState], known: Iterable[TuningRecord]
             state.ended = f"an earlier run did the same, job {ended.job_id} (mode force measures again)"
 
 
-def _asked_as_much(job: Job, options: TuningOptions) -> bool:
+def _allowed_as_much(job: Job, options: TuningOptions) -> bool:
     """Whether a job's options allowed at least what these do."""
-    asked = json.loads(job.options)
-    more = [_at_least(asked.get(name), getattr(options, name)) for name in ("trials", "time_budget_s") if name in asked]
+    earlier = json.loads(job.options)
+    limits = ("trials", "time_budget_s")
+    more = [_at_least(earlier.get(name), getattr(options, name)) for name in limits if name in earlier]
     return (
         len(more) == 2
         and all(more)
-        and asked.get("min_gain", 0.0) <= options.min_gain
-        and set(asked.get("routes", ())) >= {route.value for route in options.routes}
-        and (asked.get("all_templates", False) or not options.all_templates)
+        and earlier.get("min_gain", 0.0) <= options.min_gain
+        and set(earlier.get("routes", ())) >= {route.value for route in options.routes}
+        and (earlier.get("all_templates", False) or not options.all_templates)
     )
 
 
-def _at_least(asked: float | None, wanted: float | None) -> bool:
+def _at_least(earlier: float | None, wanted: float | None) -> bool:
     """Whether one limit is no tighter than another; None is no limit."""
-    return asked is None or (wanted is not None and asked >= wanted)
+    return earlier is None or (wanted is not None and earlier >= wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import numpy as np
 import tvm
@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.environment import target_key
-from relaxtune.pipeline.tasks.similar_shapes import KnownShapes, near_records
+from relaxtune.pipeline.tasks.similar_shapes import KnownShapes, NearRecords, near_records
+from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
-from relaxtune.pipeline.tuning.plan.state import TaskState
+from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import FastCostModel
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.targets import ResolvedTarget
@@ -33,19 +33,24 @@ from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
 
-# What makes the features; those of another name are left alone.
+# The name of the features; others are left alone.
 _EXTRACTOR = "per-store-feature"
 _RECORDS_MAX = 24
 _LISTED_MAX = 256
 # Workloads whose records are read at once.
-_ASKED_AT_ONCE = 32
+_READ_AT_ONCE = 32
 
 
 class WarmStart:
-    """What the database knows for the tasks of a run, which may come while it goes on.
+    """Records of earlier runs for the tasks of a run, which may come while it goes on.
 
     The workloads of a family are read with its first task. Each workload teaches the cost model once, and all together
     for no longer than `options.warm_start_s`.
+
+    Parameters
+    ----------
+    is_measured : callable
+        Whether anything was measured of a task of this run, by workload hash; the database has nothing of the others.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class WarmStart:
         target: ResolvedTarget,
         environment: Environment,
         options: TuningOptions,
+        is_measured: Callable[[str], bool],
     ) -> None:
         self._cost_model = cost_model
         self._database = database
@@ -62,52 +68,51 @@ class WarmStart:
         self._environment = environment
         self._teaches = Route.METASCHEDULE in options.routes
         self._left_s = options.warm_start_s
+        self._is_measured = is_measured
         self._families: set[str] = set()
-        # Hashes of the workloads that were read.
+        # Hashes of workloads: of the database, of the run's own tasks, of those that taught the cost model.
         self._recorded: set[str] = set()
+        self._own: set[str] = set()
+        self._learnt: set[str] = set()
         self._shapes = KnownShapes()
-        self._taught: set[str] = set()
-        # The tasks of the run itself: the database is not asked about those that nothing was measured of yet.
-        self._own: dict[str, TaskState] = {}
 
-    def begin(self, states: Sequence[TaskState]) -> None:
-        """Give tasks what was best for near shapes and let the cost model learn from earlier records.
+    def begin(self, tasks: Sequence[TuningTask], known: Container[str]) -> list[NearRecords]:
+        """Return the best decisions of shapes near to tasks, after the cost model has learnt from earlier records.
 
-        Where nothing is known of a task on this device, what was best for it on another one comes before that.
-        Records of near shapes and of the tasks themselves teach first, then others of the same operator families.
+        Without a record of a task on this device, its best decisions on another device come first. Records of near
+        shapes and of the tasks themselves teach first, then others of the same operator families.
+
+        Parameters
+        ----------
+        known : container of str
+            Workload hashes of tasks with valid records of this device.
         """
-        own = {state.task.workload_hash: describe_workload(state.task, with_ir=False) for state in states}
-        others = {one.workload_hash: one for one in self._read({state.task.family for state in states})}
+        own = {task.workload_hash: describe_workload(task, with_ir=False) for task in tasks}
+        others = {one.workload_hash: one for one in self._read({task.family for task in tasks})}
         self._recorded |= others.keys()
         self._shapes.add([*own.values(), *others.values()])
-        self._own |= {state.task.workload_hash: state for state in states}
-        near = [self._shapes.near(state.task) for state in states]
-        # Tasks that the database has records of, but none of this device.
-        elsewhere = [hash_ in self._recorded and not state.known for hash_, state in zip(own, states, strict=True)]
-        told = [
-            [*([own[state.task.workload_hash]] if itself else []), *(one for one in of_task if self._measured(one))]
-            for state, of_task, itself in zip(states, near, elsewhere, strict=True)
+        self._own |= own.keys()
+        near = [self._shapes.near(task) for task in tasks]
+        elsewhere = [hash_ in self._recorded and hash_ not in known for hash_ in own]
+        sources = [
+            [*([itself] if is_elsewhere else []), *(one for one in of_task if self._has_records(one))]
+            for itself, of_task, is_elsewhere in zip(own.values(), near, elsewhere, strict=True)
         ]
-        found = near_records(told, self._database, target_key(self._target), self._environment)
-        telling: dict[str, Workload] = {}
-        for state, of_task, best in zip(states, near, found, strict=True):
-            state.near = best
-            if state.templates is not None:
-                state.templates.prefer(state.near.parameters)
-            teaching = [own[state.task.workload_hash], *of_task]
-            telling |= {one.workload_hash: others.get(one.workload_hash, one) for one in teaching}
-        workloads = [one for one in (telling | others).values() if one.workload_hash not in self._taught]
-        self._taught |= {one.workload_hash for one in workloads}
+        found = near_records(sources, self._database, target_key(self._target), self._environment)
+        teachers: dict[str, Workload] = {}
+        for itself, of_task in zip(own.values(), near, strict=True):
+            teachers |= {one.workload_hash: others.get(one.workload_hash, one) for one in (itself, *of_task)}
+        workloads = [one for one in (teachers | others).values() if one.workload_hash not in self._learnt]
+        self._learnt |= {one.workload_hash for one in workloads}
         if self._teaches and self._left_s > 0:
             began = time.monotonic()
             where = (self._database, self._target, self._environment)
             learn_from_records(self._cost_model, workloads, *where, self._left_s)
             self._left_s -= time.monotonic() - began
+        return found
 
-    def _measured(self, near: Workload) -> bool:
-        """Whether there may be records of a workload: of this run's own tasks some have none yet."""
-        own = self._own.get(near.workload_hash)
-        return own is None or own.best_us is not None
+    def _has_records(self, near: Workload) -> bool:
+        return near.workload_hash not in self._own or self._is_measured(near.workload_hash)
 
     def _read(self, families: set[str]) -> list[Workload]:
         """Return the workloads of families that are new to the run, written by the running TVM."""
@@ -142,7 +147,7 @@ def learn_from_records(
     key = target_key(target)
     version = f"{_EXTRACTOR}, TVM {tvm.__version__}"
     kept: dict[int, NDArray[np.float32]] | None = None
-    made: dict[int, NDArray[np.float32]] = {}
+    replayed_now: dict[int, NDArray[np.float32]] = {}
     learnt = 0
     for workload, records in _recorded(workloads, database, key, environment, until):
         if kept is None:
@@ -160,18 +165,18 @@ def learn_from_records(
             record = chosen[missing[index]]
             features[missing[index]] = values
             if record.layer is None and record.id is not None and np.isfinite(values).all():
-                made[record.id] = values
+                replayed_now[record.id] = values
         cost_model.absorb(
             workload.workload_hash,
             list(features.values()),
             [(chosen[position].latency_us or 0.0) / 1e6 for position in features],
         )
         learnt += len(features)
-    if made:
-        record_features(database, version, made)
+    if replayed_now:
+        record_features(database, version, replayed_now)
     if learnt:
         cost_model.train()
-        logger.info("the cost model starts with %d recorded candidates, %d of them replayed", learnt, len(made))
+        logger.info("the cost model starts with %d recorded candidates, %d of them replayed", learnt, len(replayed_now))
     return learnt
 
 
@@ -179,8 +184,8 @@ def _recorded(
     workloads: Sequence[Workload], database: TuningDatabase, target: TargetKey, environment: Environment, until: float
 ) -> Iterator[tuple[Workload, list[TuningRecord]]]:
     """Yield the workloads with two valid records of the search or more, and these, the best first."""
-    for first in range(0, len(workloads), _ASKED_AT_ONCE):
-        part = workloads[first : first + _ASKED_AT_ONCE]
+    for first in range(0, len(workloads), _READ_AT_ONCE):
+        part = workloads[first : first + _READ_AT_ONCE]
         if time.monotonic() > until:
             return
         questions = [Question(one.workload_hash, None, target, environment, Route.METASCHEDULE) for one in part]

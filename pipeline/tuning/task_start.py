@@ -1,4 +1,4 @@
-"""What a task begins with, known before anything is measured: its reference, its fallback, what templates offer.
+"""The beginning of a task, known before anything is measured: its reference, its fallback, the offers of templates.
 
 Finding it takes 60 ms for a kernel of a transformer. In a batch the process that imports a model does it, so that the
 thread that tunes has some milliseconds of work with a task.
@@ -16,9 +16,10 @@ from tvm import tirx
 
 from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
-from relaxtune.pipeline.tuning.search.template_candidates import TemplateCandidate, template_candidates
+from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
@@ -46,12 +47,12 @@ class FallbackSchedule:
 
 @dataclass(frozen=True, eq=False)
 class TaskStart:
-    """What a task begins with; each part is found when it is first asked for, and goes along to other processes.
+    """The beginning of a task; each part is found at its first use, and travels to other processes.
 
     Attributes
     ----------
     routes
-        Whose templates and libraries are asked; those outside `OFFERED_ROUTES` offer nothing.
+        Routes whose templates and libraries offer candidates; routes outside `OFFERED_ROUTES` offer nothing.
     """
 
     task: TuningTask
@@ -60,12 +61,12 @@ class TaskStart:
 
     @cached_property
     def reference(self) -> PackedModule:
-        """What candidates are compared with: a module for the host."""
+        """A module for the host, whose results candidates are compared with."""
         return _reference(self.task, host_target(self.target))
 
     @cached_property
     def spec(self) -> WorkloadSpec:
-        """What candidates are called and compared with, without that reference."""
+        """The arguments and tolerances of candidates, without the reference."""
         return _spec(self.task)
 
     @cached_property
@@ -79,8 +80,8 @@ class TaskStart:
         return FallbackSchedule(PackedModule.of(scheduled), canonical_json({"rule": rules["main"]}))
 
     @cached_property
-    def offers(self) -> tuple[TemplateCandidate, ...]:
-        """What templates and libraries offer, the most promising first."""
+    def offers(self) -> tuple[Candidate, ...]:
+        """The candidates of templates and libraries, the most promising first."""
         return tuple(template_candidates(self.task, self.target, routes=self.routes))
 
     def find_all(self) -> TaskStart:

@@ -91,10 +91,10 @@ KILLED = """
 import dataclasses, json, sys
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.tuned_model import _plain
-from relaxtune.pipeline.tuning.plan.recorder import Recorder
+from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
-from tests.pipeline.tuning.plan.test_resume import OPTIONS, TASKS, all_records
+from tests.pipeline.tuning.test_resume import OPTIONS, TASKS, all_records
 from relaxtune.tuning_db.store import TuningDatabase
 target = resolve_target("llvm")
 options = dataclasses.replace(OPTIONS, trials=5000)

@@ -9,18 +9,19 @@ import pytest
 import tvm
 
 from relaxtune.pipeline.errors import MeasuringBrokenError
+from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator, State
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
-from relaxtune.pipeline.tuning.measure.backend import OnMeasured, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.backend import Built, OnMeasured, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
-from relaxtune.pipeline.tuning.measure.evaluate import Evaluator, Finished, Job
+from relaxtune.pipeline.tuning.measure.resources import Resources
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.records import Status
+from relaxtune.tuning_db.records import Route, Status
 from tests.pipeline.tuning.test_gpu import NoDevice
-from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, slow_build_mod, spec_of, unbuildable_mod
+from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, slow_build_mod, spec_of, take_all, unbuildable_mod
 
 OPTIONS = MeasureOptions(repeats=3, contender_repeats=0, min_repeat_s=0.0005, threads=1)
 
@@ -37,17 +38,8 @@ def backend(place: Place) -> Iterator[LocalBackend]:
         yield opened
 
 
-def job(mod: tvm.ir.IRModule, workload: str = "any") -> Job:
-    return Job(mod, spec_of(mod, workload))
-
-
-def take_all(evaluator: Evaluator) -> list[Finished]:
-    found = []
-    while evaluator.pending:
-        one = evaluator.take(60.0)
-        assert one is not None
-        found.append(one)
-    return found
+def job(mod: tvm.ir.IRModule, name: object, workload: str = "any") -> Candidate:
+    return Candidate(Route.METASCHEDULE, str(name), mod).handed_in(spec_of(mod, workload))
 
 
 @pytest.mark.timing
@@ -56,29 +48,30 @@ def test_a_slow_build_holds_up_others_only_where_it_would_disturb_them(
     pool: BuildPool, backend: LocalBackend, place: Place, exclusive: bool
 ) -> None:
     evaluator = Evaluator(pool, backend, place.target.target, exclusive=exclusive)
-    evaluator.submit([(job(add_one_mod()), "warm")])
+    evaluator.submit([job(add_one_mod(), "warm")])
     take_all(evaluator)
     evaluator.submit(
-        [(job(slow_build_mod(512, endless=False)), "slow")] + [(job(add_one_mod(n)), n) for n in (2.0, 3.0, 4.0)]
+        [job(slow_build_mod(512, endless=False), "slow")] + [job(add_one_mod(n), n) for n in (2.0, 3.0, 4.0)]
     )
-    first = evaluator.take(60.0)
-    assert first is not None
+    first: list[object] = []
+    while not first:
+        first = evaluator.take(60.0) or []
     built = pool.clock.seconds
     time.sleep(0.05)
     assert (pool.clock.seconds == built) is exclusive
-    everything = [first, *take_all(evaluator)]
-    assert {one.tag for one in everything} == {"slow", 2.0, 3.0, 4.0}
+    everything = [*first, *take_all(evaluator)]
+    assert {one.decision for one in everything} == {"slow", "2.0", "3.0", "4.0"}
     assert all(one.outcome.status is Status.OK for one in everything)
-    slow = next(one for one in everything if one.tag == "slow")
+    slow = next(one for one in everything if one.decision == "slow")
     assert slow.outcome.duration_s > 5 * min(one.outcome.duration_s for one in everything)
     assert evaluator.seconds["queue"] > 0 or not exclusive
 
 
 def test_equal_binaries_of_a_workload_are_measured_once(pool: BuildPool, backend: LocalBackend, place: Place) -> None:
     evaluator = Evaluator(pool, backend, place.target.target, exclusive=True)
-    evaluator.submit([(job(add_one_mod()), 0), (job(add_one_mod()), 1), (job(add_one_mod(), "other"), 2)])
-    evaluator.submit([(job(unbuildable_mod()), 3)])
-    by_tag = {one.tag: one for one in take_all(evaluator)}
+    evaluator.submit([job(add_one_mod(), 0), job(add_one_mod(), 1), job(add_one_mod(), 2, "other")])
+    evaluator.submit([job(unbuildable_mod(), 3)])
+    by_tag = {int(one.decision): one for one in take_all(evaluator)}
     seconds = [by_tag[n].outcome.seconds for n in range(4)]
     assert seconds[0] == seconds[1] != seconds[2]
     assert by_tag[3].outcome.status is Status.BUILD_ERROR
@@ -91,33 +84,42 @@ def test_equal_binaries_of_a_workload_are_measured_once(pool: BuildPool, backend
         assert not list(path.parent.glob(path.stem + "*"))
 
 
-def test_a_measurement_that_was_lost_is_tried_again_and_its_twins_do_not_share_the_loss(
-    pool: BuildPool, place: Place
+@pytest.mark.parametrize(("losses", "states"), [(1, ["measured", "measured"]), (2, ["lost", "measured"])])
+def test_a_lost_measurement_is_tried_again_and_twins_do_not_share_the_loss(
+    pool: BuildPool, place: Place, losses: int, states: list[str]
 ) -> None:
-    """The backend loses what it is given first, and then one more candidate twice."""
-    waiting: list[OnMeasured] = []
+    """The backend loses what it is given first."""
+    answers = [Outcome(Unmeasured.LOST, error="the node is gone")] * losses + [Outcome(Status.OK, (1e-3,))]
 
     class Loses(NoDevice):
         def submit(self, artifact: BuiltArtifact, spec: WorkloadSpec, on_measured: OnMeasured) -> None:
-            waiting.append(on_measured)
+            on_measured(answers.pop(0))
 
-    evaluator = Evaluator(pool, Loses(place.environment), place.target.target, exclusive=False)
-    evaluator.submit([(job(add_one_mod()), 0), (job(add_one_mod()), 1)])
-    until = time.monotonic() + 60
-    while not (waiting and evaluator._building == 0) and time.monotonic() < until:
-        time.sleep(0.05)
-    for status in (Unmeasured.LOST, Status.OK):
-        (answer,) = waiting
-        waiting.clear()
-        answer(Outcome(status, (1e-3,) if status is Status.OK else ()))
-    assert [one.outcome.status for one in take_all(evaluator)] == [Status.OK, Status.OK]
-    evaluator.submit([(job(add_one_mod(2.0)), 2)])
-    for _ in range(2):
-        while not waiting and time.monotonic() < until:
-            time.sleep(0.05)
-        waiting.pop()(Outcome(Unmeasured.LOST, error="the node is gone"))
-    (lost,) = take_all(evaluator)
-    assert (lost.outcome.status, lost.outcome.error) == (Unmeasured.LOST, "the node is gone")
+    # Twins are measured together once all are built.
+    evaluator = Evaluator(pool, Loses(place.environment), place.target.target, exclusive=True)
+    evaluator.submit([job(add_one_mod(), 0), job(add_one_mod(), 1)])
+    found = take_all(evaluator)
+    assert [one.state for one in found] == states
+    assert answers == []
+    assert evaluator.pending == 0
+
+
+def test_a_candidate_goes_from_state_to_state() -> None:
+    proposed = job(add_one_mod(), 0)
+    artifact = BuiltArtifact(b"code", "0", Resources(registers=32))
+    built = proposed.built(Built(Status.OK, artifact, seconds=1.0))
+    measured = built.measured(Outcome(Status.OK, (1e-5, 2e-5, 4e-5), duration_s=2.0))
+    recorded = measured.recorded()
+    steps = [proposed, built, measured, recorded]
+    assert [one.state for one in steps] == [State.PROPOSED, State.BUILT, State.MEASURED, State.RECORDED]
+    assert (measured.latency_us, measured.fastest_us, measured.spread) == pytest.approx((20.0, 10.0, 1.5))
+    assert (measured.outcome.duration_s, measured.outcome.resources) == (3.0, artifact.resources)
+    assert (recorded.module, recorded.latency_us) == (None, measured.latency_us)
+    assert proposed.built(Built(Status.BUILD_ERROR, error="no")).state is State.FAILED
+    assert proposed.built(Built(Unmeasured.LOST)).state is State.LOST
+    assert built.measured(Outcome(Status.WRONG_RESULT)).state is State.FAILED
+    assert built.measured(Outcome(Unmeasured.STOPPED)).state is State.LOST
+    assert built.measured(Outcome(Status.WRONG_RESULT)).latency_us is None
 
 
 def test_build_processes_that_cannot_start_end_the_run(
@@ -129,7 +131,7 @@ def test_build_processes_that_cannot_start_end_the_run(
     with closing(BuildPool(1, tmp_path)) as pool:
         evaluator = Evaluator(pool, backend, place.target.target, exclusive=False)
         for number in range(2):
-            evaluator.submit([(job(add_one_mod()), number)])
+            evaluator.submit([job(add_one_mod(), number)])
             with pytest.raises(MeasuringBrokenError, match="failed to start"):
                 evaluator.take(60.0)
 
@@ -137,7 +139,7 @@ def test_build_processes_that_cannot_start_end_the_run(
 def test_gpu_candidates_tell_registers_shared_memory_and_spills(pool: BuildPool, place: Place) -> None:
     target = resolve_target("cuda:sm_90a").target
     evaluator = Evaluator(pool, NoDevice(place.environment), target, exclusive=False)
-    evaluator.submit([(job(apply_fallback(add_one_mod(), target)), 0)])
+    evaluator.submit([job(apply_fallback(add_one_mod(), target), 0)])
     (one,) = take_all(evaluator)
     assert one.outcome.status is Status.OK
     assert one.outcome.environment == place.environment

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.local.measuring_process import MeasuringProcess, _NoAnswerError
 from relaxtune.pipeline.tuning.local.requests import ReferenceRequest
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
-from relaxtune.pipeline.tuning.search.evolution import Candidate, TaskSearch
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task

@@ -1,4 +1,4 @@
-"""The queue chooses as a look at every task would, and ends what a look at every task would end."""
+"""The choice of the next task, and the ends of tasks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import random
 import pytest
 
 from benchmarks.tuning.bench_task_queue import make_states
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.task_queue import TaskQueue
+from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 
 
 def best_of(states: list[TaskState]) -> float:
@@ -26,13 +25,13 @@ def rank_of(state: TaskState, usual: float) -> float:
 def test_the_next_task_is_the_one_that_a_look_at_all_of_them_finds(seed: int) -> None:
     rng = random.Random(seed)
     states = make_states(60, seed)
-    queue = TaskQueue()
-    queue.add(states[:40])
+    tasks = Tasks()
+    tasks.add(states[:40])
     for step in range(300):
         if step == 100:
-            queue.add(states[40:])
+            tasks.add(states[40:])
         known = states[:40] if step < 100 else states
-        chosen = queue.choose()
+        chosen = tasks.choose()
         assert chosen is not None
         rounds = sum(state.rounds for state in known)
         usual = sum(state.seconds for state in known) / rounds if rounds else 1.0
@@ -41,13 +40,10 @@ def test_the_next_task_is_the_one_that_a_look_at_all_of_them_finds(seed: int) ->
         chosen.valid += 4
         chosen.best_us = (chosen.best_us or chosen.before_us or 1.0) * rng.uniform(0.6, 1.0)
         chosen.close_round()
+        tasks.changed(chosen)
         if step % 17 == 0:
-            chosen.ended = "exhausted"
-        queue.touch(chosen)
-    queue.tally()
-    assert queue.valid == sum(state.valid for state in states)
-    assert queue.asked == queue.valid
-    assert queue.model_us == pytest.approx(
+            tasks.end(chosen, "exhausted")
+    assert tasks.model_us == pytest.approx(
         sum(state.task.weight * (state.best_us or state.before_us or 0.0) for state in states)
     )
 
@@ -56,59 +52,36 @@ def test_what_promises_less_than_the_part_of_a_model_ends_also_when_others_are_a
     small, large = make_states(2)
     small.before_us, large.before_us = 1.0, 1e6
     small.best_us, small.progress, small.rounds = 1.0, [1.0] * 10, 10
-    queue = TaskQueue(min_gain=0.001)
-    queue.add([small])
-    assert queue.choose() is small
-    queue.add([large])
-    assert queue.choose() is large
+    tasks = Tasks(min_gain=0.001)
+    tasks.add([small])
+    assert tasks.choose() is small
+    tasks.add([large])
+    assert tasks.choose() is large
     assert "settled: a round is expected to save" in str(small.ended)
-    assert queue.take_settled() == [small]
-    assert queue.take_settled() == []
+    assert tasks.take_settled() == [small]
+    assert tasks.take_settled() == []
     # The part is of one model: with a million of them the small task is worth a round again.
-    queue.models = 10**6
-    queue.reopen(small)
-    large.ended = "exhausted"
-    queue.touch(large)
-    assert queue.choose() is small
-    assert queue.take_settled() == [large]
-    queue.tell_again(large)
-    queue.refresh()
-    assert queue.take_settled() == [large]
+    tasks.models = 10**6
+    tasks.reopen(small)
+    tasks.end(large, "exhausted")
+    assert tasks.choose() is small
+    assert tasks.take_settled() == [large]
+    tasks.reopen(large)
+    assert tasks.take_settled() == [large]
 
 
 def test_a_task_with_candidates_on_their_way_is_not_settled() -> None:
     (state,) = make_states(1)
-    queue = TaskQueue()
-    queue.add([state])
+    tasks = Tasks()
+    tasks.add([state])
     state.in_flight, state.ended = 2, "exhausted"
-    queue.touch(state)
-    assert queue.choose() is None
-    assert queue.take_settled() == []
+    tasks.changed(state)
+    assert tasks.choose() is None
+    assert tasks.take_settled() == []
     state.in_flight = 0
-    queue.touch(state)
-    queue.refresh()
-    assert queue.take_settled() == [state]
-    assert queue.take_rest() == []
-
-
-def test_sums_are_brought_up_to_date_by_what_changed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = make_states(50)
-    queue = TaskQueue()
-    queue.add(states)
-    counted: list[int] = []
-    count = TaskQueue._count
-    monkeypatch.setattr(TaskQueue, "_count", lambda self, *rest: (counted.append(rest[0]), count(self, *rest)))
-    queue.tally()
-    queue.tally()
-    assert len(counted) == 50
-    states[7].valid = 3
-    queue.touch(states[7])
-    queue.tally()
-    assert counted[50:] == [7]
-    assert queue.valid == 3
-    # Ranks are brought up to date with all of them still.
-    assert queue.choose() is not None
-    assert len(counted) == 51
+    tasks.changed(state)
+    assert tasks.take_settled() == [state]
+    assert tasks.take_rest() == []
 
 
 def test_tasks_that_the_rounds_left_do_not_come_to_end_before_the_run_does() -> None:
@@ -117,20 +90,19 @@ def test_tasks_that_the_rounds_left_do_not_come_to_end_before_the_run_does() -> 
         state.before_us = state.best_us = us
         state.progress, state.rounds, state.seconds = [us] * 4, 4, 4.0
     busy.in_flight = 2
-    queue = TaskQueue()
-    queue.add([large, small, busy, new])
+    tasks = Tasks()
+    tasks.add([large, small, busy, new])
     # The large task promises more after a hundred rounds that saved nothing than the others after none.
-    queue.end_left_out(100)
+    tasks.end_left_out(100)
     assert large.ended is None
     assert "for tasks that promise more" in str(small.ended)
-    assert queue.take_settled() == [small, new]
+    assert tasks.take_settled() == [small, new]
     busy.in_flight = 0
-    queue.touch(busy)
-    queue.refresh()
+    tasks.changed(busy)
     assert busy.ended is None
-    queue.reopen(small)
+    tasks.reopen(small)
     assert small.open
     # A thousand rounds come to all of them.
-    queue.end_left_out(1000 * 4 * 4)
+    tasks.end_left_out(1000 * 4 * 4)
     assert busy.ended is None
     assert small.ended is None

@@ -1,4 +1,4 @@
-"""What a tuning run reads from and writes to the tuning database."""
+"""Candidates become records: what a tuning run reads from and writes to the tuning database."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import tvm
 
 from relaxtune.pipeline.environment import code_version
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
+from relaxtune.pipeline.tuning.candidates import Candidate
+from relaxtune.pipeline.tuning.measure.backend import Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, DatabaseWriteError
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.lookup import DeviceRank, device_rank, versions_match
-from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TargetKey, TuningRecord, Workload
+from relaxtune.tuning_db.records import Environment, RecordFilter, Status, TargetKey, TuningRecord, Workload
 from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -25,10 +26,10 @@ _US_PER_S = 1e6
 _FLUSH_SHARE = 0.005
 _FLUSH_MIN_S = 1.0
 _FLUSH_MAX_S = 10.0
-# While a server is away its return is asked for less and less often, as each try waits for it.
+# While a server is away, writes are tried less and less often, as each of them waits for it.
 _RETRY_MAX_S = 300.0
 _CLOSE_WAIT_S = 300.0
-# What may be over the next time: a full disk, other writers, a server that restarts.
+# Faults that may be over the next time: a full disk, other writers, a server that restarts.
 _PASSING = (DatabaseWriteError, DatabaseBusyError, DatabaseLostError)
 
 
@@ -77,7 +78,7 @@ class Recorder:
         self._pending: list[TuningRecord] = []
         self._interval_s = _FLUSH_MIN_S
         self._failed_s = 0.0
-        # What was known of the run's tasks when each was first asked for, by workload.
+        # Records of the run's tasks, by workload, as they were when the task joined.
         self._known: dict[str, list[TuningRecord]] = {}
         self._unread: set[str] = set()
 
@@ -102,7 +103,7 @@ class Recorder:
     def known(self, task: TuningTask) -> list[TuningRecord]:
         """Return the records of a task that are true on this very device, failed ones included; those of all layers.
 
-        All tasks given to `start` are read at once, when the first of them is asked for.
+        All tasks given to `start` are read at once, with the first of them.
         """
         if task.workload_hash in self._unread:
             self._read_known()
@@ -124,10 +125,11 @@ class Recorder:
                 self._known.setdefault(record.workload_hash, []).append(record)
         self._seconds["database"] += time.monotonic() - began
 
-    def add(self, task: TuningTask, route: Route, decision: str, outcome: Outcome) -> None:
-        """Keep a finished candidate for the next `flush`; one that nothing is known of leaves no record."""
-        if isinstance(outcome.status, Unmeasured):
-            return
+    def add(self, task: TuningTask, candidate: Candidate) -> Candidate:
+        """Keep a finished candidate for the next `flush` and return it as recorded; a lost one leaves no record."""
+        outcome = candidate.outcome
+        if outcome is None or isinstance(outcome.status, Unmeasured):
+            return candidate
         ok = outcome.status is Status.OK
         self._pending.append(
             TuningRecord(
@@ -135,8 +137,8 @@ class Recorder:
                 signature_key=self._signature_keys[task.workload_hash],
                 target=self._target,
                 environment=outcome.environment or self._environment,
-                route=route,
-                decision=decision,
+                route=candidate.route,
+                decision=candidate.decision,
                 status=outcome.status,
                 latencies_us=tuple(value * _US_PER_S for value in outcome.seconds) if ok else (),
                 error=outcome.error,
@@ -150,6 +152,7 @@ class Recorder:
                 code_version=code_version(),
             )
         )
+        return candidate.recorded()
 
     @property
     def flush_interval_s(self) -> float:

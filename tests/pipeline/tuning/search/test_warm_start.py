@@ -11,12 +11,12 @@ from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.similar_shapes import KnownShapes, NearRecords, distance, near_records, shape_free
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.plan.recorder import describe_workload
-from relaxtune.pipeline.tuning.plan.state import TaskState
-from relaxtune.pipeline.tuning.plan.warm_start import learn_from_records, spread_out
+from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
+from relaxtune.pipeline.tuning.search.warm_start import learn_from_records, spread_out
 from relaxtune.pipeline.tuning.session import tune
+from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.schedules.search.space import make_space
 from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.metaschedule import ir_to_json, replay_decision
@@ -86,7 +86,7 @@ def test_decisions_of_a_near_shape_become_candidates(place: Place, tuned: Tuning
     for one in adopted:
         with place.target.target:
             replayed = replay_decision(LONG.mod, one.decision)
-        assert replayed.mod.script() == one.measure.sch.mod.script()
+        assert replayed.mod.script() == one.module.script()
 
 
 def test_the_database_is_asked_as_often_for_many_tasks_as_for_one(
@@ -127,7 +127,7 @@ def test_the_cost_model_starts_with_what_was_recorded(
     assert first.data.keys() == {shash2hex(SHORT.mod)}
     assert group.costs.max() > group.costs.min()
     # The next run reads the features and replays nothing.
-    monkeypatch.setattr("relaxtune.pipeline.tuning.plan.warm_start.replay_decision", None)
+    monkeypatch.setattr("relaxtune.pipeline.tuning.search.warm_start.replay_decision", None)
     again = FastCostModel(WARMUP_CANDIDATES, 0)
     assert learn_from_records(again, *asked, seconds=60.0) == learnt
     assert all((a == b).all() for a, b in zip(group.features, again.data[group.group_hash].features, strict=True))

@@ -1,22 +1,19 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
+from relaxtune.pipeline.tuning.finals import Final, hold_final, list_finalists, take_final
 from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
-from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
-from relaxtune.pipeline.tuning.plan.finals import Finals, list_finalists
-from relaxtune.pipeline.tuning.plan.recorder import Recorder
-from relaxtune.pipeline.tuning.plan.state import Contender, TaskState, summarise
+from relaxtune.pipeline.tuning.record import Recorder
+from relaxtune.pipeline.tuning.tasks import TaskState, summarise
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import judge
-from tests.pipeline.tuning.tuning_cases import Place, matmul_task, spec_of
+from tests.pipeline.tuning.tuning_cases import Place, matmul_task, recorded, spec_of
 
 NOW = utc_now()
 
@@ -26,13 +23,13 @@ def contended(*latencies_us: float) -> TaskState:
     state.spec = spec_of(state.task.mod)
     for position, latency_us in enumerate(latencies_us):
         route = Route.FALLBACK if position == 0 else Route.METASCHEDULE
-        state.keep(Contender(route, f"[{position}]", latency_us, BuiltArtifact(f"candidate-{position}.so", "")))
+        state.keep(recorded(route, f"[{position}]", latency_us, f"candidate-{position}.so"))
         state.offer(route, latency_us, 0.02)
     return state
 
 
 def test_only_what_may_be_the_best_is_in_the_final() -> None:
-    assert [one.latency_us for one in list_finalists(contended(20.0, 10.0, 10.3, 11.0))] == [10.0, 10.3]
+    assert [round(one.latency_us, 3) for one in list_finalists(contended(20.0, 10.0, 10.3, 11.0))] == [10.0, 10.3]
     assert len(list_finalists(contended(20.0, 10.0))) == 1
     noisy = contended(20.0, 10.0, 11.0)
     noisy.best_spread = 0.3
@@ -48,8 +45,9 @@ def test_a_default_that_was_disturbed_when_it_was_measured_is_measured_again_bef
     fallback = next(one for one in state.contenders if one.route is Route.FALLBACK)
     assert len(state.contenders) == 7
     assert list_finalists(state) == state.contenders[:1]
-    state.contenders = [replace(one, fastest_us=9.0) if one is fallback else one for one in state.contenders]
-    assert [one.latency_us for one in list_finalists(state)] == [10.0, 30.0]
+    disturbed = Outcome(Status.OK, (9e-6, 30e-6, 31e-6))
+    state.contenders = [replace(one, outcome=disturbed) if one is fallback else one for one in state.contenders]
+    assert [round(one.latency_us, 3) for one in list_finalists(state)] == [10.0, 30.0]
 
 
 def test_the_final_names_the_winner_and_is_recorded(place: Place, database: TuningDatabase) -> None:
@@ -58,14 +56,11 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
     recorder.start([state.task])
     wrong = Outcome(Status.WRONG_RESULT, error="3 elements are off")
     backend = Compares([wrong, Outcome(Status.OK, (1.07e-5, 1.08e-5)), Outcome(Status.OK, (1.05e-5, 1.05e-5))])
-    finals = Finals(backend, recorder, StopSignal(), backend.woken.set, rounds=2)
-    assert finals.hold([state]) == []
-    assert (finals.out, finals.take(), finals.out) == (1, [state], 0)
-    assert backend.woken.is_set()
+    hold(state, backend, recorder, rounds=2)
     # Nothing was measured since.
-    assert finals.hold([state]) == [state]
+    assert not hold_final(state, backend, 2, pytest.fail)
     recorder.flush()
-    assert backend.asked == [(["candidate-1.so", "candidate-2.so", "candidate-3.so"], 2)]
+    assert backend.compared == [(["candidate-1.so", "candidate-2.so", "candidate-3.so"], 2)]
     assert round(state.best_us, 3) == 10.5
     records = database.list_records(RecordFilter(workload_hash=state.task.workload_hash))
     assert [record.status for record in records] == [Status.WRONG_RESULT, Status.OK, Status.OK]
@@ -90,15 +85,6 @@ def test_the_latency_before_is_told_as_of_the_final() -> None:
     assert summary.before_us == pytest.approx(10.5 * 13 / 10.2)
 
 
-def test_no_final_is_held_when_the_user_stopped_the_run(place: Place, database: TuningDatabase) -> None:
-    stop = StopSignal()
-    stop.request()
-    recorder = Recorder(database, place.key, place.environment, job_id=None, seed=0, seconds={"database": 0.0})
-    state = contended(20.0, 10.0, 10.1)
-    finals = Finals(Compares(None), recorder, stop, lambda: None, rounds=2)
-    assert (finals.hold([state]), finals.out) == ([state], 0)
-
-
 @pytest.mark.parametrize("outcomes", [None, [Outcome(Status.OK, (1e-5,)), Outcome(Unmeasured.STOPPED)]])
 def test_a_final_that_was_not_held_changes_nothing(outcomes: list[Outcome] | None) -> None:
     state = contended(20.0, 10.0, 10.2)
@@ -106,11 +92,12 @@ def test_a_final_that_was_not_held_changes_nothing(outcomes: list[Outcome] | Non
     assert state.best_us == 10.0
 
 
-def hold(state: TaskState, backend: Compares) -> None:
+def hold(state: TaskState, backend: Compares, recorder: Recorder | NoRecords | None = None, rounds: int = 3) -> None:
     """Hold the final of a task."""
-    finals = Finals(backend, NoRecords(), StopSignal(), lambda: None, rounds=3)
-    finals.hold([state])
-    assert finals.take() == [state]
+    held: list[Final] = []
+    assert hold_final(state, backend, rounds, held.append)
+    (final,) = held
+    take_final(final, recorder or NoRecords())
 
 
 class NoRecords:
@@ -126,11 +113,10 @@ class Compares:
     def __init__(self, outcomes: list[Outcome] | None) -> None:
         self.outcomes = outcomes
         self.capabilities = Capabilities("cpu", "any")
-        self.woken = threading.Event()
-        self.asked: list[tuple[list[object], int]] = []
+        self.compared: list[tuple[list[object], int]] = []
 
     def compare(self, artifacts, spec, rounds, on_compared):
-        self.asked.append(([one.content for one in artifacts], rounds))
+        self.compared.append(([one.content for one in artifacts], rounds))
         on_compared(self.outcomes)
 
 

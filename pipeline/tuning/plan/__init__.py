@@ -1,1 +1,0 @@
-"""What a tuning run does next: rounds, tasks and their state, baselines, finals, resuming."""
