@@ -19,21 +19,13 @@ from relaxtune.tuning_db.winner import Considered, in_order
 
 @dataclass(frozen=True)
 class ExplainedKernel:
-    """One kernel of a model: who makes it, and the records that were looked at, the one taken first.
+    """One kernel of a model: who makes it, and the records that were looked at, the one taken first."""
 
-    Attributes
-    ----------
-    functions
-        The functions of the model that it computes; "[bucket]" stands behind those of a shape bucket.
-    task, workload_hash
-        None for a function that is not tuned.
-    route, note
-        Who makes it, and why where that is no record.
-    """
-
+    # The functions of the model that it computes; "[bucket]" stands behind those of a shape bucket.
     functions: tuple[str, ...]
-    task: str | None
+    task: str | None  # None for a function that is not tuned.
     workload_hash: str | None
+    # Who makes it, and why where that is no record.
     route: Route
     note: str
     records: tuple[Considered, ...]

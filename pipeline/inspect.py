@@ -32,24 +32,13 @@ class ParameterCount:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The KV cache that a model takes as inputs.
+    """The KV cache that a model takes as inputs."""
 
-    Attributes
-    ----------
-    inputs
-        Names of the inputs that hold past keys and values.
-    length
-        Tokens they hold as the shapes are now; a name where that is symbolic.
-    bytes_per_token
-        Of one token of one sequence, over all layers; None where a size of a head is symbolic.
-    bytes
-        Of all inputs as the shapes are now; None where a size is symbolic.
-    """
-
-    inputs: tuple[str, ...]
-    length: int | str
+    inputs: tuple[str, ...]  # Names of the inputs that hold past keys and values.
+    length: int | str  # Tokens they hold as the shapes are now; a name where that is symbolic.
+    # Of one token of one sequence, over all layers; None where a size of a head is symbolic.
     bytes_per_token: int | None
-    bytes: int | None
+    bytes: int | None  # Of all inputs as the shapes are now; None where a size is symbolic.
 
 
 @dataclass(frozen=True)

@@ -61,34 +61,16 @@ class TuneResult:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What `tune_model` is asked for, beside the model.
+    """What `tune_model` is asked for, beside the model."""
 
-    Attributes
-    ----------
-    database
-        File or URL of the tuning database; created when missing.
-    tuning
-        Budgets, seed and mode.
-    benchmark
-        Whether the model is timed tuned and untuned, and a tuned one that is not surely faster does not ship. Without
-        it the tuned one ships, whatever it takes.
-    samples
-        Random inputs that the artifact is validated with.
-    shared
-        Databases under it, by file or URL: they are read and never written.
-    record
-        Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
-    limits
-        What the artifact is to keep; a limit of its latency needs `benchmark`.
-    sign
-        The private key (PEM) that the artifact is signed with, None leaves it unsigned.
-    """
-
-    database: DatabasePlace
-    tuning: TuningOptions = field(default_factory=TuningOptions)
+    database: DatabasePlace  # File or URL of the tuning database; created when missing.
+    tuning: TuningOptions = field(default_factory=TuningOptions)  # Budgets, seed and mode.
+    # Whether the model is timed tuned and untuned, and a tuned one that is not surely faster does not ship. Without it
+    # the tuned one ships, whatever it takes.
     benchmark: bool = True
-    samples: int = 3
-    shared: tuple[DatabasePlace, ...] = ()
+    samples: int = 3  # Random inputs that the artifact is validated with.
+    shared: tuple[DatabasePlace, ...] = ()  # Databases under it, by file or URL: they are read and never written.
+    # Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
     record: bool = True
-    limits: Limits = NO_LIMITS
-    sign: Path | None = None
+    limits: Limits = NO_LIMITS  # What the artifact is to keep; a limit of its latency needs `benchmark`.
+    sign: Path | None = None  # The private key (PEM) that the artifact is signed with, None leaves it unsigned.

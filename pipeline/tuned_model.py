@@ -47,23 +47,15 @@ UNTUNED = "untuned: the model is no faster with tuned kernels"
 
 @dataclass(frozen=True)
 class TuningJob:
-    """What a tuning run is of: the next run of the same one goes on where this one broke off.
+    """What a tuning run is of: the next run of the same one goes on where this one broke off."""
 
-    Attributes
-    ----------
-    model, model_sha256
-        What `relaxtune db jobs` calls it, and what tells it from others of that name.
-    target, environment
-        What is compiled for, and the machine that measures.
-    asked
-        What is noted of the request beside the tuning options, as plain JSON data.
-    """
-
+    # What `relaxtune db jobs` calls it, and what tells it from others of that name.
     model: str
     model_sha256: str
+    # What is compiled for, and the machine that measures.
     target: ResolvedTarget
     environment: Environment
-    asked: Mapping[str, object]
+    asked: Mapping[str, object]  # What is noted of the request beside the tuning options, as plain JSON data.
 
 
 @dataclass(frozen=True)

@@ -38,45 +38,13 @@ PARAMS_FILE = "params.safetensors"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything an artifact says about itself.
+    """Everything an artifact says about itself."""
 
-    Attributes
-    ----------
-    model, source, seed
-        The model's name; the path of its `.onnx` file or its zoo name; the seed of a zoo model's weights.
-    model_sha256
-        Content hash of the ONNX model it was compiled from.
-    validation
-        The report's JSON data, None before a validation.
-    memory
-        What it takes on the device; None in artifacts of versions that did not say.
-    policy
-        What weights, activations, accumulators and KV cache are held in; None where a version before did not say.
-    deterministic
-        Its determinism contract; None where a version before did not say.
-    buckets
-        Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
-    norm_rows_max
-        Rows of a matmul up to which norms were taken into it; None where a version before did not say.
-    maxima
-        Symbolic axis -> its largest size; none for an axis without one.
-    minima
-        Symbolic axis -> the least size with which poolings and convolutions have as many places as their windows; none
-        for an axis that may have size 1, and in artifacts of versions that did not say.
-    unpadding
-        How padding is left out; None where it is not.
-    recipe
-        By which it takes other weights; None where a version before did not say.
-    limits
-        What tables of the graph allow the axes, and sums of them, to be; None where a version before did not say.
-    indices
-        What integers the inputs may hold that are looked up in tables.
-    """
-
+    # The model's name; the path of its `.onnx` file or its zoo name; the seed of a zoo model's weights.
     model: str
     source: str
     seed: int | None
-    model_sha256: str
+    model_sha256: str  # Content hash of the ONNX model it was compiled from.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     target: TargetEntry
@@ -87,18 +55,25 @@ class Manifest:
     versions: Mapping[str, str]
     compile_seconds: Mapping[str, float]
     files: Mapping[str, FileEntry] = field(default_factory=dict)
-    validation: Mapping[str, object] | None = None
-    memory: MemoryEntry | None = None
+    validation: Mapping[str, object] | None = None  # The report's JSON data, None before a validation.
+    memory: MemoryEntry | None = None  # What it takes on the device; None in artifacts of versions that did not say.
+    # What weights, activations, accumulators and KV cache are held in; None where a version before did not say.
     policy: PolicyEntry | None = None
-    deterministic: DeterminismEntry | None = None
+    deterministic: DeterminismEntry | None = None  # Its determinism contract; None where a version before did not say.
+    # Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
     buckets: BucketsEntry | None = None
+    # Rows of a matmul up to which norms were taken into it; None where a version before did not say.
     norm_rows_max: int | None = None
+    # Symbolic axis -> its largest size; none for an axis without one.
     maxima: Mapping[str, int] = field(default_factory=dict)
-    unpadding: Unpadding | None = None
-    recipe: RecipeEntry | None = None
+    unpadding: Unpadding | None = None  # How padding is left out; None where it is not.
+    recipe: RecipeEntry | None = None  # By which it takes other weights; None where a version before did not say.
+    # Symbolic axis -> the least size with which poolings and convolutions have as many places as their windows; none
+    # for an axis that may have size 1, and in artifacts of versions that did not say.
     minima: Mapping[str, int] = field(default_factory=dict)
+    # What tables of the graph allow the axes, and sums of them, to be; None where a version before did not say.
     limits: tuple[AxisRelation, ...] | None = None
-    indices: tuple[IndexLimit, ...] = ()
+    indices: tuple[IndexLimit, ...] = ()  # What integers the inputs may hold that are looked up in tables.
 
     @property
     def needed_files(self) -> frozenset[str]:

@@ -30,26 +30,17 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 
 @dataclass(frozen=True)
 class FinishRequest:
-    """A cell to finish, as plain values: it may be done by another process.
-
-    Attributes
-    ----------
-    plan, batch_id
-        The plan's name, and its batch in the database.
-    out
-        The artifact's directory.
-    tuned_by
-        The job that tuned the cell's tasks.
-    """
+    """A cell to finish, as plain values: it may be done by another process."""
 
     cell: Cell
+    # The plan's name, and its batch in the database.
     plan: str
     batch_id: str
     database: DatabaseUrl
-    out: Path
+    out: Path  # The artifact's directory.
     options: TuningOptions
     samples: int
-    tuned_by: str
+    tuned_by: str  # The job that tuned the cell's tasks.
 
 
 @dataclass(frozen=True)

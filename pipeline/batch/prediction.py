@@ -48,45 +48,25 @@ _CELLS_EACH = 4
 
 @dataclass(frozen=True)
 class History:
-    """What jobs of one target took, by the database; None where it has none.
+    """What jobs of one target took, by the database; None where it has none."""
 
-    Attributes
-    ----------
-    candidate_s
-        Seconds of tuning for each candidate of a search, over all tuning jobs that ended.
-    cell_s
-        Seconds in which a cell of a batch was compiled, compared and validated.
-    jobs
-        How many jobs tell so.
-    """
-
+    # Seconds of tuning for each candidate of a search, over all tuning jobs that ended.
     candidate_s: float | None = None
-    cell_s: float | None = None
-    jobs: int = 0
+    cell_s: float | None = None  # Seconds in which a cell of a batch was compiled, compared and validated.
+    jobs: int = 0  # How many jobs tell so.
 
 
 @dataclass(frozen=True)
 class GroupPreview:
-    """The cells of one target before they are tuned.
-
-    Attributes
-    ----------
-    records
-        Workload hash -> records of the task on this target.
-    ended_by
-        The job that did the same already, None without one: nothing will be measured.
-    candidates
-        How many will be measured at most; None where only time limits them.
-    tuning_s, finishing_s
-        Predicted seconds of tuning, and of compiling, comparing and validating the cells; None where the database
-        has no history that tells.
-    """
+    """The cells of one target before they are tuned."""
 
     group: TaskGroup
     options: TuningOptions
-    records: Counter[str]
-    ended_by: str | None
-    candidates: int | None
+    records: Counter[str]  # Workload hash -> records of the task on this target.
+    ended_by: str | None  # The job that did the same already, None without one: nothing will be measured.
+    candidates: int | None  # How many will be measured at most; None where only time limits them.
+    # Predicted seconds of tuning, and of compiling, comparing and validating the cells; None where the database has no
+    # history that tells.
     tuning_s: float | None
     finishing_s: float | None
     history: History

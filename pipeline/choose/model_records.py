@@ -43,23 +43,13 @@ _LISTED = 64
 
 @dataclass(frozen=True)
 class ModelDecision:
-    """How a model is compiled.
+    """How a model is compiled."""
 
-    Attributes
-    ----------
-    norm_rows_max
-        As of `LoweringOptions`.
-    kernels
-        Workload hash -> route and decision of the kernel that is faster inside the model than the fastest one alone.
-    untuned
-        Whether the whole model is no faster with kernels from records: it is compiled without any.
-    made_at
-        When; a kernel whose fastest record is newer goes by that record. None for a decision that is being made.
-    """
-
-    norm_rows_max: int
+    norm_rows_max: int  # As of `LoweringOptions`.
+    # Workload hash -> route and decision of the kernel that is faster inside the model than the fastest one alone.
     kernels: Mapping[str, tuple[Route, str]] = field(default_factory=dict)
-    untuned: bool = False
+    untuned: bool = False  # Whether the whole model is no faster with kernels from records: it is compiled without any.
+    # When; a kernel whose fastest record is newer goes by that record. None for a decision that is being made.
     made_at: datetime | None = None
 
     def preferred(self, workload_hash: str) -> Preferred | None:

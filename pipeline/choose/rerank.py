@@ -46,31 +46,20 @@ _QUESTION = Question(border=-LEAST_GAIN, doubt=0.01, seconds=20.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """One runner-up inside the model.
+    """One runner-up inside the model."""
 
-    Attributes
-    ----------
-    task, route, record_id
-        The kernel and the record that made it.
-    alone_us
-        Its latency when it is timed alone.
-    model_ms, baseline_ms
-        Median latency of the model with it, and of the model as tuned.
-    gain, least_gain
-        The part of the model's latency that it saves, and its lower bound.
-    taken
-        Whether it replaces the winner in the artifact.
-    """
-
+    # The kernel and the record that made it.
     task: str
     route: Route
     record_id: int | None
-    alone_us: float
+    alone_us: float  # Its latency when it is timed alone.
+    # Median latency of the model with it, and of the model as tuned.
     model_ms: float
     baseline_ms: float
+    # The part of the model's latency that it saves, and its lower bound.
     gain: float
     least_gain: float
-    taken: bool
+    taken: bool  # Whether it replaces the winner in the artifact.
 
 
 @dataclass(frozen=True)

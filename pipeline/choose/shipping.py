@@ -36,28 +36,16 @@ _QUESTION = Question(border=-LEAST_GAIN, doubt=0.02, seconds=8.0)
 
 @dataclass(frozen=True)
 class Shipping:
-    """Which of two compiled models ships.
+    """Which of two compiled models ships."""
 
-    Attributes
-    ----------
-    compiled
-        It.
-    tuned
-        Whether it is the tuned one; so where both have the same kernels, since its records say how fast they are.
-    report
-        The latencies of what ships, of the untuned model (the same ones where that ships), of a tuned model that does
-        not ship, and of a peer on the same device.
-    contrast
-        The tuned model beside the untuned one; None where both have the same kernels.
-    searched
-        Whether any kernel could be tuned.
-    """
-
-    compiled: CompiledModule
+    compiled: CompiledModule  # The one that ships.
+    # Whether it is the tuned one; so where both have the same kernels, since its records say how fast they are.
     tuned: bool
+    # The latencies of what ships, of the untuned model (the same ones where that ships), of a tuned model that does not
+    # ship, and of a peer on the same device.
     report: BenchmarkReport
-    contrast: Contrast | None
-    searched: bool = True
+    contrast: Contrast | None  # The tuned model beside the untuned one; None where both have the same kernels.
+    searched: bool = True  # Whether any kernel could be tuned.
 
     @property
     def verdict(self) -> str:

@@ -62,42 +62,27 @@ class LatencyLimit:
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """The latency of a build beside a baseline's.
-
-    Attributes
-    ----------
-    slowdown
-        By how much longer the build takes, as a part of the baseline's latency; negative where it is faster.
-    least, most
-        Its bounds. Each is wrong with a probability of at most `alpha`, all looks together; None where the runs were
-        too few for any.
-    speed
-        The verdict.
-    detectable
-        The smallest slowdown that as many blocks, as noisy, would call slower in 95 of 100 comparisons; None without
-        bounds.
-    runs
-        Timed runs of each build.
-    blocks, loadings, looks, planned_looks
-        What they were taken in, how often both were loaded, and how often it was looked.
-    seconds
-        What it took.
-    baseline, new
-        The latencies, in the order taken.
-    """
+    """The latency of a build beside a baseline's."""
 
     limit: LatencyLimit
+    # By how much longer the build takes, as a part of the baseline's latency; negative where it is faster.
     slowdown: float
+    # Its bounds. Each is wrong with a probability of at most `alpha`, all looks together; None where the runs were too
+    # few for any.
     least: float | None
     most: float | None
-    speed: Speed
+    speed: Speed  # The verdict.
+    # The smallest slowdown that as many blocks, as noisy, would call slower in 95 of 100 comparisons; None without
+    # bounds.
     detectable: float | None
-    runs: int
+    runs: int  # Timed runs of each build.
+    # What they were taken in, how often both were loaded, and how often it was looked.
     blocks: int
     loadings: int
     looks: int
     planned_looks: int
-    seconds: float
+    seconds: float  # What it took.
+    # The latencies, in the order taken.
     baseline: ArmResult
     new: ArmResult
 

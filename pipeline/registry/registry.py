@@ -38,29 +38,17 @@ Store = ArtifactStore | RemoteStore
 
 @dataclass(frozen=True)
 class StoredArtifact:
-    """An artifact of the store.
-
-    Attributes
-    ----------
-    validated
-        Whether it agreed with ONNX Runtime; None where it was never compared.
-    place
-        Where the store has it.
-    tags
-        Those that stand at it.
-    before
-        Those that can be rolled back to it.
-    """
+    """An artifact of the store."""
 
     key: str
-    place: str
+    place: str  # Where the store has it.
     model: str
     target: str
     precision: str | None
     bytes: int
-    validated: bool | None
-    tags: tuple[str, ...]
-    before: tuple[str, ...]
+    validated: bool | None  # Whether it agreed with ONNX Runtime; None where it was never compared.
+    tags: tuple[str, ...]  # Those that stand at it.
+    before: tuple[str, ...]  # Those that can be rolled back to it.
     added_at: datetime
 
 

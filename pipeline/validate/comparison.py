@@ -30,34 +30,22 @@ _ROWS_SHOWN = 20
 
 @dataclass(frozen=True)
 class OutputDrift:
-    """One output of two builds, over all samples.
-
-    Attributes
-    ----------
-    name, dtypes, shape
-        `dtypes` of the first and the second build.
-    identical
-        Share of the elements with the same bits.
-    max_abs, mean_abs, max_rel
-        Differences of the elements that are finite in both, relative to the first build's.
-    max_ulps
-        The largest difference in representable numbers of the dtype; None for integers and where the dtypes differ.
-    cosine, argmax_agreement
-        As in a validation; None where they do not apply.
-    passed, reason
-        Whether it meets what was asked for, and if not why.
-    """
+    """One output of two builds, over all samples."""
 
     name: str
-    dtypes: tuple[str, str]
+    dtypes: tuple[str, str]  # Of the first and the second build.
     shape: tuple[int, ...]
-    identical: float
+    identical: float  # Share of the elements with the same bits.
+    # Differences of the elements that are finite in both, relative to the first build's.
     max_abs: float
     mean_abs: float
     max_rel: float
+    # The largest difference in representable numbers of the dtype; None for integers and where the dtypes differ.
     max_ulps: int | None
+    # As in a validation; None where they do not apply.
     cosine: float | None
     argmax_agreement: float | None
+    # Whether it meets what was asked for, and if not why.
     passed: bool
     reason: str
 

@@ -66,25 +66,14 @@ class OutputReport:
 
 @dataclass(frozen=True)
 class RepeatReport:
-    """Whether a module gives the same bits again.
+    """Whether a module gives the same bits again."""
 
-    Attributes
-    ----------
-    runs
-        How often each sample was run, the first time included; other samples ran in between.
-    differing
-        Outputs that were not the same bit for bit, with how many elements differed.
-    poisoned
-        Whether one of the runs had every kernel's output filled with NaN before, so that unwritten memory shows; not
-        done where kernels cannot be watched (CUDA graphs).
-    promised
-        Whether the artifact's manifest promises equal bits (`pipeline.artifact.determinism`); None where it says
-        nothing.
-    """
-
-    runs: int
-    differing: Mapping[str, int]
+    runs: int  # How often each sample was run, the first time included; other samples ran in between.
+    differing: Mapping[str, int]  # Outputs that were not the same bit for bit, with how many elements differed.
+    # Whether one of the runs had every kernel's output filled with NaN before, so that unwritten memory shows; not done
+    # where kernels cannot be watched (CUDA graphs).
     poisoned: bool
+    # Whether the artifact's manifest promises equal bits (`pipeline.artifact.determinism`); None where it says nothing.
     promised: bool | None
 
     @property

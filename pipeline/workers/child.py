@@ -26,29 +26,18 @@ _ERROR_CHARS_MAX = 4000
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What a child runs, and with what.
+    """What a child runs, and with what."""
 
-    Attributes
-    ----------
-    module
-        Its `start()` does the slow imports and returns the function that answers a request. The text of an exception
-        goes back to the parent.
-    environment
-        Environment variables: all of a forked child, and of another one those over its parent's.
-    niceness
-        By how much it is nicer than its parent.
-    gpu
-        Whether it may use a GPU. CUDA does not work in a fork of a process that has a GPU open: such a child replaces
-        itself by a new process.
-    python
-        The interpreter of a child started afresh; None is this one.
-    """
-
+    # Its `start()` does the slow imports and returns the function that answers a request. The text of an exception goes
+    # back to the parent.
     module: str
+    # Environment variables: all of a forked child, and of another one those over its parent's.
     environment: Mapping[str, str]
-    niceness: int = 0
+    niceness: int = 0  # By how much it is nicer than its parent.
+    # Whether it may use a GPU. CUDA does not work in a fork of a process that has a GPU open: such a child replaces
+    # itself by a new process.
     gpu: bool = False
-    python: Path | None = None
+    python: Path | None = None  # The interpreter of a child started afresh; None is this one.
 
     def command(self, connection: int, lifeline: int) -> list[str]:
         """Return the command of a new process, for the descriptors of the socket and the pipe to the parent.

@@ -28,21 +28,12 @@ class Limit(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the answer to a request may take; None is no limit.
+    """What the answer to a request may take; None is no limit."""
 
-    Attributes
-    ----------
-    timeout_s
-        Seconds in which the machine was awake.
-    rss_bytes
-        Resident memory.
-    cpu_s
-        Seconds of a processor, children included. A process that does nothing is over this limit too: a busy machine
-        is no reason for either.
-    """
-
-    timeout_s: float | None = None
-    rss_bytes: int | None = None
+    timeout_s: float | None = None  # Seconds in which the machine was awake.
+    rss_bytes: int | None = None  # Resident memory.
+    # Seconds of a processor, children included. A process that does nothing is over this limit too: a busy machine is
+    # no reason for either.
     cpu_s: float | None = None
 
 

@@ -45,20 +45,12 @@ class SupportsDLPack(Protocol):
 
 @dataclass(frozen=True)
 class AxisLimits:
-    """Symbolic axis -> its least size, where that is more than 1, and its largest, where it has one.
-
-    Attributes
-    ----------
-    tables
-        What tables of the graph allow.
-    indices
-        What values are looked up in tables.
-    """
+    """Symbolic axis -> its least size, where that is more than 1, and its largest, where it has one."""
 
     least: Mapping[str, int] = field(default_factory=dict)
     most: Mapping[str, int] = field(default_factory=dict)
-    tables: Sequence[AxisRelation] = ()
-    indices: Sequence[IndexLimit] = ()
+    tables: Sequence[AxisRelation] = ()  # What tables of the graph allow.
+    indices: Sequence[IndexLimit] = ()  # What values are looked up in tables.
 
     def problems(self, sizes: Mapping[str, tuple[int, str]]) -> list[str]:
         """Return what is wrong with axis -> (size, the input it is from)."""
