@@ -26,7 +26,7 @@ from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_inputs
 from relaxtune.pipeline.choose.selection import tasks_without_record
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.errors import NothingMeasuredError, PipelineError, UsageError
-from relaxtune.pipeline.gate.predecessor import slower_than_last
+from relaxtune.pipeline.gate.latency import slower_than_last
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
 from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage

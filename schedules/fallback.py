@@ -17,8 +17,7 @@ from relaxtune.schedules.cpu.any_size.matmul import AnySizeMatmul
 from relaxtune.schedules.cpu.any_size.rows import AnySizeRows
 from relaxtune.schedules.cpu.convolution import Convolution
 from relaxtune.schedules.cpu.generic import Elementwise, Generic, Plain
-from relaxtune.schedules.cpu.matmul import Matmul
-from relaxtune.schedules.cpu.normed_matmul import NormedMatmul
+from relaxtune.schedules.cpu.matmul import Matmul, NormedMatmul
 from relaxtune.schedules.cpu.reduction import RowReduction
 from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.errors import TargetError, UnscheduledError

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.target import codegen
 
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.device_choice import missing_features
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.plain_kernels import plain_instead
 from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import (
     capture_whole_function,
     computes_sizes,
     fix_output_memory,
     with_whole_calls,
+    without_dependent_launch,
 )
-from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima, with_sizes_in_order
@@ -33,11 +34,64 @@ from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import plan_memory_passes
 from relaxtune.pipeline.passes.module import LoweredModule
-from relaxtune.schedules.fallback import apply_fallback
+from relaxtune.pipeline.printable import last_line
+from relaxtune.schedules.errors import UnscheduledError
+from relaxtune.schedules.fallback import apply_fallback, apply_plainest
 from relaxtune.schedules.gpu.binding import count_launches
 from relaxtune.schedules.targets import ResolvedTarget, portable_host
 from relaxtune.schedules.targets.resolve import vector_features
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
+from relaxtune.tuning_db.records import Route
+
+logger = logging.getLogger(__name__)
+
+
+def plain_instead(
+    lowered: LoweredModule,
+    choices: Sequence[KernelChoice],
+    target: ResolvedTarget,
+    said: str,
+    before: Collection[str] = (),
+) -> list[KernelChoice]:
+    """Return choices of the plainest schedule for the kernels that the compiler refused; none where that is no remedy.
+
+    Parameters
+    ----------
+    said : str
+        The compiler's error. Kernels that it does not name are compiled one by one.
+    before : collection of str
+        Functions that are plain already.
+    """
+    others = [name for name in lowered.kernels if name not in before]
+    refused = {name: last_line(said) for name in others if re.search(rf"\b{re.escape(name)}_kernel(_\d+)?\b", said)}
+    if not refused:
+        made = {choice.function: choice.scheduled for choice in choices}
+        functions = {name: made.get(name) or lowered.mod[name] for name in others}
+        refused = {name: error for name, func in functions.items() if (error := _refusal(func, target))}
+    tasks = {choice.function: choice.task for choice in choices}
+    found = []
+    for name, error in refused.items():
+        try:
+            plain = apply_plainest(name, lowered.mod[name], target.target)
+        except UnscheduledError:
+            continue
+        if _refusal(plain, target) is None:
+            note = f"its own schedule did not compile, so it takes the plain default, which is slow: {error}"
+            logger.warning("kernel %s: %s", name, note)
+            found.append(KernelChoice(name, tasks.get(name), Route.FALLBACK, note=note, scheduled=plain))
+    return found
+
+
+def _refusal(func: tirx.PrimFunc, target: ResolvedTarget) -> str | None:
+    """Return why a kernel does not compile alone, None where it does; without a schedule, it takes the default one."""
+    try:
+        mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+        mod = finish_kernels(apply_fallback(mod, target.target), target.target)
+        with device_toolchain(target.target), tvm.transform.PassContext(opt_level=3), target.target:
+            tvm.compile(mod, target.target, tir_pipeline=tir_pipeline_for(mod))
+    except (LoweringError, *TVM_ERRORS) as e:
+        return last_line(str(e))
+    return None
 
 
 class _CodeError(LoweringError):

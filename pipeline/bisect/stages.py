@@ -21,9 +21,8 @@ from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.step import Step
 from relaxtune.pipeline.passes.module import LoweringOptions
-from relaxtune.pipeline.passes.order import lowering_steps, plan_memory_passes
+from relaxtune.pipeline.passes.order import Step, lowering_steps, plan_memory_passes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tvm.runtime.vm import VMInstrumentReturnKind
 
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of
-from relaxtune.pipeline.validate.fill_with_nan import poison
+from relaxtune.pipeline.validate.validation import poison
 
 # Replaces one call of a kernel: takes its arguments, outputs among them, and writes the outputs.
 Replacement = Callable[..., None]

@@ -23,7 +23,7 @@ from relaxtune.pipeline.cli import (
     cluster,
     compilation,
     dashboard,
-    diagnosis,
+    doctor,
     gate,
     inspection,
     report,
@@ -79,7 +79,7 @@ COMMANDS: dict[str, Command] = {
     "inspect": inspection.inspect,
     "report": report.report,
     "dashboard": dashboard.dashboard,
-    "doctor": diagnosis.doctor,
+    "doctor": doctor.doctor,
 }
 for name, command in COMMANDS.items():
     app.command(name=name, cls=CommandWithSet)(command)

@@ -12,10 +12,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import typer
+
+from relaxtune.pipeline.cli.options import FormatOption
+from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit
 from relaxtune.pipeline.printable import last_line
 
 # The pair the project pins; pyproject.toml is checked against it by a test.
@@ -180,3 +184,18 @@ def _run_probe(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"no answer within {timeout_s} s")
+
+
+def doctor(output_format: FormatOption = OutputFormat.TABLE) -> None:
+    """Say what is installed and found, from where, and what is missing. Exits 1 when something required is not ok."""
+    findings = run_checks()
+    columns = {
+        "check": lambda finding: finding.name,
+        "status": lambda finding: finding.status.value,
+        "found": lambda finding: finding.found,
+        "where": lambda finding: finding.source,
+        "fix": lambda finding: finding.fix,
+    }
+    emit(output_format, [asdict(one) for one in findings], TableView.of("relaxtune doctor", findings, columns))
+    if any(finding.required and finding.status is not FindingStatus.OK for finding in findings):
+        raise typer.Exit(1)

@@ -5,7 +5,7 @@ a kernel through templates, schedule rules and default schedules; when one of th
 another kernel. Its hash then differs from the record's, and the record is measured again. Fallbacks go the same way.
 
 The hash is taken after `finish_kernels`. What a module without a CUDA graph changes after that (how kernels are
-launched, `pipeline.codegen.dependent_launch`) takes no part.
+launched, `pipeline.codegen.cuda_graph`) takes no part.
 """
 
 from __future__ import annotations

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
 from starlette.applications import Starlette
@@ -21,17 +25,121 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from relaxtune.pipeline.dashboard.artifact_pages import compare
-from relaxtune.pipeline.dashboard.counts import StatusCounts
 from relaxtune.pipeline.dashboard.job_pages import job
 from relaxtune.pipeline.dashboard.markup import Page, sections
 from relaxtune.pipeline.dashboard.pages import PAGES, overview
-from relaxtune.pipeline.dashboard.slow_pages import SlowPages
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.pages.render import page, render
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
+from relaxtune.tuning_db.questions.progress import count_by_status
+from relaxtune.tuning_db.records import Status
 from relaxtune.tuning_db.store import TuningDatabase
+
+# `SlowPages`: a page that takes long to make is answered by one that waits for it.
+#
+# A first look at a job of a large database reads its records from the disk. Whoever asks sees at once that it is being
+# read, and however often it is asked for meanwhile, it is made once.
+
+# Pages that are made at the same time.
+_WORKERS = 4
+# Pages that are made and wait to be asked for again, and how long: the browser asks after a second.
+_KEPT, _KEPT_S = 64, 10.0
+
+
+class _Making:
+    """A page that is being made, and when it was ready."""
+
+    def __init__(self, future: Future[Page]) -> None:
+        self.future = future
+        self.ready_at = math.inf
+        future.add_done_callback(self._note)
+
+    def _note(self, _: Future[Page]) -> None:
+        self.ready_at = time.monotonic()
+
+    @property
+    def old(self) -> bool:
+        """Whether it was ready long ago, so that its browser has left."""
+        return time.monotonic() - self.ready_at > _KEPT_S
+
+
+class SlowPages:
+    """Makes pages in threads of its own. Any thread may ask."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._executor = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="pages")
+        self._lock = threading.Lock()
+        self._making: dict[str, _Making] = {}
+
+    def get(self, address: str, make: Callable[[], Page]) -> Page:
+        """Return a page, or one that waits for it.
+
+        A page that was ready after an answer had gone out is the next answer, once; then it is made anew.
+
+        Raises
+        ------
+        Exception
+            What `make` raised.
+        """
+        with self._lock:
+            making = self._making.get(address)
+            if making is None or making.old:
+                while len(self._making) >= _KEPT:
+                    self._making.pop(next(iter(self._making)))
+                making = self._making[address] = _Making(self._executor.submit(make))
+        if making.future not in wait([making.future], self._patience_s).done:
+            told = sections(
+                "Being read", [], subtitle="This page reads many records. It appears as soon as it is ready."
+            )
+            return Page("being read", told, waits=True)
+        with self._lock:
+            if self._making.get(address) is making:
+                del self._making[address]
+        return making.future.result()
+
+
+# `StatusCounts`: how many records there are, counted beside the pages.
+#
+# SQLite counts a million records in 0.1 s, and in two seconds when their index is on the disk yet. A page does not wait
+# for that.
+
+# A page that waits so long for a new count is painted within the 0.3 s in which it seems immediate.
+_WAIT_S = 0.1
+
+
+class StatusCounts:
+    """Records of a database by status. One thread counts; any thread may ask."""
+
+    def __init__(self, database: TuningDatabase, *, wait_s: float = _WAIT_S) -> None:
+        self._database, self._wait_s = database, wait_s
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="counts")
+        self._lock = threading.Lock()
+        self._counting: Future[Mapping[Status, int]] | None = None
+        self._known: Mapping[Status, int] | None = None
+
+    def newest(self) -> Mapping[Status, int] | None:
+        """Return a count begun now where it takes no longer than `wait_s`, else the last one; None before the first.
+
+        Raises
+        ------
+        TuningDatabaseError
+            The database cannot be read.
+        """
+        with self._lock:
+            if self._counting is None:
+                self._counting = self._executor.submit(count_by_status, self._database)
+            counting = self._counting
+        if counting not in wait([counting], self._wait_s).done:
+            return self._known
+        with self._lock:
+            if counting is self._counting:
+                self._counting = None
+                self._known = self._known if counting.exception() else counting.result()
+        return counting.result()
+
 
 logger = logging.getLogger(__name__)
 

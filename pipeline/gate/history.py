@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from relaxtune.pipeline.experiment.bounds import centre
+from relaxtune.pipeline.experiment.experiment import centre
 from relaxtune.tuning_db.questions.changes import TaskChange, changes
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.store import TuningDatabase

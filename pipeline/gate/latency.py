@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
-from relaxtune.pipeline.bench.measure import Arm, ArmResult
-from relaxtune.pipeline.errors import UsageError
+import numpy as np
+
+from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.bench.measure import Arm, ArmResult, module_arm
+from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.experiment.experiment import Question, Side, run_experiment
 
+logger = logging.getLogger(__name__)
+
+# Of timing an artifact beside the last one; it ends sooner where all is clear.
+_SECONDS = 10.0
 BASELINE_ARM, NEW_ARM = "baseline", "new"
 
 
@@ -116,4 +126,51 @@ def compare_latency(load: Callable[[], tuple[Arm, Arm]], limit: LatencyLimit) ->
         seconds=found.seconds,
         baseline=found.arms[BASELINE_ARM],
         new=found.arms[NEW_ARM],
+    )
+
+
+def slower_than_last(
+    new: Path,
+    last: Path,
+    inputs: Mapping[str, np.ndarray],
+    max_slowdown: float,
+    turn: AbstractContextManager[object] | None = None,
+) -> str | None:
+    """Return by how much an artifact is surely slower than the last one; None where it is not, or there is no other.
+
+    Parameters
+    ----------
+    new, last : Path
+        The artifact, and the place that it is to take.
+    inputs : mapping
+        One call.
+    max_slowdown : float
+        0.02 allows 2 % more.
+    turn : context manager or None
+        Held while they are timed.
+    """
+    if not last.is_dir():
+        return None
+    with turn or nullcontext():
+        try:
+            before = Module.load(last)
+            module = Module.load(new, verify=False)
+        except ArtifactError as e:
+            logger.info("nothing to compare with: %s", e)
+            return None
+        if (before.manifest.inputs, before.manifest.outputs) != (module.manifest.inputs, module.manifest.outputs):
+            logger.info("nothing to compare with: %s has other inputs or outputs", last)
+            return None
+        del before, module
+
+        def load() -> tuple[Arm, Arm]:
+            first, second = (module_arm(Module.load(place, verify=False), inputs) for place in (last, new))
+            return first, second
+
+        found = compare_latency(load, LatencyLimit(max_slowdown, seconds=_SECONDS))
+    if found.speed is not Speed.SLOWER:
+        return None
+    return (
+        f"the model takes {found.new.median_ms:.4g} ms, the artifact in {last} {found.baseline.median_ms:.4g} ms: "
+        f"{found.slowdown:.1%} more, and max_slowdown is {max_slowdown:.1%}"
     )

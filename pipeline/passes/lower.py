@@ -14,10 +14,9 @@ from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, constant_dtypes, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.step import Phase, Step
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import collect_kernels
-from relaxtune.pipeline.passes.order import lowering_steps
+from relaxtune.pipeline.passes.order import Phase, Step, lowering_steps
 from relaxtune.pipeline.passes.precision.integer_matmuls import find_integer_matmuls
 
 _LOG = logging.getLogger(__name__)

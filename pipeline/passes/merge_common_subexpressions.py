@@ -6,8 +6,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_equal
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
-from relaxtune.pipeline.passes.kit.keys import Key, key_of
+from relaxtune.pipeline.passes.kit.ir import Key, bindings_of, key_of, main_of
 from relaxtune.pipeline.passes.kit.rewrite import rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 

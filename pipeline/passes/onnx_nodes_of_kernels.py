@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, called_function, main_of, with_main
-from relaxtune.pipeline.passes.kit.keys import Key, key_of
+from relaxtune.pipeline.passes.kit.ir import Key, bindings_of, called_function, key_of, main_of, with_main
 from relaxtune.pipeline.passes.kit.rewrite import rename_bindings
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.module import KernelCall

@@ -6,6 +6,10 @@ of them scheduled). Compilation schedules the PrimFuncs and runs phase 7.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
 import tvm
 from tvm import relax
 from tvm.relax import backend
@@ -23,7 +27,7 @@ from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
-from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
+from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
 from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
@@ -47,8 +51,7 @@ from relaxtune.pipeline.passes.norms.widen_norms import widen_norms
 from relaxtune.pipeline.passes.precision.accumulate_in_float32 import accumulate_in_float32
 from relaxtune.pipeline.passes.precision.compute_in_half_precision import compute_in_half_precision
 from relaxtune.pipeline.passes.precision.integer_matmuls import integer_matmuls
-from relaxtune.pipeline.passes.precision.mark_tf32 import mark_tf32
-from relaxtune.pipeline.passes.precision.round_to_tf32 import round_to_tf32
+from relaxtune.pipeline.passes.precision.round_to_tf32 import mark_tf32, round_to_tf32
 from relaxtune.pipeline.passes.recognise_activations import recognise_activations
 from relaxtune.pipeline.passes.sum_in_blocks import sum_in_blocks
 from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
@@ -63,6 +66,41 @@ from relaxtune.pipeline.passes.weights.pack_weights import pack_weights
 from relaxtune.pipeline.passes.weights.quantise_weights import quantise_weights
 from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
 from relaxtune.schedules.tir.expressions import find_all
+
+
+class Phase(StrEnum):
+    """The numbered phases of the lowering, in order."""
+
+    CANONICALISE = "0 canonicalise"
+    FOLD_CONSTANTS = "1 fold constants"
+    REMOVE_DEAD_CODE = "2 remove dead code"
+    PRECISION = "3 precision"
+    PATTERNS = "4 pattern rewrites"
+    LEGALISE = "5 legalise"
+    FUSE = "6 fuse"
+    PLAN_MEMORY = "7 plan memory"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass."""
+
+    phase: Phase
+    name: str  # The name in `disabled_passes`.
+    run: Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]
+    required: str = ""  # Why no module can do without it; "" where one can.
+    makes_precision: bool = False  # Whether the requested precision depends on it: its failure ends the lowering.
+
+
+def stock(tvm_pass: tvm.ir.transform.Pass) -> Callable[[tvm.ir.IRModule, LoweringState], tvm.ir.IRModule]:
+    """Return a pass of TVM's own as what a `Step` runs."""
+
+    def run(mod: tvm.ir.IRModule, _state: LoweringState) -> tvm.ir.IRModule:
+        result: tvm.ir.IRModule = tvm_pass(mod)
+        return result
+
+    return run
+
 
 _CODE_GENERATOR = "the code generator accepts nothing else"
 

@@ -7,12 +7,14 @@ likes and with any tolerance, without running again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from tvm.runtime import Tensor
+from tvm.runtime.vm import VMInstrumentReturnKind
 
 from relaxtune.models import OnnxModel, TensorSpec, axis_sizes, random_inputs
 from relaxtune.models.axis_profile import sizes_within
@@ -28,10 +30,37 @@ from relaxtune.pipeline.validate.array_comparison import (
 )
 from relaxtune.pipeline.validate.drift import inputs_source, measure_drift, measure_perplexity
 from relaxtune.pipeline.validate.drift_report import DataSource, DriftOptions, DriftReport
-from relaxtune.pipeline.validate.fill_with_nan import poisoned_kernels
 from relaxtune.pipeline.validate.reference import Reference, longest_reduction
 from relaxtune.pipeline.validate.report import OutputReport, RepeatReport, ValidationReport
 from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance, storage_roundoff
+
+
+@contextmanager
+def poisoned_kernels(module: Module) -> Iterator[None]:
+    """Have the last tensor of every kernel's arguments, which it writes, filled with NaN before each call.
+
+    Raises
+    ------
+    PipelineError
+        The module runs as a CUDA graph.
+    """
+    kernels = {kernel.function for kernel in module.manifest.kernels}
+
+    def instrument(_function: object, name: str, before: bool, _result: object, *arguments: object) -> int:
+        if before and name in kernels:
+            poison([argument for argument in arguments if isinstance(argument, Tensor)][-1])
+        return int(VMInstrumentReturnKind.NO_OP)
+
+    with module.instrumented(instrument):
+        yield
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor of floats with NaN; integers stay, since a wrong one may be an index out of bounds."""
+    if "float" in str(tensor.dtype):
+        array = tensor.numpy()
+        tensor.copyfrom(np.full(array.shape, np.nan, array.dtype))
+
 
 logger = logging.getLogger(__name__)
 

@@ -12,18 +12,68 @@ import tvm
 from tvm import tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
-from tvm.s_tir import Schedule, ScheduleError, dlight
-from tvm.s_tir.dlight.base import ScheduleRule
+from tvm.s_tir import SBlock, SBlockRealize, Schedule, ScheduleError, dlight
+from tvm.s_tir.dlight.analysis import SBlockInfo, get_root_block, normalize_prim_func
+from tvm.s_tir.dlight.base import ScheduleRule, try_inline
 from tvm.s_tir.schedule import SBlockRV
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.gpu.binding import launches_threads, list_unbound_blocks
-from relaxtune.schedules.gpu.element_reduction import ElementReduction
 from relaxtune.schedules.gpu.launch_limits import exceeded_limit
-from relaxtune.schedules.gpu.unit_reductions import without_unit_reductions
+from relaxtune.schedules.tir.blocks import list_blocks
+from relaxtune.schedules.tir.expressions import BINARY
 
 logger = logging.getLogger(__name__)
+
+# Reductions over axes of one place, as the assignments that they are.
+#
+# dlight inlines what follows into such a reduction as if it were elementwise, and so applies it twice, to the start and
+# to the one step: a bias behind a matmul of K = 1 was added twice, `x - mean(x)` of one place read memory that nothing
+# wrote.
+
+
+def without_unit_reductions(func: PrimFunc) -> PrimFunc:
+    """Return a function whose sums, products, maxima and minima over one place are assignments."""
+    units = [block.stmt for block in list_blocks(func) if _assigned(block.stmt) is not None]
+    return func.with_body(_rewritten(func.body)) if units else func
+
+
+def _assigned(block: SBlock) -> tirx.BufferStore | None:
+    """Return the assignment that a reduction over one place is, None for any other block."""
+    store, start = block.body, block.init
+    reduced = [axis for axis in block.iter_vars if axis.iter_type == tirx.IterVar.CommReduce]
+    one = all(isinstance(axis.dom.extent, tirx.IntImm) and int(axis.dom.extent) == 1 for axis in reduced)
+    if not one or not isinstance(start, tirx.BufferStore) or not isinstance(store, tirx.BufferStore):
+        return None
+    value = store.value
+    if not isinstance(value, BINARY) or not isinstance(value.a, TensorLoad) or not value.a.source.same_as(store.buffer):
+        return None
+    return tirx.BufferStore(store.buffer, type(value)(start.value, value.b), store.indices)
+
+
+def _rewritten(stmt: tirx.Stmt) -> tirx.Stmt:
+    if isinstance(stmt, tirx.SeqStmt):
+        return tirx.SeqStmt([_rewritten(part) for part in stmt.seq])
+    if isinstance(stmt, tirx.For):
+        body = _rewritten(stmt.body)
+        return tirx.For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, stmt.annotations)
+    if isinstance(stmt, SBlockRealize):
+        return SBlockRealize(stmt.iter_values, stmt.predicate, _block(stmt.block))
+    return stmt
+
+
+def _block(block: SBlock) -> SBlock:
+    body, start, axes = _assigned(block), None, block.iter_vars
+    if body is None:
+        body, start = _rewritten(block.body), block.init
+    else:
+        axes = [tirx.IterVar(axis.dom, axis.var, tirx.IterVar.DataPar, axis.thread_tag) for axis in axes]
+    return SBlock(
+        axes, block.reads, block.writes, block.name_hint, body, start, block.alloc_buffers, block.match_buffers,
+        block.annotations,
+    )  # fmt: skip
+
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
 _MISJUDGED = (AssertionError, AttributeError, LookupError, TypeError, ValueError)
@@ -103,3 +153,64 @@ def cuda_rules() -> list[tuple[str, ScheduleRule]]:
     ]
     last: list[ScheduleRule] = [ElementReduction(), BindingRule(dlight.gpu.Fallback())]
     return [(str(rule.name), rule) for rule in (Bound(), *map(BindingRule, rules), *last)]
+
+
+# Reductions and what follows them element by element, one thread an element, as one kernel.
+#
+# The pattern: one reduction (spatial axes, then reduced ones) and one block that reads each of its elements once, at
+# the element's own place: scores of one query, scaled and masked. Where an axis is a sum (`past + 1` keys), dlight's
+# rules for reductions do not see that loops cover it; its last rule launches a kernel for each of the two blocks.
+#
+# 1. Inline what comes before the reduction, and make one block of what follows.
+# 2. Compute the reduction inside the loops of what follows, in a register.
+# 3. Fuse these loops, and bind them to blocks of threads.
+#
+# Left out: several reductions, and elements that are read more than once, which would be computed as often.
+
+_THREADS = 256
+
+
+class ElementReduction(ScheduleRule):  # type: ignore[misc]  # dlight has no type information
+    """Schedules a reduction and what follows it as one kernel, a thread for each element."""
+
+    name = "element-reduction"
+
+    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
+        """Return a schedule, None for a function that is not of the pattern."""
+        del target, tunable
+        sch = Schedule(without_unit_reductions(func))
+        infos = try_inline(sch, normalize_prim_func(sch) or [])
+        if len(infos) != 2 or not _follows(sch, *infos):
+            return None
+        reduction, following = (info.block_rv for info in infos)
+        loops = sch.get_loops(following)
+        sch.compute_at(reduction, loops[-1], preserve_unit_loops=True)
+        sch.set_scope(reduction, 0, "local")
+        blocks, threads = sch.split(sch.fuse(*loops), [None, _THREADS])
+        sch.bind(blocks, "blockIdx.x")
+        sch.bind(threads, "threadIdx.x")
+        sch.decompose_reduction(reduction, sch.get_loops(reduction)[2])
+        return sch
+
+
+def _follows(sch: Schedule, reduction: SBlockInfo, following: SBlockInfo) -> bool:
+    """Whether a block reads each element of a reduction, an intermediate, once."""
+    spatial, reduced = following.dom_kind(), reduction.dom_kind().lstrip("S")
+    if set(spatial) != {"S"} or set(reduced) != {"R"} or reduction.dom_kind() != spatial + reduced:
+        return False
+    written = [write.source for write in sch.get(reduction.block_rv).writes]
+    kept = sch.get(get_root_block(sch)).alloc_buffers
+    if len(written) != 1 or not any(buffer.same_as(written[0]) for buffer in kept):
+        return False
+    return _reads_once(sch.get(following.block_rv), written[0])
+
+
+def _reads_once(block: SBlock, buffer: tirx.Var) -> bool:
+    """Whether each element of a block reads one element of a buffer, and no other one reads that."""
+    read = [region.region for region in block.reads if region.source.same_as(buffer)]
+    if len(read) != 1 or any(axis.extent != 1 for axis in read[0]):
+        return False
+    places = [axis.min for axis in read[0]]
+    if not all(isinstance(place, Var | tirx.IntImm) for place in places):
+        return False
+    return all(any(axis.var.same_as(place) for place in places) for axis in block.iter_vars)

@@ -13,13 +13,110 @@ from relaxtune.schedules.fallback import schedule_by_rules
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.marks import AT_SIZES_ATTR
 from relaxtune.schedules.search.context import QuietTuneContext
-from relaxtune.schedules.search.cuda_rules import cuda_rules
-from relaxtune.schedules.search.llvm_rules import llvm_rules
 from relaxtune.schedules.search.register_tile import contraction_designs
 from relaxtune.schedules.search.tensor_tile import takes_tensor_tiles, tensor_tile_designs
 from relaxtune.schedules.search.thread_tile import thread_tile_designs
-from relaxtune.schedules.targets import CpuLimits, target_limits
+from relaxtune.schedules.targets import CpuLimits, CudaLimits, target_limits
 from relaxtune.schedules.tir.matmul import recognise_matmul
+
+# Schedule rules for CUDA without tensor cores: tiling through shared memory, cross-thread reductions, thread binding.
+#
+# A function with a single matmul gets a space of its own (`schedules.search.tensor_tile`, else `thread_tile`).
+#
+# TVM's tensor-core rules are left out: nearly all of their candidates fail to build (the buffer's element type is not
+# the one the intrinsic expects).
+
+UNROLL_STEPS = (0, 16, 64, 512, 1024)
+MAX_BLOCKS = 256
+
+
+def cuda_rules(limits: CudaLimits) -> list[ms.ScheduleRule]:
+    """Return the rules in the order in which they are applied to each block."""
+    rule = ms.schedule_rule
+    extents = _powers_of_two(limits.warp_size, limits.max_threads_per_block)
+    return [
+        rule.ApplyCustomRule(),
+        rule.MultiLevelTiling(
+            structure="SSSRRSRS",
+            tile_binds=["blockIdx.x", "vthread.x", "threadIdx.x"],
+            max_innermost_factor=64,
+            # In elements: up to the 16 bytes of one load, in float32.
+            vector_load_lens=[1, 2, 3, 4],
+            reuse_read=rule.ReuseType(req="must", levels=[4], scope="shared"),
+            reuse_write=rule.ReuseType(req="must", levels=[3], scope="local"),
+        ),
+        rule.InlineConstantScalars(),
+        rule.AutoInline(
+            into_producer=True,
+            into_consumer=True,
+            inline_const_tensor=True,
+            disallow_if_then_else=False,
+            require_injective=False,
+            require_ordered=False,
+            disallow_op=None,
+        ),
+        rule.CrossThreadReduction(thread_extents=[4, 8, 16, *_powers_of_two(limits.warp_size, 512)]),
+        rule.ParallelizeVectorizeUnroll(
+            max_jobs_per_core=-1,
+            max_vectorize_extent=-1,
+            unroll_max_steps=list(UNROLL_STEPS),
+            unroll_explicit=True,
+        ),
+        rule.AutoBind(
+            max_threadblocks=MAX_BLOCKS,
+            thread_extents=extents,
+            max_threads_per_block=limits.max_threads_per_block,
+        ),
+    ]
+
+
+def _powers_of_two(low: int, high: int) -> list[int]:
+    return [1 << bit for bit in range(low.bit_length() - 1, high.bit_length())]
+
+
+# Schedule rules for LLVM functions that are no contractions: inlining, rfactor, tiling, threads and vectors.
+#
+# The order and the parameters follow the shape of TVM's own list; what differs comes from the target's limits: vector
+# loops are no longer than one vector register times four, and jobs are counted from the cores the process may use.
+
+JOBS_PER_CORE = 8
+CPU_UNROLL_STEPS = (0, 16, 64, 256)
+
+
+def llvm_rules(limits: CpuLimits) -> list[ms.ScheduleRule]:
+    """Return the rules in the order in which they are applied to each block."""
+    lanes = limits.vector_bytes // 4
+    rule = ms.schedule_rule
+    return [
+        rule.ApplyCustomRule(),
+        rule.InlineConstantScalars(),
+        rule.AutoInline(
+            into_producer=False,
+            into_consumer=True,
+            inline_const_tensor=True,
+            disallow_if_then_else=True,
+            require_injective=True,
+            require_ordered=True,
+            # Names of this TVM's operators; TVM's own list still says `tir.exp`, which no operator is called any more.
+            disallow_op=["tirx.exp", "tirx.erf", "tirx.tanh"],
+        ),
+        rule.AddRFactor(max_jobs_per_core=JOBS_PER_CORE, max_innermost_factor=4 * lanes),
+        rule.MultiLevelTiling(
+            structure="SSRSRS",
+            tile_binds=None,
+            max_innermost_factor=4 * lanes,
+            vector_load_lens=None,
+            reuse_read=None,
+            reuse_write=rule.ReuseType(req="may", levels=[1, 2], scope="global"),
+        ),
+        rule.ParallelizeVectorizeUnroll(
+            max_jobs_per_core=JOBS_PER_CORE,
+            max_vectorize_extent=4 * lanes,
+            unroll_max_steps=list(CPU_UNROLL_STEPS),
+            unroll_explicit=True,
+        ),
+        rule.RandomComputeLocation(),
+    ]
 
 
 def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator:

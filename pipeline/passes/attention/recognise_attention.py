@@ -9,10 +9,10 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.attention.find_attention import is_weighting, match_attention
+from relaxtune.pipeline.passes.attention.head_layout import Roundings
 from relaxtune.pipeline.passes.attention.kernel import AttentionFunctions, AttentionKernel, kernel_of
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking, masking_of
 from relaxtune.pipeline.passes.attention.of_tokens import of_tokens
-from relaxtune.pipeline.passes.attention.rounded_copies import Roundings
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op

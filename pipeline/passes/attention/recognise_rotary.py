@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax, te, tirx
 
-from relaxtune.pipeline.passes.attention.head_layout import readings_of
-from relaxtune.pipeline.passes.attention.rounded_copies import Roundings
+from relaxtune.pipeline.passes.attention.head_layout import Roundings, readings_of
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, is_view
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, either_way, is_op, numbers_beside

@@ -1,4 +1,4 @@
-"""Pass: precision "tf32": what float32 matmuls and convolutions read has the mantissa of tensor cores."""
+"""Passes: precision "tf32": what float32 matmuls and convolutions read has the mantissa of tensor cores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, with_functions
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.marks import TF32_ATTR
+from relaxtune.schedules.search.tensor_tile import has_tensor_tiles, multiplies_float32
 
 _CONTRACTIONS = ("matmul", "nn.conv1d", "nn.conv2d")
 # Of float32's 23 bits of mantissa tf32 has the first 10.
@@ -77,3 +79,21 @@ def _tf32(x: te.Tensor) -> te.Tensor:
         return tirx.Select(tirx.isnan(value), value, rounded)
 
     return te.compute(x.shape, element, name="round_to_tf32")
+
+
+def mark_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
+    """Return `mod` with an attribute on the PrimFuncs that tensor cores may multiply in tf32.
+
+    Only after `round_to_tf32`, for CUDA targets that have tf32, and matmuls of float32 that the search has a space for:
+    to be marked tells a task apart from the same one in float32, whose records must not serve it, nor its records that.
+    Tensor cores read 19 bits of an operand; what the rounding pass has not seen would be truncated.
+    """
+    if not state.tf32 or not has_tensor_tiles(state.target):
+        return mod
+    marked = {
+        var: func.with_attr(TF32_ATTR, True)
+        for var, func in mod.functions_items()
+        if isinstance(func, tirx.PrimFunc) and multiplies_float32(func)
+    }
+    state.note(f"{len(marked)} kernels may multiply in tf32")
+    return with_functions(mod, marked)

@@ -36,7 +36,7 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     nothing else uses their memory. A module whose inputs are static runs as one CUDA graph: its first kernel starts
     when all before the launch of the graph has ended, and each result has memory of its own
     (`pipeline.codegen.cuda_graph`). Compiled without a graph, kernels start one after another
-    (`pipeline.codegen.dependent_launch`).
+    (`pipeline.codegen.cuda_graph`).
     """
     if state.target.kind.name != "cuda":
         return mod

@@ -14,7 +14,7 @@ from tvm import tirx
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule
-from relaxtune.pipeline.artifact.determinism import describe_determinism
+from relaxtune.pipeline.artifact.determinism import describe_determinism, uses_atomics
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import parse_manifest
 from relaxtune.pipeline.artifact.runtime import Module
@@ -22,7 +22,6 @@ from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.validate.array_comparison import differing_bits
 from relaxtune.pipeline.validate.report import RepeatReport
 from relaxtune.pipeline.validate.validation import Observation, repeat_runs, validate
-from relaxtune.schedules.gpu.atomics import uses_atomics
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Route
 from tests import warm_python

@@ -15,8 +15,8 @@ from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.batch import unchanged
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.plan import parse_plan
-from relaxtune.pipeline.gate import predecessor
-from relaxtune.pipeline.gate.predecessor import slower_than_last
+from relaxtune.pipeline.gate import latency
+from relaxtune.pipeline.gate.latency import slower_than_last
 from relaxtune.tuning_db.cell_states import CellState
 
 INPUTS = {"x": np.ones((64, 256), np.float32)}
@@ -57,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_an_artifact_that_is_slower_is_told_by_how_much(
     built: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predecessor, "_SECONDS", 0.3)
+    monkeypatch.setattr(latency, "_SECONDS", 0.3)
     fast, slow = built
     told = slower_than_last(slow, fast, INPUTS, 0.5)
     assert told is not None

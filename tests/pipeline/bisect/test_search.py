@@ -26,7 +26,7 @@ from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.step import Phase, Step, stock
+from relaxtune.pipeline.passes.order import Phase, Step, stock
 from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import FaultyPass, build, edited_constant

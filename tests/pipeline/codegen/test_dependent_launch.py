@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from relaxtune.pipeline.artifact.compile import apply_choices
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.codegen.dependent_launch import without_dependent_launch
+from relaxtune.pipeline.codegen.cuda_graph import without_dependent_launch
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower

@@ -17,7 +17,7 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.dashboard import counts, pages, slow_pages
+from relaxtune.pipeline.dashboard import pages, server
 from relaxtune.pipeline.dashboard.artifact_pages import artifact as artifact_page
 from relaxtune.pipeline.dashboard.artifact_pages import compare
 from relaxtune.pipeline.dashboard.gate_pages import gate, gates
@@ -74,8 +74,8 @@ def test_first_page_does_not_wait_for_a_count(
         go_on.wait(30)
         return {Status.OK: 7}
 
-    monkeypatch.setattr(counts, "count_by_status", slow)
-    counted = counts.StatusCounts(database, wait_s=0.01)
+    monkeypatch.setattr(server, "count_by_status", slow)
+    counted = server.StatusCounts(database, wait_s=0.01)
     assert "being counted" in overview(database, counted.newest()).body
     go_on.set()
     deadline = time.monotonic() + 30
@@ -210,9 +210,9 @@ def test_a_page_that_was_left_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
         made.append("made")
         return Page(f"number {len(made)}", "")
 
-    slow = slow_pages.SlowPages(0.05)
+    slow = server.SlowPages(0.05)
     assert slow.get("/a", make).waits
-    monkeypatch.setattr(slow_pages, "_KEPT_S", -1.0)  # every page is old once it is ready
+    monkeypatch.setattr(server, "_KEPT_S", -1.0)  # every page is old once it is ready
     go_on.set()
     deadline = time.monotonic() + 60
     while not made:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from relaxtune.pipeline.experiment.bounds import centre
+from relaxtune.pipeline.experiment.experiment import centre
 
 
 def test_bounds_are_the_pairwise_means_that_the_exact_distribution_names() -> None:

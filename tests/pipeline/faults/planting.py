@@ -24,7 +24,7 @@ from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower, lowering_steps
 from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, main_of, with_main
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.step import Step
+from relaxtune.pipeline.passes.order import Step
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR

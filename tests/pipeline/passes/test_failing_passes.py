@@ -13,7 +13,7 @@ import tvm
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes import LoweringOptions, lower, lowering_steps
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.step import Phase, Step
+from relaxtune.pipeline.passes.order import Phase, Step
 from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.lowered_zoo import (
     FP32_TOLERANCE,

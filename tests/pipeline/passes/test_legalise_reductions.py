@@ -18,7 +18,7 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.tasks.extract import extract_tasks
-from relaxtune.pipeline.validate.fill_with_nan import poisoned_kernels
+from relaxtune.pipeline.validate.validation import poisoned_kernels
 from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.importer.onnx_cases import make_model, run_reference
 from tests.pipeline.passes.pass_cases import UNOPTIMISED, run_lowered

@@ -12,7 +12,7 @@ from tvm import te, tirx, topi
 
 from relaxtune.schedules.fallback import fallback_with_rules
 from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
-from relaxtune.schedules.gpu.element_reduction import ElementReduction
+from relaxtune.schedules.gpu.dlight_rules import ElementReduction
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import prim_func
 

@@ -8,7 +8,7 @@ import tvm
 from tvm import te, tirx, topi
 
 from relaxtune.schedules.fallback import apply_fallback
-from relaxtune.schedules.gpu.unit_reductions import without_unit_reductions
+from relaxtune.schedules.gpu.dlight_rules import without_unit_reductions
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.blocks import list_blocks
 from tests.schedules.kernel_cases import prim_func

@@ -4,8 +4,7 @@ import numpy as np
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of
-from relaxtune.pipeline.passes.kit.keys import key_of
+from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, key_of, main_of
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Rewriter, rename_bindings, replace_found, rewrite
 from tests.pipeline.passes.pass_cases import assert_agrees, graph_of, operators_of, run_module, state_of
 
