@@ -15,7 +15,6 @@ from relaxtune.models import ModelError, OnnxModel, list_models, load_model, ran
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import profile_of, read_histogram
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact_jobs import ValidationRequest, bench_artifact, compare_builds, validate_artifact
 from relaxtune.pipeline.batch.driver import BatchRun
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
 from relaxtune.pipeline.batch.plan import nearest, read_plan
@@ -30,12 +29,13 @@ from relaxtune.pipeline.errors import (
     UsageError,
     ValidationFailedError,
 )
-from relaxtune.pipeline.explain import Explanation, explain_model
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.gate.latency import LatencyLimit
-from relaxtune.pipeline.inspect import Inspection, inspect_model
-from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
-from relaxtune.pipeline.jobs import compile_model, tune_model
+from relaxtune.pipeline.jobs.artifacts import ValidationRequest, bench_artifact, validate_artifact
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model, tune_model
+from relaxtune.pipeline.jobs.explain import Explanation, explain_model
+from relaxtune.pipeline.jobs.inspect import Inspection, inspect_model
+from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.recording import CallRecorder
@@ -44,6 +44,7 @@ from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_for
+from relaxtune.pipeline.validate.builds import compare_builds
 from relaxtune.pipeline.validate.comparison import Comparison
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.schedules.errors import ScheduleError

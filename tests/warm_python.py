@@ -37,7 +37,7 @@ from typing import NoReturn
 MODULES = (
     "relaxtune.pipeline.batch.worker",
     "relaxtune.pipeline.cli.app",
-    "relaxtune.pipeline.jobs",
+    "relaxtune.pipeline.jobs.compile_and_tune",
     "relaxtune.pipeline.onnx_runtime.worker",
     "relaxtune.pipeline.tuning.local.build_worker",
     "relaxtune.pipeline.workers.fork_server",

@@ -22,9 +22,9 @@ import relaxtune
 from benchmarks.this_run import run_facts
 from relaxtune.api import ModelOptions
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact_jobs import reference_model
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
+from relaxtune.pipeline.validate.builds import reference_model
 from relaxtune.pipeline.validate.validation import sample_inputs
 
 RESULTS = Path(__file__).parents[1] / "results" / "rebuilds.json"

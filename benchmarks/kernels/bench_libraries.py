@@ -29,7 +29,7 @@ from relaxtune.pipeline.bench.measure import measure, module_arm
 from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.cli.output import stdout_console
 from relaxtune.pipeline.environment import target_key
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tasks.task import TuningTask

@@ -24,10 +24,10 @@ from pathlib import Path
 from relaxtune.pipeline.artifact.export import versions
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.environment import target_key
-from relaxtune.pipeline.job_values import TuneRequest
-from relaxtune.pipeline.jobs import finish_tuned
+from relaxtune.pipeline.jobs.compile_and_tune import finish_tuned
+from relaxtune.pipeline.jobs.tuned_model import TunedModel, untuned_kernels
+from relaxtune.pipeline.jobs.values import TuneRequest
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, timed_stages
-from relaxtune.pipeline.tuned_model import TunedModel, untuned_kernels
 from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.schedules.marks import SCHEDULED_ATTR, as_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates

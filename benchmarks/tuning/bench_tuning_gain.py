@@ -34,11 +34,11 @@ from relaxtune.pipeline.bench.measure import OWN_ARM, UNTUNED_ARM
 from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.cli.app import expected_errors
+from relaxtune.pipeline.jobs.tuned_model import TunedModel, tune_prepared, untuned_kernels
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.report.ceilings import known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, judged
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuned_model import TunedModel, tune_prepared, untuned_kernels
 from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import Effort, options_for
 from relaxtune.pipeline.tuning.progress import SilentProgress

@@ -40,7 +40,7 @@ from relaxtune.pipeline.bench.measure import (
     run_conditions,
 )
 from relaxtune.pipeline.environment import cpu_name
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.runtime.threads import configure_threads
 

@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 import tvm
 
-from relaxtune.pipeline.artifact_jobs import bench_artifact
 from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.environment import cpu_name
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.artifacts import bench_artifact
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.runtime.threads import configure_threads

@@ -48,7 +48,7 @@ def build(directory: Path, cases: tuple[Case, ...], targets: list[str], jobs: in
 
 def build_case(directory: Path, case: Case, targets: list[str]) -> None:
     """Compile a case for every target that DIR lacks."""
-    from relaxtune.pipeline.jobs import compile_model
+    from relaxtune.pipeline.jobs.compile_and_tune import compile_model
     from relaxtune.pipeline.prepare import ModelRequest
 
     for target in targets:

@@ -35,7 +35,7 @@ PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16")
 def measure(model: str, precision: str, target: str, sequence: int) -> dict[str, Any]:
     """Return what one compilation gave: seconds, sizes, and each output's validation and drift."""
     from relaxtune.models.zoo import get_preset
-    from relaxtune.pipeline.jobs import compile_model
+    from relaxtune.pipeline.jobs.compile_and_tune import compile_model
     from relaxtune.pipeline.passes import LoweringOptions
     from relaxtune.pipeline.prepare import ModelRequest
 

@@ -41,10 +41,10 @@ from relaxtune.pipeline.cli.app import expected_errors
 from relaxtune.pipeline.cli.output import stdout_console
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.job_values import CompileResult, TuneRequest
-from relaxtune.pipeline.jobs import compile_model, tune_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model, tune_model
+from relaxtune.pipeline.jobs.tuned_model import rerank_prepared, select_as_measured
+from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
-from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
 from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.session import tune

@@ -24,8 +24,8 @@ from relaxtune.pipeline.batch.plan import Plan, parse_plan
 from relaxtune.pipeline.batch.tasks import group_job, group_options, group_targets, trials_of
 from relaxtune.pipeline.batch.unchanged import cell_key, find_unchanged
 from relaxtune.pipeline.errors import InterruptedEarlyError, PipelineError
-from relaxtune.pipeline.jobs import not_here
-from relaxtune.pipeline.tuned_model import tune_tasks
+from relaxtune.pipeline.jobs.compile_and_tune import not_here
+from relaxtune.pipeline.jobs.tuned_model import tune_tasks
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
 from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.schedules.targets import ResolvedTarget

@@ -15,10 +15,10 @@ from relaxtune.pipeline.bench.measure import ORT_ARM, OWN_ARM, UNTUNED_ARM
 from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.job_outcomes import artifact_of
-from relaxtune.pipeline.job_values import TuneRequest, TuneResult
-from relaxtune.pipeline.jobs import Beforehand, finish_tuned
+from relaxtune.pipeline.jobs.compile_and_tune import Beforehand, finish_tuned
+from relaxtune.pipeline.jobs.tuned_model import select_tuned
+from relaxtune.pipeline.jobs.values import TuneRequest, TuneResult
 from relaxtune.pipeline.prepare import PreparedModel, prepare_model, timed_stages
-from relaxtune.pipeline.tuned_model import select_tuned
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.record import job_task
 from relaxtune.tuning_db.batches import move_cell

@@ -12,11 +12,11 @@ from relaxtune.pipeline.batch.cells import Cell, source_key
 from relaxtune.pipeline.batch.plan import Plan
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, target_key
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.jobs import not_here
+from relaxtune.pipeline.jobs.compile_and_tune import not_here
+from relaxtune.pipeline.jobs.tuned_model import TuningJob
 from relaxtune.pipeline.prepare import Imported, ModelRequest, PreparedModel, import_request, prepare_model
 from relaxtune.pipeline.tasks.extract import unique_name
 from relaxtune.pipeline.tasks.task import TaskFacts, TuningTask
-from relaxtune.pipeline.tuned_model import TuningJob
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.options import LEVELS, TuningOptions, options_for
 from relaxtune.pipeline.tuning.task_start import TaskStart

@@ -102,7 +102,7 @@ class CellWorker:
         """Do what is asked for, in this process."""
         from relaxtune.pipeline.batch.finishing import finish_cell
         from relaxtune.pipeline.batch.tasks import CellTasks, prepare_alike, prepare_cell
-        from relaxtune.pipeline.jobs import make_beforehand
+        from relaxtune.pipeline.jobs.compile_and_tune import make_beforehand
         from relaxtune.pipeline.tuning.measure.device_turn import turn_of
         from relaxtune.tuning_db.store import TuningDatabase
 

@@ -45,10 +45,10 @@ from relaxtune.pipeline.output_file import output_file
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.artifact_jobs import ValidatedArtifact, ValidationRequest
     from relaxtune.pipeline.bench.lengths import LengthsReport
     from relaxtune.pipeline.bench.request import BenchRequest
     from relaxtune.pipeline.bisect import Bisection, FaultyKernel
+    from relaxtune.pipeline.jobs.artifacts import ValidatedArtifact, ValidationRequest
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class ValidateOptions:
 
     def request(self, tolerance: ToleranceOptions) -> ValidationRequest:
         """Return what the validation is asked for."""
-        from relaxtune.pipeline.artifact_jobs import ValidationRequest
+        from relaxtune.pipeline.jobs.artifacts import ValidationRequest
         from relaxtune.pipeline.validate.drift_report import DriftOptions
 
         drift = DriftOptions(tuple(self.logits or ()), self.tokens)
@@ -93,9 +93,9 @@ def validate_command(
     The tolerance is by dtype and precision if it is not given.
     """
     from relaxtune.pipeline.artifact.directory import record_validation
-    from relaxtune.pipeline.artifact_jobs import validate_artifact
     from relaxtune.pipeline.bisect import check_kernels
     from relaxtune.pipeline.bisect import render as render_bisection
+    from relaxtune.pipeline.jobs.artifacts import validate_artifact
     from relaxtune.pipeline.validate.drift_report import render_drift
     from relaxtune.pipeline.validate.report import render
 
@@ -160,7 +160,7 @@ def compare(
     Exits 3 only beyond what is asked for: equal bits (--exact) or a tolerance; of --rtol and --atol, one that is not
     given is 0 then.
     """
-    from relaxtune.pipeline.artifact_jobs import compare_builds
+    from relaxtune.pipeline.validate.builds import compare_builds
     from relaxtune.pipeline.validate.comparison import render
     from relaxtune.pipeline.validate.tolerances import Tolerance
 
@@ -246,8 +246,8 @@ def bench(
     hide nothing. --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Exits 1 where a
     peer cannot run the model, 3 where its outputs are wrong; one that is not installed is left out.
     """
-    from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_batches, bench_lengths
     from relaxtune.pipeline.bench.measure import render
+    from relaxtune.pipeline.jobs.artifacts import bench_artifact, bench_batches, bench_lengths
 
     require_signed(verify_key, directory, *(beside or ()))
     request = options.request()
@@ -344,7 +344,7 @@ def _bisect(
     A bisection that is not possible is told and changes nothing: the validation has failed all the same.
     """
     from relaxtune.pipeline.bisect import bisect
-    from relaxtune.pipeline.reproduction import write_reproduction
+    from relaxtune.pipeline.jobs.reproduction import write_reproduction
 
     module, model, report = done.module, done.model, done.report
     if report.passed:

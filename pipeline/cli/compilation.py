@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.artifact.manifest import Manifest
     from relaxtune.pipeline.choose.norm_forms import NormFormsReport
     from relaxtune.pipeline.choose.rerank import RerankReport
-    from relaxtune.pipeline.job_values import CompileResult, TuneResult
+    from relaxtune.pipeline.jobs.values import CompileResult, TuneResult
     from relaxtune.pipeline.prepare import ModelRequest
 
 
@@ -181,8 +181,8 @@ def tune(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Import, tune, compile, validate and export a model: the main job."""
-    from relaxtune.pipeline.job_values import TuneRequest
-    from relaxtune.pipeline.jobs import tune_model
+    from relaxtune.pipeline.jobs.compile_and_tune import tune_model
+    from relaxtune.pipeline.jobs.values import TuneRequest
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
     request = model.request()
@@ -212,7 +212,7 @@ def compile_command(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compile a model from records, without measuring; tasks without one take a template's default or the fallback."""
-    from relaxtune.pipeline.jobs import compile_model
+    from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 
     result = compile_model(
         model.request(),

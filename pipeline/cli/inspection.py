@@ -14,7 +14,7 @@ from relaxtune.pipeline.cli.output import OutputFormat, TableView, print_json, p
 from relaxtune.pipeline.errors import ImportFailedError
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.inspect import Inspection
+    from relaxtune.pipeline.jobs.inspect import Inspection
 
 _SIGNATURE_CHARS = 100
 
@@ -32,7 +32,7 @@ def inspect(
     Exits 1 when a node cannot be imported, or when compiling would refuse the model; without --code, the code of its
     kernels is not tried.
     """
-    from relaxtune.pipeline.inspect import inspect_model
+    from relaxtune.pipeline.jobs.inspect import inspect_model
 
     inspection = inspect_model(model.request(), code=code)
     if output_format is OutputFormat.JSON:

@@ -15,7 +15,6 @@ from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs, limits_of
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact_jobs import Arrays, compare_builds, reference_model
 from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
@@ -32,6 +31,7 @@ from relaxtune.pipeline.gate.checks import (
 )
 from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, compare_latency
 from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.pipeline.validate.builds import Arrays, compare_builds, reference_model
 from relaxtune.pipeline.validate.padding_trials import route_sizes
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.tuning_db.gates import record_gate

@@ -22,7 +22,6 @@ from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.artifact_jobs import manifest_model
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import untuned_function
@@ -32,6 +31,7 @@ from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.extract import as_workload, extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.validate.builds import manifest_model
 from relaxtune.pipeline.validate.comparison import Difference, OutputDrift, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.marks import as_scheduled

@@ -25,8 +25,8 @@ from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.artifact_jobs import Arrays
     from relaxtune.pipeline.gate.gate import GateLimits, GateReport
+    from relaxtune.pipeline.validate.builds import Arrays
 
 _TAG = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 # Steps that a tag can be rolled back after a collection, and seconds that an artifact is kept that no tag needs.

@@ -27,7 +27,7 @@ from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.inspect import inspect_model
+from relaxtune.pipeline.jobs.inspect import inspect_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.validate.reference import Reference

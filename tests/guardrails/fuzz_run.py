@@ -13,7 +13,7 @@ import numpy as np
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.array_comparison import STILL, Movement, compare_arrays

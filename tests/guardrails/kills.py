@@ -42,7 +42,7 @@ from sqlalchemy import text
 from relaxtune.pipeline import temporary
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.cli.app import main as relaxtune
-from relaxtune.pipeline.jobs import tune_model  # noqa: F401  # imported before the first fork
+from relaxtune.pipeline.jobs.compile_and_tune import tune_model  # noqa: F401  # imported before the first fork
 from relaxtune.tuning_db.records import Mode, Status
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.tuning_db.postgres_server import Server, restartable_server

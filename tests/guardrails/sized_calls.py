@@ -20,7 +20,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.errors import ModelError
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.validation import sample_inputs
 from tests.guardrails.graph_judge import Outcome, Status, judge, line

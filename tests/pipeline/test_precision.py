@@ -14,8 +14,8 @@ from relaxtune.models import load_model
 from relaxtune.pipeline.artifact.manifest import parse_manifest
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.job_values import CompileResult
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
+from relaxtune.pipeline.jobs.values import CompileResult
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.precision.round_to_tf32 import tf32_array
 from relaxtune.pipeline.prepare import ModelRequest

@@ -14,7 +14,7 @@ from relaxtune.models import load_model, random_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.manifest import parse_manifest
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of
 from relaxtune.pipeline.prepare import ModelRequest

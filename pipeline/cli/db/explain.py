@@ -13,7 +13,7 @@ from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.explain import ExplainedKernel
+    from relaxtune.pipeline.jobs.explain import ExplainedKernel
     from relaxtune.tuning_db.winner import Considered
 
 # Rows of one kernel in the table, beside the record taken; JSON and CSV have all.
@@ -27,7 +27,7 @@ def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabases
 
     It looks records up as `compile` does for --target, shapes and precision, and compiles nothing.
     """
-    from relaxtune.pipeline.explain import explain_model
+    from relaxtune.pipeline.jobs.explain import explain_model
 
     found = explain_model(model.request(), table.db, shared_db or ())
     if table.output_format is DataFormat.CSV:

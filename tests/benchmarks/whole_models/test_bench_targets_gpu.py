@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.gpu_arms.cases import find_cases
 from benchmarks.whole_models import bench_targets_gpu
-from relaxtune.pipeline import jobs
+from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.pipeline.prepare import ModelRequest
 
 

@@ -17,7 +17,7 @@ from relaxtune.pipeline.artifact.export import share_weights
 from relaxtune.pipeline.artifact.manifest import parse_manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference
 from tests.unoptimised import UNOPTIMISED_TEXT

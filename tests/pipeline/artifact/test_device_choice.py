@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.artifact.compile import runs_here
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.schedules.targets import resolve_target
 

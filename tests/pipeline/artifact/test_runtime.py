@@ -24,7 +24,7 @@ from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.runtime.threads import default_threads

@@ -10,7 +10,7 @@ from relaxtune.models import load_model
 from relaxtune.models.inputs import random_inputs
 from relaxtune.models.unpadding import ENTRY
 from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.reference import Reference

@@ -18,7 +18,6 @@ import pytest
 
 import relaxtune
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.batch import board, worker
 from relaxtune.pipeline.batch.cells import Cell, list_cells
@@ -32,6 +31,7 @@ from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.batch.worker import CellWorker, PrepareWork, Work
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.cli.app import main
+from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.tuning_db.batches import batch_key, get_batch, list_attempts, move_cell, start_batch

@@ -10,13 +10,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import relaxtune
-from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.batch import unchanged
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.gate import latency
 from relaxtune.pipeline.gate.latency import slower_than_last
+from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.tuning_db.cell_states import CellState
 
 INPUTS = {"x": np.ones((64, 256), np.float32)}

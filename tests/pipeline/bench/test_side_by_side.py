@@ -18,12 +18,12 @@ from onnx import TensorProto, helper, numpy_helper
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import save_model
-from relaxtune.pipeline.artifact_jobs import bench_artifact, bench_batches
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder, run_together
 from relaxtune.pipeline.bench.peers.process import PeerMissingError, PeerProcess
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.artifacts import bench_artifact, bench_batches
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.workers import limits
 

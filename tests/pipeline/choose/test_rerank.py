@@ -17,10 +17,10 @@ from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import target_key
+from relaxtune.pipeline.jobs.tuned_model import rerank_prepared, select_as_measured
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tasks.task import TuningTask
-from relaxtune.pipeline.tuned_model import rerank_prepared, select_as_measured
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel

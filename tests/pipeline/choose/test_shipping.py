@@ -17,8 +17,8 @@ from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model, read_decision
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side
+from relaxtune.pipeline.jobs.tuned_model import record_shipped, select_as_measured, untuned_kernels
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from relaxtune.pipeline.tuned_model import record_shipped, select_as_measured, untuned_kernels
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.tuning_db.errors import DatabaseOpenError

@@ -17,9 +17,9 @@ from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment
+from relaxtune.pipeline.jobs.tuned_model import choose_kernels
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
-from relaxtune.pipeline.tuned_model import choose_kernels
 from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.schedules.search.space import list_designs

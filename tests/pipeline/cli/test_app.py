@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.job_values import TuneRequest
+from relaxtune.pipeline.jobs.values import TuneRequest
 from relaxtune.tuning_db.records import Mode
 
 # The package has a name `app`, too.
@@ -32,7 +32,7 @@ def test_a_rare_setting_is_an_option_and_a_key_of_set(setting: list[str], monkey
         kept.append(request)
         raise UsageError("far enough")
 
-    monkeypatch.setattr("relaxtune.pipeline.jobs.tune_model", tune_model)
+    monkeypatch.setattr("relaxtune.pipeline.jobs.compile_and_tune.tune_model", tune_model)
     with pytest.raises(SystemExit):
         app_module.main(["tune", "bert-tiny", *setting, "--set", "norm-forms=false", "--set", "mode=force"])
     assert (kept[0].tuning.rerank, kept[0].tuning.norm_forms, kept[0].tuning.mode) == (6, False, Mode.FORCE)
@@ -57,7 +57,7 @@ def test_the_default_database_is_used_if_it_is_there(tmp_path: Path, monkeypatch
         used.append(None if database is None else str(database))
         raise UsageError("far enough")
 
-    monkeypatch.setattr("relaxtune.pipeline.jobs.compile_model", compile_model)
+    monkeypatch.setattr("relaxtune.pipeline.jobs.compile_and_tune.compile_model", compile_model)
     monkeypatch.chdir(tmp_path)
     for arguments in [], ["--db", "none"], ["--db", "other.db"]:
         with pytest.raises(SystemExit):

@@ -174,7 +174,10 @@ def wait(process, *_):
 module.MeasuringProcess._measure = wait
 """
 # What follows the search takes minutes: a second Ctrl-C comes in the middle of it, however fast the machine is.
-SLOW_END = "import time; from relaxtune.pipeline import jobs; jobs.compile_module = lambda *a, **k: time.sleep(600); "
+SLOW_END = (
+    "import time; from relaxtune.pipeline.jobs import compile_and_tune as jobs; "
+    "jobs.compile_module = lambda *a, **k: time.sleep(600); "
+)
 
 
 @pytest.fixture

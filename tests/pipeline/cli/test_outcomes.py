@@ -173,6 +173,6 @@ def test_a_command_that_runs_out_of_memory_says_so(relaxtune, monkeypatch) -> No
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError("Unable to allocate 3.6 TiB for an array")
 
-    monkeypatch.setattr("relaxtune.pipeline.inspect.inspect_model", refuse)
+    monkeypatch.setattr("relaxtune.pipeline.jobs.inspect.inspect_model", refuse)
     told = relaxtune("inspect", "bert-tiny", "--target", "llvm", code=1)
     assert "error: out of memory: Unable to allocate 3.6 TiB for an array" in told

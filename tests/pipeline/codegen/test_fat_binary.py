@@ -21,7 +21,7 @@ from relaxtune.pipeline.codegen import fat_binary
 from relaxtune.pipeline.codegen.cuda_compiler import compiler_release
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.schedules.errors import TargetError
 from relaxtune.schedules.targets import resolve_target

@@ -11,7 +11,7 @@ import pytest
 
 from relaxtune.pipeline.bisect import bisect
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.reproduction import write_reproduction
+from relaxtune.pipeline.jobs.reproduction import write_reproduction
 from relaxtune.pipeline.validate.validation import default_tolerance, sample_inputs
 from relaxtune.schedules.targets import ResolvedTarget
 from tests import warm_python

@@ -13,13 +13,13 @@ import pytest
 from relaxtune.pipeline.artifact.directory import load_manifest, record_validation
 from relaxtune.pipeline.artifact.entries import FileEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact_jobs import Arrays
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate import checks
 from relaxtune.pipeline.gate.checks import Verdict
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.gate.latency import LatencyLimit
 from relaxtune.pipeline.gate.report import render, to_junit, to_markdown
+from relaxtune.pipeline.validate.builds import Arrays
 from relaxtune.pipeline.validate.comparison import Comparison, compare_outputs
 from relaxtune.pipeline.validate.tolerances import Tolerance
 

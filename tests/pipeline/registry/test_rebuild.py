@@ -11,7 +11,7 @@ import pytest
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError, UsageError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.bundle import write_bundle
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact

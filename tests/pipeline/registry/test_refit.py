@@ -19,7 +19,7 @@ from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError, UsageError
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.lora import ADAPTER_FILE, CONFIG_FILE

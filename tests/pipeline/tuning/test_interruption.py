@@ -9,7 +9,7 @@ import pytest
 
 from relaxtune.pipeline.cli.app import exit_code_of
 from relaxtune.pipeline.errors import InterruptedEarlyError
-from relaxtune.pipeline.tuned_model import require_kept
+from relaxtune.pipeline.jobs.tuned_model import require_kept
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxtune.pipeline.tuned_model import _plain
+from relaxtune.pipeline.jobs.tuned_model import _plain
 from relaxtune.pipeline.tuning import session
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
@@ -90,7 +90,7 @@ def test_a_run_that_was_broken_off_goes_on(place: Place, database: TuningDatabas
 KILLED = """
 import dataclasses, json, sys
 from relaxtune.pipeline.environment import detect_environment, target_key
-from relaxtune.pipeline.tuned_model import _plain
+from relaxtune.pipeline.jobs.tuned_model import _plain
 from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target

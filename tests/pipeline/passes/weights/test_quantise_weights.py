@@ -10,7 +10,7 @@ from onnx import helper
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.prepare import ModelRequest

@@ -19,7 +19,7 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.importer.nearest import nearest_supported
 from relaxtune.pipeline.importer.unsupported import find_unsupported
-from relaxtune.pipeline.inspect import inspect_model, measure_cache
+from relaxtune.pipeline.jobs.inspect import inspect_model, measure_cache
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, with_main
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 
@@ -123,7 +123,7 @@ def test_model_whose_memory_cannot_be_planned_is_refused_as_compile_refuses_it(
     body = relax.SeqExpr([relax.DataflowBlock([*rest, *sizes])], main.body.body)
     late = relax.Function(main.params, body, main.ret_ty, main.is_pure, main.attrs)
     lowered = replace(prepared.lowered, mod=with_main(prepared.lowered.mod, late))
-    monkeypatch.setattr("relaxtune.pipeline.inspect.prepare_model", lambda _: replace(prepared, lowered=lowered))
+    monkeypatch.setattr("relaxtune.pipeline.jobs.inspect.prepare_model", lambda _: replace(prepared, lowered=lowered))
     with pytest.raises(LoweringError, match=r"memory of case for llvm .* cannot be planned"):
         inspect_model(prepared.request)
     with pytest.raises(LoweringError, match=r"memory of case for llvm .* cannot be planned"):
@@ -143,7 +143,7 @@ def test_model_whose_kernels_have_no_code_is_refused_where_that_is_asked(
     mod = prepared.lowered.mod.clone()
     mod.update_func(mod.get_global_var("tir_negative"), te.create_prim_func([x, y]))
     faulty = replace(prepared, lowered=replace(prepared.lowered, mod=mod))
-    monkeypatch.setattr("relaxtune.pipeline.inspect.prepare_model", lambda _: faulty)
+    monkeypatch.setattr("relaxtune.pipeline.jobs.inspect.prepare_model", lambda _: faulty)
     assert not inspect_model(prepared.request).code
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(prepared.request.source)])

@@ -10,7 +10,7 @@ import pytest
 
 from relaxtune.pipeline.choose.model_records import ModelDecision, measured_model
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.explain import explain_model
+from relaxtune.pipeline.jobs.explain import explain_model
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.tuning_db.records import Mode, Route
 from relaxtune.tuning_db.store import TuningDatabase

@@ -10,10 +10,10 @@ import pytest
 from relaxtune.pipeline.choose import shipping as shipping_module
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Question
-from relaxtune.pipeline.job_values import TuneRequest
-from relaxtune.pipeline.jobs import compile_model, finish_tuned
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model, finish_tuned
+from relaxtune.pipeline.jobs.tuned_model import TunedModel, bucket_kernels, choose_kernels
+from relaxtune.pipeline.jobs.values import TuneRequest
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
-from relaxtune.pipeline.tuned_model import TunedModel, bucket_kernels, choose_kernels
 from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import keep, matmul, parallel_trace, record_of

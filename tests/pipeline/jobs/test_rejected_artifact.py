@@ -11,10 +11,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.pipeline import jobs
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import SIGNATURE_FILE
 from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.tuning_db.records import Mode
@@ -56,7 +56,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from relaxtune.models import load_model
-from relaxtune.pipeline import jobs
+from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.pipeline.prepare import ModelRequest
 from tests.unoptimised import UNOPTIMISED_TEXT
 

@@ -25,7 +25,7 @@ from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.bisect.tensors import OnnxTensors, onnx_tensors
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer.normalise import node_label
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.temporary import temporary_folder
@@ -260,7 +260,7 @@ import numpy as np
 
 from relaxtune.models import load_model
 from relaxtune.models.spec import numpy_dtype
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.artifact.runtime import Module

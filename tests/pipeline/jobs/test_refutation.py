@@ -9,10 +9,10 @@ import onnx
 import pytest
 from tvm import s_tir
 
-from relaxtune.pipeline.job_values import CompileResult
-from relaxtune.pipeline.jobs import compile_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
+from relaxtune.pipeline.jobs.refutation import refute_kernels
+from relaxtune.pipeline.jobs.values import CompileResult
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from relaxtune.pipeline.refutation import refute_kernels
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.tir.blocks import list_blocks

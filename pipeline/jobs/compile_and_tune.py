@@ -28,10 +28,8 @@ from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.errors import NothingMeasuredError, PipelineError, UsageError
 from relaxtune.pipeline.gate.latency import slower_than_last
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
-from relaxtune.pipeline.job_values import CompileResult, TuneRequest, TuneResult
-from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
-from relaxtune.pipeline.refutation import refute_kernels
-from relaxtune.pipeline.tuned_model import (
+from relaxtune.pipeline.jobs.refutation import refute_kernels
+from relaxtune.pipeline.jobs.tuned_model import (
     TunedModel,
     bucket_kernels,
     choose_kernels,
@@ -40,6 +38,8 @@ from relaxtune.pipeline.tuned_model import (
     tune_prepared,
     untuned_kernels,
 )
+from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResult
+from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.validate.acceptance import FAILED, NO_LIMITS, Limits, check_key, settle, validate_written
 from relaxtune.pipeline.validate.reference import Reference

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.jobs.tuned_model import UNTUNED, bucket_kernels, select_as_measured
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
-from relaxtune.pipeline.tuned_model import UNTUNED, bucket_kernels, select_as_measured
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.records import Mode, Route
 from relaxtune.tuning_db.urls import DatabasePlace

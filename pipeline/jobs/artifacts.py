@@ -1,4 +1,4 @@
-"""The jobs on a written artifact: validate it, measure it, compare it with another build."""
+"""The jobs on a written artifact: validate it, and measure it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
-from relaxtune.models import OnnxModel, load_model
+from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import batch_axis
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.models.size_histogram import SizePoint, check_axes, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
-from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
 from relaxtune.pipeline.bench.measure import OWN_ARM, BenchmarkReport
@@ -23,11 +20,10 @@ from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark, note_validation
-from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
+from relaxtune.pipeline.validate.builds import Arrays, reference_model
 from relaxtune.pipeline.validate.drift_report import DriftOptions
 from relaxtune.pipeline.validate.padding_trials import route_inputs, route_sizes, try_and_record
 from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.validation import (
     DEFAULT_REPEATS,
     DEFAULT_SAMPLES,
@@ -36,8 +32,6 @@ from relaxtune.pipeline.validate.validation import (
 )
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
-
-Arrays = Mapping[str, np.ndarray]
 
 # Different sizes of a histogram that are measured.
 _LENGTHS_MAX = 24
@@ -66,36 +60,6 @@ class ValidatedArtifact:
     model: OnnxModel
     inputs: Sequence[Arrays]
     report: ValidationReport
-
-
-def reference_model(module: Module, source: str | Path | None = None) -> OnnxModel:
-    """Return the ONNX model that a loaded artifact was compiled from; see `manifest_model`."""
-    return manifest_model(module.manifest, source)
-
-
-def manifest_model(manifest: Manifest, source: str | Path | None = None) -> OnnxModel:
-    """Return the ONNX model that an artifact was compiled from, at the artifact's shapes.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the artifact.
-    source : str, Path or None
-        Where the model is now; None looks where it was.
-
-    Raises
-    ------
-    UsageError
-        This is another model.
-    """
-    shapes = {spec.name: spec.shape for spec in manifest.inputs}
-    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
-    if model.sha256 != manifest.model_sha256:
-        raise UsageError(
-            f"{source or manifest.source} is not the model this artifact was compiled from: expected sha256 "
-            f"{manifest.model_sha256}, got {model.sha256}. Name that model with --model, or compile this one"
-        )
-    return model
 
 
 def validate_artifact(
@@ -235,62 +199,3 @@ def _bench_points(
     check_axes(points, model.inputs)
     check_axes([SizePoint(tuple(asked.dims.items()), 1)], model.inputs, "--dim")
     return measure_lengths(dict(zip(names, loaded, strict=True)), model, points, asked)
-
-
-def compare_builds(
-    first: Path | Arrays,
-    second: Path | Arrays,
-    *,
-    names: tuple[str, str] | None = None,
-    inputs: Arrays | Sequence[Arrays] | None = None,
-    source: str | Path | None = None,
-    samples: int = DEFAULT_SAMPLES,
-    seed: int = 0,
-    exact: bool = False,
-    tolerance: Tolerance | None = None,
-) -> Comparison:
-    """Return how two builds of a model differ.
-
-    Parameters
-    ----------
-    first, second : Path or mapping
-        An artifact's directory, or the outputs that a build gave elsewhere.
-    names : tuple or None
-        What the report calls them.
-    inputs : mapping, sequence of mappings or None
-        What artifacts are run on, one call or several; None draws `samples` random inputs, for two artifacts.
-    source : str, Path or None
-        The ONNX model, where it is not where the first artifact says.
-    exact, tolerance : bool, Tolerance or None
-        What is asked for; without either every difference passes.
-
-    Raises
-    ------
-    UsageError
-        One side are outputs, and their inputs are not given.
-    """
-    modules = [Module.load(side) if isinstance(side, Path) else None for side in (first, second)]
-    a, b = modules
-    shown = names or (str(first) if a else "outputs", str(second) if b else "outputs")
-    given: Sequence[Arrays] = []
-    if inputs is not None:
-        given = [inputs] if isinstance(inputs, Mapping) else inputs
-    elif a is not None and b is not None:
-        model = reference_model(a, source)
-        sizes = sizes_within(model, {**b.manifest.maxima, **a.manifest.maxima})
-        given = sample_inputs(model, samples=samples, seed=seed, dims=sizes)
-    elif a is not None or b is not None:
-        raise UsageError(
-            f"{shown[0] if a is None else shown[1]} holds outputs, and their inputs are not given; give those that "
-            "it was run on with --inputs X.npz"
-        )
-    outputs = [
-        [module.run(sample) for sample in given] if module is not None else [side]
-        for side, module in zip((first, second), modules, strict=True)
-    ]
-    asked = "no bit" if exact else ""
-    if tolerance is not None and not exact:
-        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x RMS"
-    drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=None if exact else tolerance)  # type: ignore[arg-type]
-    kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
-    return Comparison(*shown, drift, kernels, builds, asked)
