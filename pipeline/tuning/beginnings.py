@@ -98,7 +98,8 @@ class Beginnings:
             return
         if reference.artifact is None:
             where = "CPU" if reference.purpose is Purpose.REFERENCE else "device"
-            logger.warning("task %s has no reference on the %s: %s", state.task.name, where, last_line(outcome.error))
+            why = f"{outcome.status}: {last_line(outcome.error)}"
+            logger.warning("task %s has no reference on the %s: %s", state.task.name, where, why)
         elif reference.purpose is Purpose.REFERENCE:
             state.spec = replace(state.spec, host_reference=reference.artifact)
         else:
