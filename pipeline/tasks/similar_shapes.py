@@ -27,19 +27,13 @@ _DIGITS = 9
 
 @dataclass(frozen=True)
 class NearRecords:
-    """The best decisions of near shapes, the nearest shape's first.
+    """The best decisions of near shapes, the nearest shape's first."""
 
-    Attributes
-    ----------
-    traces, parameters
-        Of the search, and of templates.
-    saved
-        The largest part of its fallback's latency that the search saved at a near shape, from 0 to 1; None where that
-        is known of none. That it saved nothing is known only of a shape with `_RECORDS_MAX` valid candidates.
-    """
-
+    # Of the search, and of templates.
     traces: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    # The largest part of its fallback's latency that the search saved at a near shape, from 0 to 1; None where that is
+    # known of none. That it saved nothing is known only of a shape with `_RECORDS_MAX` valid candidates.
     saved: float | None = None
 
 

@@ -22,43 +22,25 @@ class SizeOfTable:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What is known of a kernel to make, without its code.
+    """What is known of a kernel to make, without its code."""
 
-    Attributes
-    ----------
-    name
-        Name of the PrimFunc in its first module; unique within a job.
-    workload_hash
-        Structural hash of its module as text: the key of MetaSchedule traces.
-    family
-        Operator family: "matmul", "batch_matmul", "conv", "norm", "softmax", "reduction", "gather", "elementwise", ...
-    signature
-        What the kernel means, independent of its IR: canonical JSON text of the family, the sizes (M, N, K, batch ...),
-        dtypes and the epilogue; the key of template and library parameters.
-    weight
-        How often it runs in one inference, summed over the job's models.
-    flops, bytes
-        Arithmetic operations and bytes read plus written by one run (each buffer once).
-    onnx_nodes
-        Names of the ONNX nodes it computes, over all its calls.
-    functions
-        model name -> names of the PrimFuncs in that model's module which are this task.
-    index_ranges
-        Parameter position -> exclusive upper bound of the integers it may hold (for index arguments).
-    tables
-        The functions of symbolic sizes that this is one size of: its kernel may be in their tables.
-    """
-
-    name: str
-    workload_hash: str
+    name: str  # Name of the PrimFunc in its first module; unique within a job.
+    workload_hash: str  # Structural hash of its module as text: the key of MetaSchedule traces.
+    # Operator family: "matmul", "batch_matmul", "conv", "norm", "softmax", "reduction", "gather", "elementwise", ...
     family: str
+    # What the kernel means, independent of its IR: canonical JSON text of the family, the sizes (M, N, K, batch ...),
+    # dtypes and the epilogue; the key of template and library parameters.
     signature: str
-    weight: int
+    weight: int  # How often it runs in one inference, summed over the job's models.
+    # Arithmetic operations and bytes read plus written by one run (each buffer once).
     flops: float
     bytes: float
-    onnx_nodes: tuple[str, ...]
+    onnx_nodes: tuple[str, ...]  # Names of the ONNX nodes it computes, over all its calls.
+    # model name -> names of the PrimFuncs in that model's module which are this task.
     functions: Mapping[str, tuple[str, ...]]
+    # Parameter position -> exclusive upper bound of the integers it may hold (for index arguments).
     index_ranges: Mapping[int, int]
+    # The functions of symbolic sizes that this is one size of: its kernel may be in their tables.
     tables: tuple[SizeOfTable, ...] = ()
 
     def joined(self, other: TaskFacts) -> Self:
@@ -74,15 +56,9 @@ class TaskFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class TuningTask(TaskFacts):
-    """One kernel to make.
+    """One kernel to make."""
 
-    Attributes
-    ----------
-    packed
-        `mod` as bytes: of a task, the module would be most of what a driver keeps.
-    """
-
-    packed: PackedModule
+    packed: PackedModule  # `mod` as bytes: of a task, the module would be most of what a driver keeps.
 
     @property
     def mod(self) -> tvm.ir.IRModule:

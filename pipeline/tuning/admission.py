@@ -45,23 +45,12 @@ StillTrue = Callable[[TuningTask, Sequence[TuningRecord]], Sequence[TuningRecord
 
 @dataclass(frozen=True)
 class Arrival:
-    """Tasks of one more model.
+    """Tasks of one more model."""
 
-    Attributes
-    ----------
-    tasks
-        A task that the run has already is tuned once, for the sum of the weights.
-    trials
-        Candidates that the run may measure for it; None where only time limits the run.
-    dropped
-        Workload hashes of tasks that no model wants any more.
-    starts
-        Workload hash -> the beginning of the task, where another process has found it already.
-    """
-
-    tasks: tuple[TuningTask, ...] = ()
-    trials: int | None = 0
-    dropped: frozenset[str] = frozenset()
+    tasks: tuple[TuningTask, ...] = ()  # A task that the run has already is tuned once, for the sum of the weights.
+    trials: int | None = 0  # Candidates that the run may measure for it; None where only time limits the run.
+    dropped: frozenset[str] = frozenset()  # Workload hashes of tasks that no model wants any more.
+    # Workload hash -> the beginning of the task, where another process has found it already.
     starts: Mapping[str, TaskStart] = field(default_factory=dict)
 
 

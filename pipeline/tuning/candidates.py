@@ -63,33 +63,20 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A decision that may be tried for a task.
+    """A decision that may be tried for a task."""
 
-    Attributes
-    ----------
-    route, decision
-        As they are recorded.
-    module
-        The scheduled module, or its recipe; None once it is recorded.
-    schedule
-        MetaSchedule's candidate, which the search learns from.
-    spec
-        The workload, from the moment it is handed in.
-    artifact, outcome
-        From its build and its measurement on.
-    build_s, since_s
-        Seconds of its build; when its present state began, by `time.monotonic`.
-    """
-
+    # As they are recorded.
     route: Route
     decision: str
-    module: Buildable | None = None
-    schedule: ms.MeasureCandidate | None = None
+    module: Buildable | None = None  # The scheduled module, or its recipe; None once it is recorded.
+    schedule: ms.MeasureCandidate | None = None  # MetaSchedule's candidate, which the search learns from.
     purpose: Purpose = Purpose.KERNEL
-    spec: WorkloadSpec | None = None
+    spec: WorkloadSpec | None = None  # The workload, from the moment it is handed in.
     state: State = State.PROPOSED
+    # From its build and its measurement on.
     artifact: BuiltArtifact | None = None
     outcome: Outcome | None = None
+    # Seconds of its build; when its present state began, by `time.monotonic`.
     build_s: float = 0.0
     since_s: float = 0.0
 

@@ -20,82 +20,51 @@ SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE, Route.LIBRARY})
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """What a tuning run is asked for.
+    """What a tuning run is asked for."""
 
-    Attributes
-    ----------
-    trials
-        Candidates over all tasks, fallbacks not counted; None leaves it to the time budget. Those that an interrupted
-        run of the same job recorded count, but for mode `force`.
-    time_budget_s
-        Seconds after which no candidate is started and those being built are given up; None sets no limit.
-    trials_per_iteration
-        Candidates a task proposes at a time; a round builds and measures them, and the cost model learns from it.
-    population
-        Schedules that evolve between two rounds; searching takes time in proportion to it.
-    min_gain
-        A task is left alone when a round is expected to save less than this part of the model's kernel time.
-    finals
-        Latencies of each of a task's contenders when they are timed alternately at the end; 0 leaves that out.
-    warm_start_s
-        Seconds that the cost model may take to learn from earlier records at the start; 0 leaves that out, and the
-        records of near shapes too.
-    all_templates
-        Measure every candidate of the templates, also those that are predicted to be slow.
-    rerank
-        Hottest tasks whose best candidates are tried inside the compiled model; 0 leaves that out.
-    norm_forms
-        Tune the model with its norms inside the matmuls around them and apart, and take the faster; see
-        `pipeline.choose.norm_forms`.
-    seed
-        Of the search and of the arguments' values.
-    build_timeout_s, run_timeout_s
-        Seconds for building and for measuring one candidate.
-    workers
-        Build processes; None takes the cores this process may use.
-    devices
-        Devices to measure on side by side, such as `cuda:0`; None takes all visible GPUs of the target's model.
-    mode
-        `tune` takes what the database knows for granted: a candidate recorded here is not measured again, and a task
-        with `enough_records` valid ones is skipped. `force` measures everything again.
-    enough_records
-        Valid MetaSchedule records of a task in this environment that make further search unnecessary.
-    fork
-        Fork build and measuring processes from one that has done their imports, where that works (Linux); else each is
-        started afresh, which takes seconds.
-    overlap
-        Build and measure at the same time; None does so where that disturbs no clock, as on a GPU, and not on a CPU.
-    device_references
-        Compute what the candidates of large tasks are compared with on the GPU, by its default schedule; the CPU, which
-        takes seconds for some, is asked only when a candidate differs.
-    routes
-        Routes that may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
-    measure
-        How a candidate is timed.
-    """
-
+    # Candidates over all tasks, fallbacks not counted; None leaves it to the time budget. Those that an interrupted run
+    # of the same job recorded count, but for mode `force`.
     trials: int | None = 256
+    # Seconds after which no candidate is started and those being built are given up; None sets no limit.
     time_budget_s: float | None = None
+    # Candidates a task proposes at a time; a round builds and measures them, and the cost model learns from it.
     trials_per_iteration: int = 16
-    population: int = 64
+    population: int = 64  # Schedules that evolve between two rounds; searching takes time in proportion to it.
+    # A task is left alone when a round is expected to save less than this part of the model's kernel time.
     min_gain: float = 0.0
+    # Latencies of each of a task's contenders when they are timed alternately at the end; 0 leaves that out.
     finals: int = 7
+    # Seconds that the cost model may take to learn from earlier records at the start; 0 leaves that out, and the
+    # records of near shapes too.
     warm_start_s: float = 5.0
-    all_templates: bool = False
-    rerank: int = 0
+    all_templates: bool = False  # Measure every candidate of the templates, also those that are predicted to be slow.
+    rerank: int = 0  # Hottest tasks whose best candidates are tried inside the compiled model; 0 leaves that out.
+    # Tune the model with its norms inside the matmuls around them and apart, and take the faster; see
+    # `pipeline.choose.norm_forms`.
     norm_forms: bool = False
-    seed: int = 0
+    seed: int = 0  # Of the search and of the arguments' values.
+    # Seconds for building and for measuring one candidate.
     build_timeout_s: float = 30.0
     run_timeout_s: float = 10.0
-    workers: int | None = None
+    workers: int | None = None  # Build processes; None takes the cores this process may use.
+    # Devices to measure on side by side, such as `cuda:0`; None takes all visible GPUs of the target's model.
     devices: tuple[str, ...] | None = None
+    # `tune` takes what the database knows for granted: a candidate recorded here is not measured again, and a task with
+    # `enough_records` valid ones is skipped. `force` measures everything again.
     mode: Mode = Mode.TUNE
+    # Valid MetaSchedule records of a task in this environment that make further search unnecessary.
     enough_records: int = 512
+    # Fork build and measuring processes from one that has done their imports, where that works (Linux); else each is
+    # started afresh, which takes seconds.
     fork: bool = True
+    # Build and measure at the same time; None does so where that disturbs no clock, as on a GPU, and not on a CPU.
     overlap: bool | None = None
+    # Compute what the candidates of large tasks are compared with on the GPU, by its default schedule; the CPU, which
+    # takes seconds for some, is asked only when a candidate differs.
     device_references: bool = True
+    # Routes that may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
     routes: frozenset[Route] = SEARCHED_ROUTES & DEFAULT_ROUTES
-    measure: MeasureOptions = field(default_factory=MeasureOptions)
+    measure: MeasureOptions = field(default_factory=MeasureOptions)  # How a candidate is timed.
 
 
 class Effort(StrEnum):
@@ -140,48 +109,28 @@ def options_for(effort: Effort, trials: int | None, time_budget_s: float | None)
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """What came of one task.
-
-    Attributes
-    ----------
-    valid, failed
-        Candidates measured in this run, the fallback not counted.
-    failures
-        How many failed, by status.
-    known
-        Valid records of earlier runs that this run took for granted.
-    before_us, after_us
-        Median latency of the fallback and of the best kernel known now, of this run or an earlier one.
-    spread
-        The distance from the fastest to the slowest latency of that best kernel over their median; None if it is of an
-        earlier run.
-    route
-        The route of that best kernel; None when nothing valid is known.
-    share
-        The part of the model's kernel time that the task takes with its best kernel, from 0 to 1; calls counted.
-    seconds
-        Searching, and what the build processes and the measuring process spent on its candidates.
-    skipped
-        Why the task was not searched, or None.
-    ended
-        Why its search ended before the run did, or None.
-    """
+    """What came of one task."""
 
     task: TuningTask
+    # Candidates measured in this run, the fallback not counted.
     valid: int
     failed: int
-    failures: Mapping[Status, int]
-    known: int
+    failures: Mapping[Status, int]  # How many failed, by status.
+    known: int  # Valid records of earlier runs that this run took for granted.
+    # Median latency of the fallback and of the best kernel known now, of this run or an earlier one.
     before_us: float | None
     after_us: float | None
-    route: Route | None
+    route: Route | None  # The route of that best kernel; None when nothing valid is known.
     weight: int
+    # The part of the model's kernel time that the task takes with its best kernel, from 0 to 1; calls counted.
     share: float
-    seconds: float
-    skipped: str | None = None
+    seconds: float  # Searching, and what the build processes and the measuring process spent on its candidates.
+    skipped: str | None = None  # Why the task was not searched, or None.
     last_error: str | None = None
+    # The distance from the fastest to the slowest latency of that best kernel over their median; None if it is of an
+    # earlier run.
     spread: float | None = None
-    ended: str | None = None
+    ended: str | None = None  # Why its search ended before the run did, or None.
 
     @property
     def speedup(self) -> float | None:
@@ -191,25 +140,16 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class TuningSummary:
-    """What came of a tuning run.
-
-    Attributes
-    ----------
-    seconds_by_phase
-        Seconds in which it went on: `start`, `search` (proposing candidates and training the cost model), `build` (any
-        process), `queue` (a built candidate waited for the device), `measure`, `database`. They overlap, so that their
-        sum may be more than the whole.
-    interrupted
-        The user stopped the run; what was finished is recorded and in here.
-    restarts
-        Build and measuring processes of this machine that were replaced: killed, crashed, or worn.
-    """
+    """What came of a tuning run."""
 
     tasks: tuple[TaskSummary, ...]
     seconds: float
+    # Seconds in which it went on: `start`, `search` (proposing candidates and training the cost model), `build` (any
+    # process), `queue` (a built candidate waited for the device), `measure`, `database`. They overlap, so that their
+    # sum may be more than the whole.
     seconds_by_phase: Mapping[str, float]
-    interrupted: bool
-    restarts: int = 0
+    interrupted: bool  # The user stopped the run; what was finished is recorded and in here.
+    restarts: int = 0  # Build and measuring processes of this machine that were replaced: killed, crashed, or worn.
 
     @property
     def candidates(self) -> int:

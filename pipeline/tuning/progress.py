@@ -15,36 +15,21 @@ _PLAIN_INTERVAL_S = 5.0
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """One candidate is finished.
+    """One candidate is finished."""
 
-    Attributes
-    ----------
-    task
-        Name of its task.
-    done, total
-        Candidates finished in the run, and how many there may be; `total` is None where only time limits the run.
-    valid, failed
-        Of the finished ones.
-    best_us
-        Best latency of the task so far, or None.
-    seconds_left
-        Until the run ends: by the time budget, or by the rate so far for the candidates that are left, whichever
-        comes first; None where nothing tells.
-    workload_hash
-        Of the task.
-    devices
-        How many devices measure.
-    """
-
-    task: str
+    task: str  # Name of its task.
+    # Candidates finished in the run, and how many there may be; `total` is None where only time limits the run.
     done: int
     total: int | None
+    # Of the finished ones.
     valid: int
     failed: int
-    best_us: float | None
+    best_us: float | None  # Best latency of the task so far, or None.
+    # Until the run ends: by the time budget, or by the rate so far for the candidates that are left, whichever comes
+    # first; None where nothing tells.
     seconds_left: float | None
-    workload_hash: str = ""
-    devices: int = 1
+    workload_hash: str = ""  # Of the task.
+    devices: int = 1  # How many devices measure.
 
 
 def estimate_left(done: int, total: int | None, elapsed_s: float, budget_left_s: float | None) -> float | None:

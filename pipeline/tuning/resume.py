@@ -20,17 +20,11 @@ _JOBS_MAX = 50
 
 @dataclass(frozen=True)
 class EarlierRuns:
-    """Jobs that tuned the same kernels of the same model for the same target.
+    """Jobs that tuned the same kernels of the same model for the same target."""
 
-    Attributes
-    ----------
-    finished
-        Ids of those that ended by themselves, with at least the budgets and the effort of this run.
-    broken_off
-        Ids of those that were interrupted, killed or failed; what they recorded counts against the trials.
-    """
-
+    # Ids of those that ended by themselves, with at least the budgets and the effort of this run.
     finished: frozenset[str] = frozenset()
+    # Ids of those that were interrupted, killed or failed; what they recorded counts against the trials.
     broken_off: frozenset[str | None] = frozenset()
 
 

@@ -47,16 +47,11 @@ class FallbackSchedule:
 
 @dataclass(frozen=True, eq=False)
 class TaskStart:
-    """The beginning of a task; each part is found at its first use, and travels to other processes.
-
-    Attributes
-    ----------
-    routes
-        Routes whose templates and libraries offer candidates; routes outside `OFFERED_ROUTES` offer nothing.
-    """
+    """The beginning of a task; each part is found at its first use, and travels to other processes."""
 
     task: TuningTask
     target: ResolvedTarget
+    # Routes whose templates and libraries offer candidates; routes outside `OFFERED_ROUTES` offer nothing.
     routes: frozenset[Route]
 
     @cached_property

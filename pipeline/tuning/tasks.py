@@ -38,61 +38,30 @@ SETTLED = "settled"
 
 @dataclass(eq=False)
 class TaskState:
-    """One task of a run.
-
-    Attributes
-    ----------
-    decided
-        Key of a decision -> median seconds, or None for a failure; of earlier runs too, but for mode `force`.
-    templates
-        Candidates of templates, which come before any search.
-    near, near_begun
-        Best decisions of near shapes that are not tried yet, and whether the first of them was tried.
-    begins
-        Its reference, fallback and offers, until its fallback is handed in.
-    references
-        References that are being built.
-    ready
-        Its reference and its fallback are there.
-    fallback_due
-        It has begun, and its fallback is not measured yet.
-    in_flight, on_way, searching
-        Candidates that are not back, the keys of their decisions, and whether its search is running.
-    round_size
-        Candidates of the present round; 0 when most of them are back.
-    lessons
-        Measured candidates that its search learns from next.
-    slower
-        The latency of the device in the final over the latency when `before_us` was measured.
-    progress, rounds
-        Best latency after each round, earlier runs included; rounds of this run.
-    final_of
-        Its valid candidates when its final was held; None before.
-    reported
-        It is over, and `Tasks.take_settled` returns it.
-    gain_us, counted
-        Its expected gain, and its part of the sums of `Tasks`, as of the last `Tasks.changed`.
-    """
+    """One task of a run."""
 
     task: TuningTask
+    # Key of a decision -> median seconds, or None for a failure; of earlier runs too, but for mode `force`.
     decided: dict[str, float | None] = field(default_factory=dict)
-    templates: TemplateSearch | None = None
+    templates: TemplateSearch | None = None  # Candidates of templates, which come before any search.
     known: int = 0
     spec: WorkloadSpec | None = None
     search: TaskSearch | None = None
+    # Best decisions of near shapes that are not tried yet, and whether the first of them was tried.
     near: NearRecords = field(default_factory=NearRecords)
     near_begun: bool = False
-    begins: TaskStart | None = None
-    references: int = 0
-    ready: bool = False
-    fallback_due: bool = False
+    begins: TaskStart | None = None  # Its reference, fallback and offers, until its fallback is handed in.
+    references: int = 0  # References that are being built.
+    ready: bool = False  # Its reference and its fallback are there.
+    fallback_due: bool = False  # It has begun, and its fallback is not measured yet.
+    # Candidates that are not back, the keys of their decisions, and whether its search is running.
     in_flight: int = 0
     on_way: set[str] = field(default_factory=set)
     searching: bool = False
-    round_size: int = 0
-    lessons: list[Lesson] = field(default_factory=list)
+    round_size: int = 0  # Candidates of the present round; 0 when most of them are back.
+    lessons: list[Lesson] = field(default_factory=list)  # Measured candidates that its search learns from next.
     before_us: float | None = None
-    slower: float = 1.0
+    slower: float = 1.0  # The latency of the device in the final over the latency when `before_us` was measured.
     best_us: float | None = None
     best_spread: float | None = None
     route: Route | None = None
@@ -103,11 +72,13 @@ class TaskState:
     ended: str | None = None
     last_error: str | None = None
     empty_rounds: int = 0
+    # Best latency after each round, earlier runs included; rounds of this run.
     progress: list[float | None] = field(default_factory=list)
     rounds: int = 0
     contenders: list[Candidate] = field(default_factory=list)
-    final_of: int | None = None
-    reported: bool = False
+    final_of: int | None = None  # Its valid candidates when its final was held; None before.
+    reported: bool = False  # It is over, and `Tasks.take_settled` returns it.
+    # Its expected gain, and its part of the sums of `Tasks`, as of the last `Tasks.changed`.
     gain_us: float = math.inf
     counted: tuple[float, int, float] = (0.0, 0, 0.0)
 

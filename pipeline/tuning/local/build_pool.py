@@ -36,22 +36,14 @@ _NICENESS = 5
 
 @dataclass(frozen=True)
 class BuilderLimits:
-    """What a build may use.
+    """What a build may use."""
 
-    Attributes
-    ----------
-    timeout_s
-        Seconds for one candidate; its process is killed after that.
-    builds_max, rss_max_bytes
-        A process is replaced after that many builds, or when it holds that much memory afterwards: LLVM and TVM keep
-        some of what every build allocates.
-    build_rss_max_bytes
-        A process that grows beyond this during a build is killed: some candidates unroll to gigabytes of code.
-    """
-
-    timeout_s: float = 30.0
+    timeout_s: float = 30.0  # Seconds for one candidate; its process is killed after that.
+    # A process is replaced after that many builds, or when it holds that much memory afterwards: LLVM and TVM keep some
+    # of what every build allocates.
     builds_max: int = 2000
     rss_max_bytes: int = 1 << 30
+    # A process that grows beyond this during a build is killed: some candidates unroll to gigabytes of code.
     build_rss_max_bytes: int = 4 << 30
 
 

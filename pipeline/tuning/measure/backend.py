@@ -51,32 +51,16 @@ class Unmeasured(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one candidate.
+    """What came of one candidate."""
 
-    Attributes
-    ----------
-    status
-        `Status.OK`, how the candidate failed, or why nothing is known of it.
-    seconds
-        Raw seconds of one run each; empty unless it is ok.
-    error
-        The reason; None when it is ok.
-    duration_s
-        Seconds that building and measuring took.
-    resources
-        What the kernel takes of a GPU, as far as it is known.
-    environment
-        Where it was measured, as told by the backend; None for one that was never measured.
-    no_reference
-        The workload's reference cannot be computed, so that no candidate of it can be checked.
-    """
-
-    status: Status | Unmeasured
-    seconds: tuple[float, ...] = ()
-    error: str | None = None
-    duration_s: float = 0.0
-    resources: Resources = NO_RESOURCES
+    status: Status | Unmeasured  # `Status.OK`, how the candidate failed, or why nothing is known of it.
+    seconds: tuple[float, ...] = ()  # Raw seconds of one run each; empty unless it is ok.
+    error: str | None = None  # The reason; None when it is ok.
+    duration_s: float = 0.0  # Seconds that building and measuring took.
+    resources: Resources = NO_RESOURCES  # What the kernel takes of a GPU, as far as it is known.
+    # Where it was measured, as told by the backend; None for one that was never measured.
     environment: Environment | None = None
+    # The workload's reference cannot be computed, so that no candidate of it can be checked.
     no_reference: bool = False
 
 
@@ -132,21 +116,13 @@ class Builder(ABC):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend measures on, and what it can do.
+    """What a backend measures on, and what it can do."""
 
-    Attributes
-    ----------
-    device_kind, device_model
-        For example `cuda` and `NVIDIA H200`; all devices of a backend are of one model.
-    compares
-        It can time several candidates alternately on one device.
-    undisturbed
-        Building at the same time does not disturb its clock: it is a GPU, or the builders are on other machines.
-    """
-
+    # For example `cuda` and `NVIDIA H200`; all devices of a backend are of one model.
     device_kind: str
     device_model: str
-    compares: bool = True
+    compares: bool = True  # It can time several candidates alternately on one device.
+    # Building at the same time does not disturb its clock: it is a GPU, or the builders are on other machines.
     undisturbed: bool = False
 
 

@@ -18,21 +18,11 @@ from relaxtune.schedules.targets import ResolvedTarget
 
 @dataclass(frozen=True)
 class Recipe:
-    """A kernel that a template or a library makes of a function.
+    """A kernel that a template or a library makes of a function."""
 
-    Attributes
-    ----------
-    mod
-        The module with the unscheduled function as `main`; all candidates of a task share the bytes.
-    target
-        What the kernel is made for.
-    decision
-        The parameters, as they are recorded.
-    """
-
-    mod: PackedModule
-    target: ResolvedTarget
-    decision: str
+    mod: PackedModule  # The module with the unscheduled function as `main`; all candidates of a task share the bytes.
+    target: ResolvedTarget  # What the kernel is made for.
+    decision: str  # The parameters, as they are recorded.
 
     def make(self) -> tvm.ir.IRModule:
         """Return the module with the kernel as `main`.

@@ -12,24 +12,13 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 @dataclass(frozen=True)
 class Resources:
-    """What the kernels of one candidate take; None where it is not known, as on a CPU.
+    """What the kernels of one candidate take; None where it is not known, as on a CPU."""
 
-    Attributes
-    ----------
-    registers
-        Of a thread, of the kernel that takes most.
-    smem_bytes
-        Shared memory of a block, static and dynamic, of the kernel that takes most.
-    spill_bytes
-        Bytes that a thread stores to and loads from local memory for want of registers, over all kernels.
-    kernel_hash
-        What was built (`pipeline.codegen.kernel_hash`), on a CPU too.
-    """
-
-    registers: int | None = None
-    smem_bytes: int | None = None
+    registers: int | None = None  # Of a thread, of the kernel that takes most.
+    smem_bytes: int | None = None  # Shared memory of a block, static and dynamic, of the kernel that takes most.
+    # Bytes that a thread stores to and loads from local memory for want of registers, over all kernels.
     spill_bytes: int | None = None
-    kernel_hash: str | None = None
+    kernel_hash: str | None = None  # What was built (`pipeline.codegen.kernel_hash`), on a CPU too.
 
 
 NO_RESOURCES = Resources()

@@ -35,18 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Measurer(Protocol):
-    """One device that does one thing at a time.
+    """One device that does one thing at a time."""
 
-    Attributes
-    ----------
-    name
-        Of the device, for logs and figures.
-    host
-        Where its reference outputs are kept: what one device of a host has computed, the others find there.
-    """
-
-    name: str
-    host: str
+    name: str  # Of the device, for logs and figures.
+    host: str  # Where its reference outputs are kept: what one device of a host has computed, the others find there.
 
     @property
     def restarts(self) -> int:

@@ -19,40 +19,24 @@ Timer = Callable[[int, int], list[float]]
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How long a candidate is timed.
+    """How long a candidate is timed."""
 
-    Attributes
-    ----------
-    repeats
-        Raw latencies kept of a candidate that is neither hopeless nor a contender.
-    min_repeat_s
-        Seconds that one of them lasts at least, by running the kernel several times and dividing.
-    hopeless_factor, hopeless_repeats
-        A candidate that takes more than that many times the best of its workload is given up after so many latencies:
-        a single run, then rows of at least 0.1 ms.
-    contender_factor, contender_repeats
-        One whose median is at most that many times the best gets so many latencies more.
-    cold_cache
-        Time every run with caches flushed of all but the first argument; CPU only.
-    rotate
-        Time on several copies of the arguments, together larger than twice the L2, since a model's weights are cold;
-        GPU only (see `pipeline.tuning.measure.rotation`).
-    compare_on_device
-        Compare large outputs with their reference on the GPU; else they are copied back.
-    threads
-        Threads of a CPU kernel; None leaves the default.
-    """
-
-    repeats: int = 3
+    repeats: int = 3  # Raw latencies kept of a candidate that is neither hopeless nor a contender.
+    # Seconds that one of them lasts at least, by running the kernel several times and dividing.
     min_repeat_s: float = 0.004
+    # A candidate that takes more than that many times the best of its workload is given up after so many latencies: a
+    # single run, then rows of at least 0.1 ms.
     hopeless_factor: float = 2.0
     hopeless_repeats: int = 2
+    # One whose median is at most that many times the best gets so many latencies more.
     contender_factor: float = 1.1
     contender_repeats: int = 4
-    cold_cache: bool = False
+    cold_cache: bool = False  # Time every run with caches flushed of all but the first argument; CPU only.
+    # Time on several copies of the arguments, together larger than twice the L2, since a model's weights are cold; GPU
+    # only (see `pipeline.tuning.measure.rotation`).
     rotate: bool = True
-    compare_on_device: bool = True
-    threads: int | None = None
+    compare_on_device: bool = True  # Compare large outputs with their reference on the GPU; else they are copied back.
+    threads: int | None = None  # Threads of a CPU kernel; None leaves the default.
 
 
 def is_hopeless(first_s: float, best_s: float, options: MeasureOptions) -> bool:

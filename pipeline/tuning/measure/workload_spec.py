@@ -15,67 +15,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuiltArtifact:
-    """A compiled kernel: a shared object with the function `main`.
+    """A compiled kernel: a shared object with the function `main`."""
 
-    Attributes
-    ----------
-    content
-        Its bytes, or the URI where they lie; a path is a file of the machine that built it.
-    sha256
-        Of its bytes, in hexadecimal digits.
-    resources
-        What its kernels take of a GPU, told by the compiler.
-    """
-
-    content: bytes | str
-    sha256: str
-    resources: Resources = NO_RESOURCES
+    content: bytes | str  # Its bytes, or the URI where they lie; a path is a file of the machine that built it.
+    sha256: str  # Of its bytes, in hexadecimal digits.
+    resources: Resources = NO_RESOURCES  # What its kernels take of a GPU, told by the compiler.
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """What the candidates of one workload are called and compared with.
+    """What the candidates of one workload are called and compared with."""
 
-    Attributes
-    ----------
-    workload
-        Workload hash: candidates of one workload share arguments, reference and the best time so far.
-    arguments
-        Shape and dtype of every parameter.
-    outputs
-        Positions of the parameters that the kernel writes.
-    index_ranges
-        Parameter position -> exclusive upper bound of its integers.
-    reference
-        Computes the same on the CPU, or on the device where `reference_on_device`; None compares nothing.
-    host_reference
-        Computes the same on the CPU, where `reference` does so on the device. It decides about candidates that differ
-        from what the device computed. None where there is none.
-    best_s
-        Best seconds of the workload when the candidate was submitted; None when nothing was measured.
-    masks
-        Position (as text) of a padding mask -> the number that hides nothing. The mask is full of it while a candidate
-        is timed, as it mostly is in use; candidates are compared on random masks.
-    partial_sums
-        Position (as text) of partial sums of rows (`schedules.tir.row_norm`) -> position of the rows that they are
-        computed from. Random sums would belong to no rows: their variances are near and below zero.
-    column_sums
-        Position (as text) of sums of a matrix's columns -> position of the matrix, and the axis that is summed over.
-    tolerance, own_tolerances
-        Largest accepted difference of an output; those of some outputs, by position, are their own.
-    """
-
-    workload: str
-    arguments: tuple[ArgumentSpec, ...]
-    outputs: tuple[int, ...]
+    workload: str  # Workload hash: candidates of one workload share arguments, reference and the best time so far.
+    arguments: tuple[ArgumentSpec, ...]  # Shape and dtype of every parameter.
+    outputs: tuple[int, ...]  # Positions of the parameters that the kernel writes.
+    # Parameter position -> exclusive upper bound of its integers.
     index_ranges: Mapping[int, int] = field(default_factory=dict)
+    # Computes the same on the CPU, or on the device where `reference_on_device`; None compares nothing.
     reference: BuiltArtifact | None = None
     reference_on_device: bool = False
+    # Computes the same on the CPU, where `reference` does so on the device. It decides about candidates that differ
+    # from what the device computed. None where there is none.
     host_reference: BuiltArtifact | None = None
+    # Best seconds of the workload when the candidate was submitted; None when nothing was measured.
     best_s: float | None = None
+    # Largest accepted difference of an output; those of some outputs, by position, are their own.
     tolerance: KernelTolerance = field(kw_only=True)
+    # Position (as text) of a padding mask -> the number that hides nothing. The mask is full of it while a candidate is
+    # timed, as it mostly is in use; candidates are compared on random masks.
     masks: Mapping[str, int] = field(default_factory=dict)
+    # Position (as text) of partial sums of rows (`schedules.tir.row_norm`) -> position of the rows that they are
+    # computed from. Random sums would belong to no rows: their variances are near and below zero.
     partial_sums: Mapping[str, int] = field(default_factory=dict)
+    # Position (as text) of sums of a matrix's columns -> position of the matrix, and the axis that is summed over.
     column_sums: Mapping[str, Sequence[int]] = field(default_factory=dict)
     own_tolerances: Mapping[int, KernelTolerance] = field(default_factory=dict)
 

@@ -20,20 +20,13 @@ from relaxtune.pipeline.workers.worker import Worker
 
 @dataclass(frozen=True)
 class PackedWork:
-    """Work as bytes, so that who passes it on imports nothing for it; the answer is bytes, too.
-
-    Attributes
-    ----------
-    turns, device
-        The folder and the name of the lock to hold while something is timed; None where nothing else is.
-    keep
-        Whether the child may keep what later work of the same cell needs.
-    """
+    """Work as bytes, so that who passes it on imports nothing for it; the answer is bytes, too."""
 
     work: bytes
+    # The folder and the name of the lock to hold while something is timed; None where nothing else is.
     turns: Path | None = None
     device: str = ""
-    keep: bool = True
+    keep: bool = True  # Whether the child may keep what later work of the same cell needs.
 
 
 def answer_by(worker: Worker, work: object) -> object:

@@ -30,30 +30,14 @@ _MODEL_RESOURCE = "accelerator_type:"
 
 @dataclass(frozen=True)
 class MeasuringPlace:
-    """What measures for a target: nodes of one model of device.
+    """What measures for a target: nodes of one model of device."""
 
-    Attributes
-    ----------
-    environment
-        Of all of them.
-    devices
-        How many devices they have.
-    actor
-        What Ray is asked for a measuring actor, so that it gets a device of this model.
-    undisturbed
-        Builders run elsewhere, or do not disturb the device's clock.
-    cores
-        CPUs of these nodes.
-    cpus
-        What the actors take from the builders.
-    """
-
-    environment: Environment
-    devices: int
-    actor: dict[str, object]
-    undisturbed: bool
-    cores: int
-    cpus: float = 0.0
+    environment: Environment  # Of all of them.
+    devices: int  # How many devices they have.
+    actor: dict[str, object]  # What Ray is asked for a measuring actor, so that it gets a device of this model.
+    undisturbed: bool  # Builders run elsewhere, or do not disturb the device's clock.
+    cores: int  # CPUs of these nodes.
+    cpus: float = 0.0  # What the actors take from the builders.
 
 
 def import_ray() -> ModuleType:

@@ -28,28 +28,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node has.
+    """What a node has."""
 
-    Attributes
-    ----------
-    versions
-        Of all that must be the same on every node: what makes code, and what sends it.
-    cpu_name, cpu_arch, cores
-        The processor, as LLVM calls it too, and the cores that may be used.
-    driver, cuda
-        Of the GPUs; None without any.
-    compiler
-        The CUDA compiler and where it is, or why there is none.
-    """
-
-    versions: Mapping[str, str]
+    versions: Mapping[str, str]  # Of all that must be the same on every node: what makes code, and what sends it.
+    # The processor, as LLVM calls it too, and the cores that may be used.
     cpu_name: str
     cpu_arch: str
     cores: int
     gpus: tuple[Gpu, ...]
+    # Of the GPUs; None without any.
     driver: str | None
     cuda: str | None
-    compiler: str
+    compiler: str  # The CUDA compiler and where it is, or why there is none.
 
     @classmethod
     def from_json(cls, text: str) -> NodeFacts:

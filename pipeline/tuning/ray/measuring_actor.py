@@ -33,27 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """What an actor is made with.
+    """What an actor is made with."""
 
-    Attributes
-    ----------
-    run
-        Of the tuning run; its references are shared under this name.
-    target, environment
-        What is measured for, and the environment that outcomes are stamped with.
-    options, timeout_s, seed
-        See `MeasuringProcess`.
-    forks
-        The run whose server on the host forks the measuring process; without, it is started afresh.
-    """
-
-    run: str
+    run: str  # Of the tuning run; its references are shared under this name.
+    # What is measured for, and the environment that outcomes are stamped with.
     target: ResolvedTarget
     environment: Environment
+    # See `MeasuringProcess`.
     options: MeasureOptions
     timeout_s: float
     seed: int
-    forks: str = ""
+    forks: str = ""  # The run whose server on the host forks the measuring process; without, it is started afresh.
 
 
 class MeasuringActor:

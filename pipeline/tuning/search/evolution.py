@@ -200,24 +200,14 @@ class TaskSearch:
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """A round of search for a task.
+    """A round of search for a task."""
 
-    Attributes
-    ----------
-    workload, size
-        The task, and how many of the candidates it will take.
-    begin
-        Returns the task's search, which takes long the first time.
-    lessons
-        Measured candidates to learn from first.
-    near, decided
-        Traces of near shapes to try first, and the keys of decisions that are not worth a try.
-    """
-
+    # The task, and how many of the candidates it will take.
     workload: str
     size: int
-    begin: Callable[[], TaskSearch]
-    lessons: Sequence[Lesson]
+    begin: Callable[[], TaskSearch]  # Returns the task's search, which takes long the first time.
+    lessons: Sequence[Lesson]  # Measured candidates to learn from first.
+    # Traces of near shapes to try first, and the keys of decisions that are not worth a try.
     near: Sequence[str]
     decided: frozenset[str]
 
