@@ -12,10 +12,8 @@ from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.records import (
     Environment,
     TargetKey,
-    canonical_text,
-    clean_text,
     content_key,
-    require_utc,
+    normalise,
     utc_now,
 )
 
@@ -34,10 +32,7 @@ class Artifact:
 
     def __post_init__(self) -> None:
         """Bring the manifest to canonical JSON and the time to UTC."""
-        object.__setattr__(self, "model", clean_text(self.model))
-        object.__setattr__(self, "location", clean_text(self.location))
-        object.__setattr__(self, "manifest", canonical_text(self.manifest, "Artifact.manifest"))
-        object.__setattr__(self, "created_at", require_utc(self.created_at, "Artifact.created_at"))
+        normalise(self, text="model location", json="manifest", utc="created_at")
 
     @property
     def key(self) -> str:
@@ -65,8 +60,7 @@ class Validation:
 
     def __post_init__(self) -> None:
         """Bring the report to canonical JSON; refuse a pass that is none."""
-        object.__setattr__(self, "report", canonical_text(self.report, "Validation.report"))
-        object.__setattr__(self, "created_at", require_utc(self.created_at, "Validation.created_at"))
+        normalise(self, json="report", utc="created_at")
         if self.passed and not (math.isfinite(self.max_abs) and self.samples > 0):
             raise InvalidRecordError(
                 f"A validation of artifact {self.artifact_key} passed with max_abs={self.max_abs} over {self.samples} "
@@ -94,8 +88,7 @@ class Benchmark:
     def __post_init__(self) -> None:
         """Bring the conditions to canonical JSON; refuse latencies that are none."""
         object.__setattr__(self, "latencies_us", tuple(float(value) for value in self.latencies_us))
-        object.__setattr__(self, "conditions", canonical_text(self.conditions, "Benchmark.conditions"))
-        object.__setattr__(self, "created_at", require_utc(self.created_at, "Benchmark.created_at"))
+        normalise(self, json="conditions", utc="created_at")
         if not self.latencies_us or not all(math.isfinite(value) and value > 0 for value in self.latencies_us):
             raise InvalidRecordError(
                 f"A benchmark of artifact {self.artifact_key}, arm {self.arm!r}, has latencies_us={self.latencies_us}: "

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session, aliased
 
 from relaxtune.tuning_db.artifacts import Artifact
-from relaxtune.tuning_db.records import canonical_text, clean_text, require_utc, utc_now
+from relaxtune.tuning_db.records import normalise, utc_now
 from relaxtune.tuning_db.sql import artifact_rows
 from relaxtune.tuning_db.sql.schema import ArtifactRow, GateRow
 from relaxtune.tuning_db.sql.writing import chunks
@@ -34,9 +34,7 @@ class GateRun:
 
     def __post_init__(self) -> None:
         """Bring the texts to what databases hold, and the time to UTC."""
-        object.__setattr__(self, "by", clean_text(self.by))
-        object.__setattr__(self, "report", canonical_text(self.report, "GateRun.report"))
-        object.__setattr__(self, "created_at", require_utc(self.created_at, "GateRun.created_at"))
+        normalise(self, text="by", json="report", utc="created_at")
 
 
 def record_gate(

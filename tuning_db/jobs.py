@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from relaxtune.tuning_db.records import TargetKey, canonical_text, clean_text, require_quantity, require_utc
+from relaxtune.tuning_db.records import TargetKey, normalise
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Bring the options to canonical JSON and the times to UTC."""
-        object.__setattr__(self, "model", clean_text(self.model))
-        object.__setattr__(self, "options", canonical_text(self.options, "Job.options"))
-        if self.code_version is not None:
-            object.__setattr__(self, "code_version", clean_text(self.code_version))
-        object.__setattr__(self, "started_at", require_utc(self.started_at, "Job.started_at"))
-        if self.finished_at is not None:
-            object.__setattr__(self, "finished_at", require_utc(self.finished_at, "Job.finished_at"))
+        normalise(self, text="model code_version", json="options", utc="started_at finished_at")
 
 
 @dataclass(frozen=True)
@@ -50,4 +44,4 @@ class JobTask:
     def __post_init__(self) -> None:
         """Check the quantities."""
         object.__setattr__(self, "onnx_nodes", tuple(self.onnx_nodes))
-        object.__setattr__(self, "seconds", require_quantity(self.seconds, "JobTask.seconds"))
+        normalise(self, quantity="seconds")

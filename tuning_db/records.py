@@ -11,10 +11,12 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from relaxtune.tuning_db.errors import InvalidRecordError
 
@@ -110,6 +112,28 @@ def clean_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "\\x00")
 
 
+_NORMAL_FORMS: Mapping[str, Callable[[Any, str], object]] = {
+    "text": lambda text, _: clean_text(text),
+    "json": canonical_text,
+    "utc": require_utc,
+    "quantity": require_quantity,
+}
+
+
+def normalise(value: object, **names: str) -> None:
+    """Bring fields of a frozen value to what databases hold: kind (`text`, `json`, `utc`, `quantity`) -> field names.
+
+    Raises
+    ------
+    InvalidRecordError
+        A field holds what has no such form; None stays.
+    """
+    for kind, fields in names.items():
+        for name in fields.split():
+            if (given := getattr(value, name)) is not None:
+                object.__setattr__(value, name, _NORMAL_FORMS[kind](given, f"{type(value).__name__}.{name}"))
+
+
 def require_integer(value: int | None, what: str) -> None:
     """Refuse an integer that does not fit the 64 bits of a database column."""
     if value is not None and not -(2**63) <= value < 2**63:
@@ -169,7 +193,7 @@ class TargetKey:
         """Bring kind and arch to lower case and the attributes to canonical JSON."""
         object.__setattr__(self, "kind", self.kind.strip().lower())
         object.__setattr__(self, "arch", self.arch.strip().lower())
-        object.__setattr__(self, "attributes", canonical_text(self.attributes, "TargetKey.attributes"))
+        normalise(self, json="attributes")
 
     @cached_property
     def key(self) -> str:
@@ -210,7 +234,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         """Bring the signature to canonical JSON and check the quantities."""
-        object.__setattr__(self, "signature", canonical_text(self.signature, "Workload.signature"))
+        normalise(self, json="signature")
         object.__setattr__(self, "flops", require_quantity(self.flops, f"Workload.flops of {self.name}"))
         object.__setattr__(self, "bytes", require_quantity(self.bytes, f"Workload.bytes of {self.name}"))
         if not self.workload_hash:
@@ -290,12 +314,13 @@ class TuningRecord:
         object.__setattr__(self, "route", Route(self.route))
         object.__setattr__(self, "status", Status(self.status))
         object.__setattr__(self, "latencies_us", tuple(float(value) for value in self.latencies_us))
+        # By hand: a database of a million records makes a million of these.
         object.__setattr__(self, "created_at", require_utc(self.created_at, "TuningRecord.created_at"))
         object.__setattr__(self, "duration_s", require_quantity(self.duration_s, "TuningRecord.duration_s"))
         object.__setattr__(self, "decision", clean_text(self.decision))
         for name in ("error", "code_version"):
-            told = getattr(self, name)
-            object.__setattr__(self, name, None if told is None else clean_text(told))
+            text = getattr(self, name)
+            object.__setattr__(self, name, None if text is None else clean_text(text))
         for name in ("registers", "smem_bytes", "spill_bytes", "seed"):
             require_integer(getattr(self, name), f"TuningRecord.{name}")
         true_latencies = all(math.isfinite(value) and value > 0 for value in self.latencies_us)
@@ -360,10 +385,7 @@ class RecordFilter:
 
     def __post_init__(self) -> None:
         """Bring the times to UTC."""
-        for name in ("since", "until"):
-            moment: datetime | None = getattr(self, name)
-            if moment is not None:
-                object.__setattr__(self, name, require_utc(moment, f"RecordFilter.{name}"))
+        normalise(self, utc="since until")
 
 
 @dataclass(frozen=True)

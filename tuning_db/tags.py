@@ -16,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.errors import NotFoundError, TuningDatabaseError
-from relaxtune.tuning_db.records import clean_text, require_utc, utc_now
+from relaxtune.tuning_db.records import normalise, utc_now
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
 from relaxtune.tuning_db.sql.schema import ArtifactRow, TagMoveRow
 from relaxtune.tuning_db.store import TuningDatabase
@@ -51,9 +51,7 @@ class TagMove:
 
     def __post_init__(self) -> None:
         """Bring the texts to what databases hold, and the time to UTC."""
-        object.__setattr__(self, "by", clean_text(self.by))
-        object.__setattr__(self, "why", clean_text(self.why))
-        object.__setattr__(self, "created_at", require_utc(self.created_at, "TagMove.created_at"))
+        normalise(self, text="by why", utc="created_at")
 
 
 def record_move(database: TuningDatabase, move: TagMove) -> None:

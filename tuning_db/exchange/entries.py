@@ -28,11 +28,11 @@ from relaxtune.tuning_db.records import (
     TuningRecord,
     Workload,
     canonical_json,
-    canonical_text,
     content_key,
+    normalise,
 )
 from relaxtune.tuning_db.sql import artifact_rows
-from relaxtune.tuning_db.sql.rows import target_columns, to_job, to_job_task, to_workload
+from relaxtune.tuning_db.sql.rows import to_job, to_job_task, to_workload, value_columns
 from relaxtune.tuning_db.sql.schema import (
     ArtifactRow,
     BenchmarkRow,
@@ -69,7 +69,7 @@ class Signature:
 
     def __post_init__(self) -> None:
         """Bring the signature to canonical JSON."""
-        object.__setattr__(self, "signature", canonical_text(self.signature, "Signature.signature"))
+        normalise(self, json="signature")
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _merge_job(session: Session, entry: Job) -> None:
     job.model, job.model_sha256, job.options = kept.model, kept.model_sha256, kept.options
     job.started_at, job.finished_at, job.outcome = kept.started_at, kept.finished_at, kept.outcome
     job.code_version = kept.code_version
-    job.target_id = put_keyed(session, TargetRow, {kept.target.key: target_columns(kept.target)})[kept.target.key]
+    job.target_id = put_keyed(session, TargetRow, {kept.target.key: value_columns(kept.target)})[kept.target.key]
 
 
 def _merge_task(session: Session, entry: TaskOfJob) -> None:

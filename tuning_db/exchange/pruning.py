@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, case, delete, func, or_, select
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.errors import InvalidRecordError, NotFoundError
-from relaxtune.tuning_db.records import RecordFilter, Status, require_utc
+from relaxtune.tuning_db.records import RecordFilter, Status, normalise
 from relaxtune.tuning_db.sql.schema import RecordRow
 from relaxtune.tuning_db.sql.statements import conditions
 from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
@@ -44,8 +44,7 @@ class PruneRules:
             raise InvalidRecordError("Nothing says what to prune: give an age, a count for each task, or dominated.")
         if self.keep is not None and self.keep < 1:
             raise InvalidRecordError(f"Pruning keeps at least one record for each task: got keep={self.keep}.")
-        if self.before is not None:
-            object.__setattr__(self, "before", require_utc(self.before, "PruneRules.before"))
+        normalise(self, utc="before")
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ from relaxtune.tuning_db.records import Environment
 from relaxtune.tuning_db.sql.column_types import NumberKind
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
 from relaxtune.tuning_db.sql.rows import (
-    environment_columns,
     latencies_from_text,
     latencies_to_text,
     number_kind,
-    target_columns,
     to_environment,
     to_target,
     to_value,
+    value_columns,
 )
 from relaxtune.tuning_db.sql.schema import ArtifactRow, BenchmarkRow, EnvironmentRow, TargetRow, ValidationRow
 from relaxtune.tuning_db.sql.writing import put_keyed, require_jobs
@@ -34,17 +33,8 @@ def put_artifact(session: Session, artifact: Artifact) -> None:
     """Insert an artifact; one already known stays as it is."""
     if artifact.job_id is not None:
         require_jobs(session, {artifact.job_id})
-    targets = put_keyed(session, TargetRow, {artifact.target.key: target_columns(artifact.target)})
-    row = {
-        "key": artifact.key,
-        "model": artifact.model,
-        "model_sha256": artifact.model_sha256,
-        "target_id": targets[artifact.target.key],
-        "job_id": artifact.job_id,
-        "location": artifact.location,
-        "created_at": artifact.created_at,
-        "manifest": artifact.manifest,
-    }
+    targets = put_keyed(session, TargetRow, {artifact.target.key: value_columns(artifact.target)})
+    row = {**value_columns(artifact, "target"), "target_id": targets[artifact.target.key]}
     session.execute(insert_or_ignore(session.connection(), ArtifactRow), [row])
 
 
@@ -52,7 +42,7 @@ def _place(session: Session, artifact_key: str, environment: Environment) -> dic
     artifact_id = session.scalar(select(ArtifactRow.id).where(ArtifactRow.key == artifact_key))
     if artifact_id is None:
         raise NotFoundError(f"No artifact {artifact_key} in the database. Call record_artifact first.")
-    environments = put_keyed(session, EnvironmentRow, {environment.key: environment_columns(environment)})
+    environments = put_keyed(session, EnvironmentRow, {environment.key: value_columns(environment)})
     return {"artifact_id": artifact_id, "environment_id": environments[environment.key]}
 
 
@@ -61,13 +51,9 @@ def put_validation(session: Session, validation: Validation) -> None:
     kind = number_kind(validation.max_abs)
     row = {
         **_place(session, validation.artifact_key, validation.environment),
-        "key": validation.key,
-        "created_at": validation.created_at,
-        "passed": validation.passed,
-        "samples": validation.samples,
+        **value_columns(validation, "artifact_key", "environment"),
         "max_abs": validation.max_abs if kind is NumberKind.FINITE else None,
         "max_abs_kind": kind,
-        "report": validation.report,
     }
     session.execute(insert_or_ignore(session.connection(), ValidationRow), [row])
 
@@ -76,13 +62,10 @@ def put_benchmark(session: Session, benchmark: Benchmark) -> None:
     """Insert a benchmark; one already known stays as it is."""
     row = {
         **_place(session, benchmark.artifact_key, benchmark.environment),
-        "key": benchmark.key,
-        "created_at": benchmark.created_at,
-        "arm": benchmark.arm,
+        **value_columns(benchmark, "artifact_key", "environment", "latencies_us"),
         "latency_us": benchmark.latency_us,
         "latency_kind": NumberKind.FINITE,
         "latencies": latencies_to_text(benchmark.latencies_us),
-        "conditions": benchmark.conditions,
     }
     session.execute(insert_or_ignore(session.connection(), BenchmarkRow), [row])
 

@@ -73,14 +73,12 @@ def record_columns(
     }
 
 
-def target_columns(target: TargetKey) -> dict[str, object]:
-    """Return the columns of a target."""
-    return {"key": target.key, "kind": target.kind, "arch": target.arch, "attributes": target.attributes}
-
-
-def environment_columns(environment: Environment) -> dict[str, object]:
-    """Return the columns of an environment."""
-    return {"key": environment.key, **{name: getattr(environment, name) for name in _names(Environment)}}
+def value_columns(value: Any, *others: str) -> dict[str, object]:
+    """Return the columns of a value: its key, and its fields but for `others`."""
+    return {
+        "key": value.key,
+        **{name: getattr(value, name) for name in _names(cast(Any, type(value))) if name not in others},
+    }
 
 
 def to_value(of: type[_Value], row: object, **given: object) -> _Value:

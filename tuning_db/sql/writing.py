@@ -14,7 +14,7 @@ from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import TuningRecord, Workload, canonical_json, utc_now
 from relaxtune.tuning_db.sql.column_types import UtcDateTime
 from relaxtune.tuning_db.sql.engine import insert_new_rows, insert_or_ignore
-from relaxtune.tuning_db.sql.rows import environment_columns, record_columns, target_columns, to_job
+from relaxtune.tuning_db.sql.rows import record_columns, to_job, value_columns
 from relaxtune.tuning_db.sql.schema import (
     EnvironmentRow,
     JobRow,
@@ -98,9 +98,9 @@ def put_records(session: Session, records: Sequence[TuningRecord]) -> list[int]:
     require_jobs(session, {record.job_id for record in records if record.job_id is not None})
     target_keys = {record.target: record.target.key for record in records}
     environment_keys = {record.environment: record.environment.key for record in records}
-    targets = put_keyed(session, TargetRow, {key: target_columns(value) for value, key in target_keys.items()})
+    targets = put_keyed(session, TargetRow, {key: value_columns(value) for value, key in target_keys.items()})
     environments = put_keyed(
-        session, EnvironmentRow, {key: environment_columns(value) for value, key in environment_keys.items()}
+        session, EnvironmentRow, {key: value_columns(value) for value, key in environment_keys.items()}
     )
     rows: dict[str, dict[str, object]] = {}
     keys = []
@@ -165,7 +165,7 @@ def put_job(session: Session, job: Job) -> None:
     """Insert a job; one already known stays as it is."""
     if session.get(JobRow, job.id) is not None:
         return
-    targets = put_keyed(session, TargetRow, {job.target.key: target_columns(job.target)})
+    targets = put_keyed(session, TargetRow, {job.target.key: value_columns(job.target)})
     session.add(
         JobRow(
             id=job.id,
