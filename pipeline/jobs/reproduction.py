@@ -29,6 +29,7 @@ from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.validation import validate
 from relaxtune.tuning_db.urls import DatabasePlace, without_secrets
@@ -119,18 +120,31 @@ class _Request:
     def shows_fault(self, path: Path, inputs: Mapping[str, np.ndarray]) -> bool:
         """Whether a model, compiled now, gives wrong results; False also for one that cannot be compiled."""
         try:
-            model = load_model(path)
-            with temporary_folder() as made:
-                request = ModelRequest(path, target=self.target, lowering=self.options)
-                compile_model(request, Path(made) / "artifact", database=self.database, samples=0)
-                module = Module.load(Path(made) / "artifact")
-                report = validate(
-                    module, model, rtol=self.tolerance.rtol, atol=self.tolerance.atol, inputs=[dict(inputs)], repeats=1
-                )
+            report = run_again(path, inputs, self.target, self.options, self.tolerance, database=self.database)
         except (PipelineError, ModelError) as e:
             logger.debug("no reproduction with %s: %s", path, e)
             return False
         return not report.passed
+
+
+def run_again(
+    path: Path,
+    inputs: Mapping[str, np.ndarray],
+    target: str,
+    options: LoweringOptions,
+    tolerance: Tolerance,
+    *,
+    database: DatabasePlace | None = None,
+    artifact: str | None = None,
+) -> ValidationReport:
+    """Return how a model compares with ONNX Runtime, compiled now or as an `artifact` that is there."""
+    model = load_model(path)
+    given = {spec.name: inputs[spec.name].astype(numpy_dtype(spec.dtype), copy=False) for spec in model.inputs}
+    with temporary_folder() as made:
+        place = Path(artifact or Path(made) / "artifact")
+        if artifact is None:
+            compile_model(ModelRequest(path, target=target, lowering=options), place, database=database, samples=0)
+        return validate(Module.load(place), model, rtol=tolerance.rtol, atol=tolerance.atol, inputs=[given], repeats=1)
 
 
 def _parts(bisection: Bisection, tensors: OnnxTensors) -> list[tuple[str, frozenset[str], tuple[str, ...]]]:
@@ -253,42 +267,31 @@ _SCRIPT = '''"""Show a fault that `relaxtune validate --bisect` found; exits 3 w
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from relaxtune.models import load_model
-from relaxtune.models.spec import numpy_dtype
-from relaxtune.pipeline.jobs.compile_and_tune import compile_model
+from relaxtune.pipeline.jobs.reproduction import run_again
 from relaxtune.pipeline.passes import LoweringOptions
-from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.artifact.runtime import Module
-from relaxtune.pipeline.validate.validation import validate
+from relaxtune.pipeline.validate.tolerances import Tolerance
 
 HERE = Path(__file__).resolve().parent
-MODEL = HERE / {model!r}
-# The compiled artifact itself, where the fault is in it and not in what is compiled now.
-ARTIFACT = {artifact!r}
-DATABASE = {database!r}
-TARGET = {target!r}
-OPTIONS = LoweringOptions(
-    precision={precision!r},
-    group_size={group!r},
-    disabled_passes=frozenset({disabled!r}),
-    embed_weights={embed!r},
-    unpad={unpad!r},
+report = run_again(
+    HERE / {model!r},
+    np.load(HERE / {inputs!r}),
+    {target!r},
+    LoweringOptions(
+        precision={precision!r},
+        group_size={group!r},
+        disabled_passes=frozenset({disabled!r}),
+        embed_weights={embed!r},
+        unpad={unpad!r},
+    ),
+    Tolerance(rtol={rtol!r}, atol={atol!r}),
+    database={database!r},
+    # The compiled artifact itself, where the fault is in it and not in what is compiled now.
+    artifact={artifact!r},
 )
-
-model = load_model(MODEL)
-stored = np.load(HERE / {inputs!r})
-inputs = {{spec.name: stored[spec.name].astype(numpy_dtype(spec.dtype)) for spec in model.inputs}}
-with tempfile.TemporaryDirectory() as folder:
-    artifact = Path(ARTIFACT or Path(folder) / "artifact")
-    if ARTIFACT is None:
-        request = ModelRequest(MODEL, target=TARGET, lowering=OPTIONS)
-        compile_model(request, artifact, database=DATABASE, samples=0)
-    report = validate(Module.load(artifact), model, rtol={rtol!r}, atol={atol!r}, inputs=[inputs], repeats=1)
 for output in report.outputs:
     print(output.name, "ok" if output.passed else output.reason)
 sys.exit(0 if report.passed else 3)
