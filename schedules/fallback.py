@@ -23,7 +23,7 @@ from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.errors import TargetError, UnscheduledError
 from relaxtune.schedules.gpu.dlight_rules import cuda_rules
 from relaxtune.schedules.marks import SCHEDULED_ATTR, is_scheduled
-from relaxtune.schedules.tir.named_sizes import with_named_sizes
+from relaxtune.schedules.tir.symbolic_sizes import with_named_sizes
 
 logger = logging.getLogger(__name__)
 

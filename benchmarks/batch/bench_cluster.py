@@ -63,8 +63,8 @@ from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
+from relaxtune.pipeline.tuning.local.backend import Machine
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
-from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Capabilities
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal

@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.tuning.waiting_backend import WaitingBackend
-from relaxtune.pipeline.choose.stale_records import still_true_in
+from relaxtune.pipeline.choose.candidates import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
-from relaxtune.pipeline.tuning.local.machine import this_machine
+from relaxtune.pipeline.tuning.local.backend import this_machine
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.result_table import to_data

@@ -19,12 +19,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.gpu_arms.results import machine
-from relaxtune.pipeline.choose.stale_records import still_true_in
+from relaxtune.pipeline.choose.candidates import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuning.candidates import Candidate
-from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
+from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.recipe import scheduled
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.result_table import to_data

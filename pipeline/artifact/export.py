@@ -45,8 +45,7 @@ from relaxtune.pipeline.codegen.library_objects import compile_library_objects, 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
-from relaxtune.pipeline.precision.policy import PolicyEntry
-from relaxtune.pipeline.precision.recorded import policy_entry
+from relaxtune.pipeline.precision.policy import PolicyEntry, policy_entry
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.workers.linking import linker_in

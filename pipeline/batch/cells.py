@@ -26,11 +26,11 @@ from relaxtune.pipeline.batch.plan import (
     CellsTable,
     DefaultsTable,
     LimitsTable,
+    Place,
     Plan,
     nearest,
     plan_error,
 )
-from relaxtune.pipeline.batch.toml_lines import Place
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.acceptance import Limits

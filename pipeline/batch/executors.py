@@ -19,8 +19,8 @@ from relaxtune.pipeline.batch.worker import WORKER_MODULE
 from relaxtune.pipeline.batch.workers import CellWorkers, LocalWorkers
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.devices import choose_devices
-from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.cluster import find_place

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import OWN_ARM
+from relaxtune.pipeline.choose.candidates import still_true_in
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -26,7 +27,6 @@ from relaxtune.pipeline.choose.norm_forms import (
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.choose.shipping import Shipping
-from relaxtune.pipeline.choose.stale_records import still_true_in
 from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
 from relaxtune.pipeline.prepare import PreparedModel, stage

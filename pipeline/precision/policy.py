@@ -2,7 +2,7 @@
 
 A name alone says little ("fp16" with what accumulators? "4 bits" in groups of how many?), so a policy states weights,
 activations, accumulators and norms apart, and its fields, not its name, go into manifests. The KV cache is recorded
-beside it (`pipeline.precision.recorded`): inputs and outputs of a graph keep their dtypes under every policy.
+beside it (`policy_entry`): inputs and outputs of a graph keep their dtypes under every policy.
 
 ============  ===================  ===================  ============  ================================================
 name          weights              activations          accumulators  remarks
@@ -21,8 +21,13 @@ int8          int8                 int8 or uint8        int32         of graphs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
+from relaxtune.models import OnnxModel, TensorSpec
+from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.pipeline.errors import UsageError
 
 DEFAULT_GROUP_SIZE = 128
@@ -131,3 +136,52 @@ def named_policy(name: str, group_size: int | None = None) -> PrecisionPolicy:
     if group_size < 0 or group_size % _GROUP_STEP:
         raise UsageError(f"group size {group_size}; expected a multiple of {_GROUP_STEP}, or 0 for one scale a column")
     return replace(policy, group_size=group_size)
+
+
+def policy_entry(
+    policy: PrecisionPolicy | None,
+    model: OnnxModel,
+    weights: Mapping[str, np.ndarray],
+    quantised_nodes: tuple[str, ...],
+    graph_dtype: str,
+    float_nodes: tuple[str, ...] = (),
+) -> PolicyEntry:
+    """Return the entry of a lowered model.
+
+    Parameters
+    ----------
+    policy : PrecisionPolicy or None
+        What was asked for.
+    weights : mapping
+        The weights as they are stored, for a graph that was compiled as it is.
+    graph_dtype : str
+        The dtype in which the graph as given computes.
+    float_nodes : tuple of str
+        See `PolicyEntry`.
+    """
+    cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
+    # Without a matmul in integers (the pass is switched off) the graph is compiled as given.
+    if policy is not None and (quantised_nodes or not policy.integer):
+        return PolicyEntry(
+            policy.name, policy.weights, policy.activations, policy.accumulators, policy.norms, cache,
+            policy.group_size, policy.scale_dtype, quantised_nodes, float_nodes,
+        )  # fmt: skip
+    stored = _largest_dtype(weights) or graph_dtype
+    name = "fp32" if (stored, graph_dtype) == ("float32", "float32") else AS_GIVEN
+    accumulators = "float64" if graph_dtype == "float64" else "float32"
+    norms = graph_dtype if graph_dtype in ("float32", "float64") else "float32"
+    return PolicyEntry(name, stored, graph_dtype, accumulators, norms, cache)
+
+
+def _caches(model: OnnxModel) -> list[TensorSpec]:
+    kinds = {rule.name: rule.kind for rule in describe_inputs(model)}
+    return [spec for spec in model.inputs if kinds[spec.name] is InputKind.CACHE]
+
+
+def _largest_dtype(weights: Mapping[str, np.ndarray]) -> str | None:
+    """Return the dtype of most of the bytes of matrices, None without any."""
+    sizes: dict[str, int] = {}
+    for array in weights.values():
+        if array.ndim > 1:
+            sizes[str(array.dtype)] = sizes.get(str(array.dtype), 0) + array.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None

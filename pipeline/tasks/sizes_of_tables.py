@@ -1,8 +1,8 @@
 """Tuning tasks for kernels of symbolic sizes: each such kernel at a few sizes, a task like any static kernel.
 
 A kernel with a symbolic number of rows is a table: ranges of rows, each with a decision of a template. What wins at a
-size is put into the table there (`pipeline.choose.tables`). Records have the signature of a static kernel of that size,
-so a static artifact's records count for tables, and near sizes start from each other.
+size is put into the table there (`pipeline.choose.selection`). Records have the signature of a static kernel of that
+size, so a static artifact's records count for tables, and near sizes start from each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relaxtune.schedules.marks import AT_SIZES_ATTR
 from relaxtune.schedules.registry import RANGES
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.ranges import symbolic_rows
-from relaxtune.schedules.tir.at_sizes import at_sizes, size_at
+from relaxtune.schedules.tir.symbolic_sizes import at_sizes, size_at
 
 # Points of a histogram, and what their weights add up to.
 _POINTS_MAX = 8

@@ -20,8 +20,7 @@ from relaxtune.pipeline.tuning.resume import (
     take_known,
 )
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
-from relaxtune.pipeline.tuning.search.evolution import TaskSearch
-from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
+from relaxtune.pipeline.tuning.search.evolution import TaskSearch, return_freed_memory
 from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.pipeline.tuning.search.warm_start import WarmStart

@@ -15,8 +15,8 @@ from relaxtune.pipeline.errors import NothingMeasuredError, UsageError
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.admission import Admission, Arrival, StillTrue, TaskFeed
 from relaxtune.pipeline.tuning.candidates import Evaluator
+from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.devices import choose_devices
-from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.loop import TuningLoop
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
@@ -69,7 +69,7 @@ def tune(
     progress : ProgressListener or None
         Told of every finished candidate.
     still_true : callable
-        Leaves out stale records of earlier runs: `pipeline.choose.stale_records.still_true_in`.
+        Leaves out stale records of earlier runs: `pipeline.choose.candidates.still_true_in`.
     builder, backend : optional
         Others than the processes of this machine, for example of a cluster; they are not closed here.
     machine : callable or None

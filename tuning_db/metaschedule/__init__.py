@@ -7,25 +7,22 @@ a decision is the trace as JSON (`trace_to_json`). Both belong to one TVM versio
 hash has 64 bits, so a module found by it is compared structurally before it is believed.
 """
 
-from relaxtune.tuning_db.metaschedule.stock_forms import (
-    US_PER_S,
-    args_info_json,
-    is_failure,
-    stock_workload,
-    target_to_json,
-)
 from relaxtune.tuning_db.metaschedule.texts import (
     REPLAY_ERRORS,
     UNKNOWN_FAMILY,
+    US_PER_S,
     IRModule,
+    args_info_json,
     describe_unknown,
     ir_from_json,
     ir_to_json,
+    is_failure,
+    stock_workload,
+    target_to_json,
     tvm_version,
     workload_hash,
 )
-from relaxtune.tuning_db.metaschedule.top_records import top_records
-from relaxtune.tuning_db.metaschedule.traces import check_trace, replay_decision, trace_to_json
+from relaxtune.tuning_db.metaschedule.traces import check_trace, replay_decision, top_records, trace_to_json
 
 __all__ = [
     "REPLAY_ERRORS",

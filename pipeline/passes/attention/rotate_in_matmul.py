@@ -23,7 +23,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.turned import is_turned, stored_shape, stored_weight
+from relaxtune.pipeline.passes.weights.turn_weights import is_turned, stored_shape, stored_weight
 from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, interleaved_heads, rotated_matmul
 

@@ -24,7 +24,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.turned import is_turned, stored_shape, stored_weight
+from relaxtune.pipeline.passes.weights.turn_weights import is_turned, stored_shape, stored_weight
 from relaxtune.schedules.tir.epilogue import gate_column, value_column
 from relaxtune.schedules.tir.rotated_matmul import float32_product
 

@@ -25,6 +25,28 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import Feature, target_features
 from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
 
+# Elements of a load of 16 bytes.
+_LOADED = 8
+
+
+def is_turned(data: tvm.ir.Expr, state: LoweringState) -> bool:
+    """Whether a constant that `data` is multiplied by is kept turned: for few rows, if its rows of K can be loaded."""
+    length = (shape_of(data) or [None])[-1]
+    aligned = isinstance(length, tvm.tirx.IntImm) and int(length) % _LOADED == 0
+    return aligned and makes_few_rows(row_count(data), target_features(state.target))
+
+
+def stored_shape(data: tvm.ir.Expr, weight: tvm.ir.Expr, state: LoweringState, times: int = 1) -> tuple[int, ...]:
+    """Return the shape in which a constant [K, N] is kept, `times` as many columns of it."""
+    rows, columns = static_shape(weight) or (0, 0)
+    return (times * columns, rows) if is_turned(data, state) else (rows, times * columns)
+
+
+def stored_weight(matrix: np.ndarray, dtype: str, data: tvm.ir.Expr, state: LoweringState) -> tvm.ir.Expr:
+    """Return the constant as which a matrix [K, N] that `data` is multiplied by is kept."""
+    return relax.const(np.ascontiguousarray(matrix.T) if is_turned(data, state) else matrix, dtype)
+
+
 # TMA loads rows that start at multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
 _ALIGNMENT = 16
 _BYTES = {"float16": 2, "bfloat16": 2}

@@ -1,4 +1,4 @@
-"""A cluster as what builds and measures for a run: the same shape as `relaxtune.pipeline.tuning.local.machine`."""
+"""A cluster as what builds and measures for a run: the same shape as `relaxtune.pipeline.tuning.local.backend`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tuning.local.backend import Machine, timing_options
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits
-from relaxtune.pipeline.tuning.local.machine import Machine, timing_options
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.backend import RayBackend, new_run

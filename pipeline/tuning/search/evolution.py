@@ -6,12 +6,14 @@ cost model, which all tasks share, has a lock of its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 
 import tvm
 from tvm.s_tir import Schedule, Trace
@@ -19,11 +21,27 @@ from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.clock import BusyClock
-from relaxtune.pipeline.tuning.search.freed_memory import return_freed_memory
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.tensor_tile import form_of
 from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
 from relaxtune.tuning_db.records import Route
+
+# Gives memory that was freed back to the system.
+#
+# TVM's schedules are small objects made and freed by many threads. glibc keeps what a thread freed for that thread, in
+# heaps of their own, so that a process that searches for long takes more than it uses (`malloc_trim(3)`, `mallopt(3)`).
+
+
+def return_freed_memory() -> bool:
+    """Give freed memory back; return whether the C library here offers that (glibc does) and there was any."""
+    trim = _malloc_trim()
+    return trim is not None and bool(trim(0))
+
+
+@cache
+def _malloc_trim() -> ctypes._NamedFuncPointer | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ import pytest
 
 from relaxtune.pipeline.batch import cells as cells_module
 from relaxtune.pipeline.batch.cells import list_cells
-from relaxtune.pipeline.batch.plan import PlanError, read_plan
+from relaxtune.pipeline.batch.plan import PlanError, TomlLines, read_plan
 from relaxtune.pipeline.batch.tasks import group_options
-from relaxtune.pipeline.batch.toml_lines import TomlLines
 from relaxtune.pipeline.cli.app import main
 from relaxtune.tuning_db.urls import DatabaseUrl, hide_secrets
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import impossible_latency, least_latency_us

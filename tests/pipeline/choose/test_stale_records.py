@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.generic import Plain

@@ -15,10 +15,9 @@ import tvm_ffi
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import select_kernels
-from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.codegen.finish import finish_kernels
 from relaxtune.pipeline.codegen.kernel_hash import CODE_GENERATION, is_kernel, kernel_hash, made_hash
 from relaxtune.pipeline.environment import detect_environment

@@ -7,7 +7,7 @@ from relaxtune.models import load_model
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.precision import POLICY_NAMES, named_policy
-from relaxtune.pipeline.precision.recorded import AS_GIVEN, policy_entry
+from relaxtune.pipeline.precision.policy import AS_GIVEN, policy_entry
 
 
 def test_every_policy_states_weights_activations_accumulators_and_norms_apart() -> None:

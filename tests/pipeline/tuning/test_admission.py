@@ -15,8 +15,8 @@ from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning import admission
 from relaxtune.pipeline.tuning.admission import Arrival
 from relaxtune.pipeline.tuning.candidates import Candidate
+from relaxtune.pipeline.tuning.local.backend import Machine
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
-from relaxtune.pipeline.tuning.local.machine import Machine
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact

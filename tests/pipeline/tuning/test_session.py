@@ -18,8 +18,8 @@ from relaxtune.pipeline.environment import code_version
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tuning import task_start
 from relaxtune.pipeline.tuning.candidates import Candidate
+from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
-from relaxtune.pipeline.tuning.local.machine import Machine, this_machine
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.progress import ProgressEvent

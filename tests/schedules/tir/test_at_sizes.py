@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from relaxtune.schedules.tir.at_sizes import at_sizes
 from relaxtune.schedules.tir.blocks import shape_of
+from relaxtune.schedules.tir.symbolic_sizes import at_sizes
 
 PAST = tirx.Var("past", "int64")
 

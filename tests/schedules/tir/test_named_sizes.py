@@ -12,7 +12,7 @@ from relaxtune.schedules.errors import UnscheduledError
 from relaxtune.schedules.fallback import schedule_by_rules
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.blocks import shape_of
-from relaxtune.schedules.tir.named_sizes import with_named_sizes
+from relaxtune.schedules.tir.symbolic_sizes import with_named_sizes
 from tests.schedules.agreement import build_pair
 
 BATCH, HEIGHT, WIDTH = (tirx.Var(name, "int64") for name in ("batch", "height", "width"))

@@ -8,9 +8,8 @@ import pytest
 from alembic import command
 from sqlalchemy import MetaData, insert, select
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
 from relaxtune.pipeline.choose.replay import replay_record
-from relaxtune.pipeline.choose.stale_records import without_stale
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.tuning.search.template_candidates import template_candidates

@@ -7,8 +7,7 @@ import pytest
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, constants_in, main_of, static_shape
-from relaxtune.pipeline.passes.kit.turned import is_turned
-from relaxtune.pipeline.passes.weights.turn_weights import turn_weights
+from relaxtune.pipeline.passes.weights.turn_weights import is_turned, turn_weights
 from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.tir.epilogue import MatmulFunction

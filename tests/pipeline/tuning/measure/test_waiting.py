@@ -6,7 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from relaxtune.pipeline.tuning.measure.waiting import WaitingWork
+from relaxtune.pipeline.tuning.measure.side_by_side import WaitingWork
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from ray.cluster_utils import Cluster
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
 from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator
-from relaxtune.pipeline.tuning.local.machine import Machine
+from relaxtune.pipeline.tuning.local.backend import Machine
 from relaxtune.pipeline.tuning.measure.backend import Built, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions

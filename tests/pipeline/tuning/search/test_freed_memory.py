@@ -7,7 +7,7 @@ import platform
 
 import pytest
 
-from relaxtune.pipeline.tuning.search import freed_memory as heap
+from relaxtune.pipeline.tuning.search import evolution as heap
 from relaxtune.pipeline.workers.child import resident_bytes
 
 _SIZE, _COUNT = 4096, 20_000

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from relaxtune.pipeline.tuning.candidates import Candidate
-from relaxtune.pipeline.tuning.search.template_model import parameter_table, predict
-from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
+from relaxtune.pipeline.tuning.search.template_search import TemplateSearch, parameter_table, predict
 from relaxtune.tuning_db.records import Route
 from tests.pipeline.tuning.tuning_cases import matmul_task
 
