@@ -122,7 +122,7 @@ CASES = (
         "relations between axes are found in the graph, inputs satisfy them, `inspect` lists them",
         ("models/axes/test_relations.py::test_decoder_with_a_name_for_every_axis_gets_one_name_for_each_size",
          "models/axes/test_relations.py::test_mask_indexed_up_to_a_sum_has_that_length",
-         "pipeline/test_inspect.py::test_relations_between_axes_are_listed"),
+         "pipeline/jobs/test_inspect.py::test_relations_between_axes_are_listed"),
     ),
     Case(
         "B3", "mixtures of experts", "sizes known at run time stood beside sizes of the graph",
@@ -153,7 +153,7 @@ CASES = (
          "pipeline/importer/converters/test_norms_and_reductions.py::test_layer_norm_whose_scale_and_bias_broadcast",
          "pipeline/importer/test_forms_stock_lacks.py::"
          "test_a_symbolic_axis_is_read_from_the_last_element_to_the_first",
-         "pipeline/test_inspect.py::test_model_whose_memory_cannot_be_planned_is_refused_as_compile_refuses_it"),
+         "pipeline/jobs/test_inspect.py::test_model_whose_memory_cannot_be_planned_is_refused_as_compile_refuses_it"),
     ),
     Case(
         "B7", "graphs that are ill-conditioned on inputs drawn", "an error was judged without what rounding alone does",
