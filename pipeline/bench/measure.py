@@ -68,11 +68,6 @@ class ArmResult:
         return statistics.median(self.latencies_ms)
 
     @property
-    def p95_ms(self) -> float:
-        """The latency that 95 of 100 runs do not exceed."""
-        return self.quantile(0.95)
-
-    @property
     def spread(self) -> float:
         """The distance from the 10th to the 90th percentile, over the median."""
         return (self.quantile(0.9) - self.quantile(0.1)) / self.median_ms
