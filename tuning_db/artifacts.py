@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from relaxtune.tuning_db.errors import InvalidRecordError
-from relaxtune.tuning_db.records import (
-    Environment,
-    TargetKey,
-    content_key,
-    normalise,
-    utc_now,
-)
+from relaxtune.tuning_db.records import Environment, TargetKey, content_key, normalise, utc_now
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,7 @@ from relaxtune.tuning_db.sql import artifact_rows, ranking, writing
 from relaxtune.tuning_db.sql.engine import Location, database_size, make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import check_revision, current_revision, migrate
 from relaxtune.tuning_db.sql.rows import to_job, to_job_task, to_workload
-from relaxtune.tuning_db.sql.schema import (
-    HEAD_REVISION,
-    Base,
-    JobRow,
-    JobTaskRow,
-    RecordRow,
-    SignatureRow,
-    WorkloadRow,
-)
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION, Base, JobRow, JobTaskRow, RecordRow, SignatureRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import (
     conditions,
     read_records,

@@ -29,14 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.bench_gemm_sm90 import (
-    BYTES_PER_TURN,
-    ERRORS_MAX,
-    Case,
-    fused_matmul,
-    inputs,
-    largest_errors,
-)
+from benchmarks.kernels.bench_gemm_sm90 import BYTES_PER_TURN, ERRORS_MAX, Case, fused_matmul, inputs, largest_errors
 from benchmarks.kernels.cubins import (
     Kernel,
     build_and_run_parser,

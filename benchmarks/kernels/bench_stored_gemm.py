@@ -22,14 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.bench_gemv import (
-    BYTES_IN_TURN,
-    Case,
-    expected_of,
-    function_of,
-    output_of,
-    random_tensors,
-)
+from benchmarks.kernels.bench_gemv import BYTES_IN_TURN, Case, expected_of, function_of, output_of, random_tensors
 from benchmarks.kernels.cubins import (
     Kernel,
     build_and_run_parser,

@@ -24,12 +24,7 @@ from relaxtune.pipeline.validate.builds import Arrays, reference_model
 from relaxtune.pipeline.validate.drift_report import DriftOptions
 from relaxtune.pipeline.validate.padding_trials import route_inputs, route_sizes, try_and_record
 from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.pipeline.validate.validation import (
-    DEFAULT_REPEATS,
-    DEFAULT_SAMPLES,
-    sample_inputs,
-    validate,
-)
+from relaxtune.pipeline.validate.validation import DEFAULT_REPEATS, DEFAULT_SAMPLES, sample_inputs, validate
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
 

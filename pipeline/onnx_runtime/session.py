@@ -16,17 +16,7 @@ import onnx
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.onnx_runtime.graph import SplitGraph
 from relaxtune.pipeline.onnx_runtime.process import OnnxRuntimeProcess, RestartedError, onnx_runtime
-from relaxtune.pipeline.onnx_runtime.requests import (
-    Close,
-    Level,
-    Open,
-    Prepare,
-    Refused,
-    Request,
-    Run,
-    Settings,
-    Time,
-)
+from relaxtune.pipeline.onnx_runtime.requests import Close, Level, Open, Prepare, Refused, Request, Run, Settings, Time
 from relaxtune.pipeline.onnx_runtime.shared_arrays import ArraysPlace, SharedArrays, read_arrays
 from relaxtune.pipeline.workers.replies import WorkerError
 

@@ -14,10 +14,7 @@ from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.tolerances import Tolerance
-from relaxtune.pipeline.validate.validation import (
-    DEFAULT_SAMPLES,
-    sample_inputs,
-)
+from relaxtune.pipeline.validate.validation import DEFAULT_SAMPLES, sample_inputs
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -28,15 +28,7 @@ from tvm.sym import Analyzer, detect_linear_equation
 from tvm_ffi import StructuralKey
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import (
-    Block,
-    Size,
-    plain_blocks,
-    position_of,
-    same_sizes,
-    shape_of,
-    static_shape,
-)
+from relaxtune.schedules.tir.blocks import Block, Size, plain_blocks, position_of, same_sizes, shape_of, static_shape
 from relaxtune.schedules.tir.expressions import (
     UnsupportedExpressionError,
     constant_value,

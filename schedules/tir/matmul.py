@@ -28,15 +28,7 @@ from tvm.ir.expr import TensorLoad
 from tvm.sym import Analyzer
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.tir.blocks import (
-    Block,
-    Size,
-    plain_blocks,
-    position_of,
-    same_sizes,
-    shape_of,
-    static_shape,
-)
+from relaxtune.schedules.tir.blocks import Block, Size, plain_blocks, position_of, same_sizes, shape_of, static_shape
 from relaxtune.schedules.tir.contraction import are_axes, find_factors
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction, same_position
 from relaxtune.schedules.tir.expressions import constant_value, depends_on, substitute, tree_size

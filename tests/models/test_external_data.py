@@ -10,9 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.models import load_model
-from relaxtune.models.errors import (
-    ExternalDataError,
-)
+from relaxtune.models.errors import ExternalDataError
 from tests.models.test_loading_errors import FLOAT, graph_model, tensor, write
 
 

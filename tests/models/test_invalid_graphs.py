@@ -11,12 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from relaxtune.models import load_model
-from relaxtune.models.errors import (
-    InvalidModelError,
-    ModelError,
-    ModelShapeError,
-    UnsupportedModelError,
-)
+from relaxtune.models.errors import InvalidModelError, ModelError, ModelShapeError, UnsupportedModelError
 from tests.models.test_loading_errors import FLOAT, graph_model, relu, tensor, weight, write
 
 

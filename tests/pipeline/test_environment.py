@@ -10,13 +10,7 @@ import tvm_ffi
 
 import relaxtune
 from relaxtune.pipeline import environment as environment_module
-from relaxtune.pipeline.environment import (
-    code_version,
-    cpu_name,
-    detect_environment,
-    nvidia_driver_version,
-    target_key,
-)
+from relaxtune.pipeline.environment import code_version, cpu_name, detect_environment, nvidia_driver_version, target_key
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 
 

@@ -23,14 +23,7 @@ from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.jobs import Job, JobTask
-from relaxtune.tuning_db.records import (
-    RecordFilter,
-    TuningRecord,
-    Workload,
-    canonical_json,
-    content_key,
-    normalise,
-)
+from relaxtune.tuning_db.records import RecordFilter, TuningRecord, Workload, canonical_json, content_key, normalise
 from relaxtune.tuning_db.sql import artifact_rows
 from relaxtune.tuning_db.sql.rows import to_job, to_job_task, to_workload, value_columns
 from relaxtune.tuning_db.sql.schema import (

@@ -17,14 +17,7 @@ from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.records import RecordFilter, Route, Status
 from relaxtune.tuning_db.sql.rows import latencies_from_text
-from relaxtune.tuning_db.sql.schema import (
-    EnvironmentRow,
-    JobRow,
-    RecordRow,
-    SignatureRow,
-    TargetRow,
-    WorkloadRow,
-)
+from relaxtune.tuning_db.sql.schema import EnvironmentRow, JobRow, RecordRow, SignatureRow, TargetRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import conditions
 from relaxtune.tuning_db.store import question
 

@@ -19,14 +19,7 @@ from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.records import RecordFilter, Route, Status, utc_now
 from relaxtune.tuning_db.sql import writing
 from relaxtune.tuning_db.sql.rows import latencies_from_text
-from relaxtune.tuning_db.sql.schema import (
-    EnvironmentRow,
-    JobRow,
-    JobTaskRow,
-    RecordRow,
-    SignatureRow,
-    WorkloadRow,
-)
+from relaxtune.tuning_db.sql.schema import EnvironmentRow, JobRow, JobTaskRow, RecordRow, SignatureRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import conditions, read_places
 from relaxtune.tuning_db.store import NO_FILTER, question
 

@@ -9,11 +9,7 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    DateTime,
-    Dialect,
-    String,
-)
+from sqlalchemy import DateTime, Dialect, String
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 T = TypeVar("T")

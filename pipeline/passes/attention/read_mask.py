@@ -16,14 +16,7 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import (
-    array_of,
-    dtype_of,
-    is_constant,
-    is_op,
-    number_of,
-    numbers_beside,
-)
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, number_of, numbers_beside
 from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, sizes_of
 from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers

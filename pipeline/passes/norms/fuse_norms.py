@@ -14,14 +14,7 @@ from tvm import relax, tirx
 from relaxtune.pipeline.arrays import CHUNK, map_chunks
 from relaxtune.pipeline.passes.attention.kernel import template_refusal
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import (
-    HALVES,
-    array_of,
-    called_function,
-    constants_in,
-    dtype_of,
-    is_constant,
-)
+from relaxtune.pipeline.passes.kit.ir import HALVES, array_of, called_function, constants_in, dtype_of, is_constant
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm

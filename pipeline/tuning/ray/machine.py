@@ -13,12 +13,7 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.backend import RayBackend, new_run
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
-from relaxtune.pipeline.tuning.ray.cluster import (
-    MeasuringPlace,
-    connected,
-    find_place,
-    require_equal,
-)
+from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, connected, find_place, require_equal
 from relaxtune.pipeline.tuning.ray.facts import list_versions
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings
 from relaxtune.pipeline.tuning.ray.nodes import Node, NodesAsked

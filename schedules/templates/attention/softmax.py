@@ -23,13 +23,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
-from relaxtune.schedules.templates.attention.mask import (
-    LOG2_E,
-    MINUS_INFINITY,
-    BiasReader,
-    Rows,
-    hold,
-)
+from relaxtune.schedules.templates.attention.mask import LOG2_E, MINUS_INFINITY, BiasReader, Rows, hold
 from relaxtune.schedules.templates.attention.padding_search import PaddingSearch
 from relaxtune.schedules.templates.attention.tile_plan import TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call

@@ -19,12 +19,7 @@ from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMulti
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm80.split_keys import SplitKeys
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
-from relaxtune.schedules.templates.emit.kernel_frame import (
-    EmitBody,
-    build_function,
-    shared_pool,
-    wait_for_predecessor,
-)
+from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 

@@ -18,13 +18,7 @@ from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
 from relaxtune.schedules.templates.attention_sm90.growth import NewPositions
 from relaxtune.schedules.templates.attention_sm90.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm90.output import AttentionOutput
-from relaxtune.schedules.templates.attention_sm90.plan import (
-    CHUNK,
-    REGISTERS,
-    ROWS,
-    WARPGROUP,
-    AttentionPlan,
-)
+from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, REGISTERS, ROWS, WARPGROUP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm90.ring import Maps, Memory, Producer
 from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin, uniform

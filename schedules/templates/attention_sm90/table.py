@@ -38,11 +38,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_available,
     registers_needed,
 )
-from relaxtune.schedules.templates.attention_sm90.template import (
-    predicted_cycles,
-    propose_for,
-    recognise_attention,
-)
+from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for, recognise_attention
 from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, TemplateError, template_of
 from relaxtune.schedules.templates.cut import Line, cover, cut_lines, nearest
 from relaxtune.schedules.templates.launch_table import launch_by_lines

@@ -15,14 +15,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.tensor_cores import chunk_place, shared_address
-from relaxtune.schedules.templates.gemm_sm80.plan import (
-    COLUMNS,
-    FLOAT_DEPTH,
-    ROWS,
-    WARP,
-    GemmPlan,
-    fragment_words,
-)
+from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, FLOAT_DEPTH, ROWS, WARP, GemmPlan, fragment_words
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _BYTES = 4

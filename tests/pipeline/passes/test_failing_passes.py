@@ -15,19 +15,8 @@ from relaxtune.pipeline.passes import LoweringOptions, lower, lowering_steps
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.order import Phase, Step
 from tests.pipeline.importer.onnx_cases import run_reference
-from tests.pipeline.passes.lowered_zoo import (
-    FP32_TOLERANCE,
-    graph_of_zoo,
-    lowered_of,
-    model_of,
-    report_of,
-    run_lowered,
-)
-from tests.pipeline.passes.pass_cases import (
-    LLVM,
-    assert_agrees,
-    feeds_of,
-)
+from tests.pipeline.passes.lowered_zoo import FP32_TOLERANCE, graph_of_zoo, lowered_of, model_of, report_of, run_lowered
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, feeds_of
 
 
 def _fail(_mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:

@@ -15,13 +15,7 @@ from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.attention_forms import Form
-from tests.pipeline.passes.pass_cases import (
-    LLVM,
-    assert_agrees,
-    graph_of,
-    run_lowered,
-    small_model,
-)
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, graph_of, run_lowered, small_model
 
 FP16 = LoweringOptions(precision="fp16")
 TABLE = np.arange(20.0).reshape(5, 4).astype("float32")

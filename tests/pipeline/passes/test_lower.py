@@ -23,13 +23,7 @@ from tests.pipeline.passes.lowered_zoo import (
     report_of,
     run_lowered,
 )
-from tests.pipeline.passes.pass_cases import (
-    LLVM,
-    assert_agrees,
-    feeds_of,
-    graph_of,
-    small_model,
-)
+from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, feeds_of, graph_of, small_model
 
 TINY = (
     "bert-tiny",

@@ -21,12 +21,7 @@ from relaxtune.pipeline.workers.child import has_gpu_open
 from relaxtune.pipeline.workers.fork_server import Forks, ForkServer
 from relaxtune.pipeline.workers.limits import Limit, Limits
 from relaxtune.pipeline.workers.pool import WorkerPool
-from relaxtune.pipeline.workers.replies import (
-    WorkerDiedError,
-    WorkerKilledError,
-    WorkerStartError,
-    WorkerStoppedError,
-)
+from relaxtune.pipeline.workers.replies import WorkerDiedError, WorkerKilledError, WorkerStartError, WorkerStoppedError
 from relaxtune.pipeline.workers.worker import Worker
 from tests.warm_python import workers_start
 

@@ -20,12 +20,7 @@ from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.normed_matmul import keep_partial_sums
-from relaxtune.schedules.tir.rotated_matmul import (
-    interleaved_heads,
-    output_column,
-    partner_column,
-    product_column,
-)
+from relaxtune.schedules.tir.rotated_matmul import interleaved_heads, output_column, partner_column, product_column
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, WGMMA, captured_cubins, read_cubin
 from tests.schedules.templates.rotated_cases import RotatedCase, known
 

@@ -10,13 +10,7 @@ import tvm
 import tvm_ffi
 
 from relaxtune.tuning_db.errors import InvalidRecordError
-from relaxtune.tuning_db.metaschedule import (
-    ir_from_json,
-    ir_to_json,
-    replay_decision,
-    trace_to_json,
-    workload_hash,
-)
+from relaxtune.tuning_db.metaschedule import ir_from_json, ir_to_json, replay_decision, trace_to_json, workload_hash
 from tests.tuning_db.metaschedule.matmul_case import matmul, split
 
 BAD_DECISIONS = [

@@ -19,14 +19,7 @@ from relaxtune.schedules.templates.gemm_sm80.template import FLOAT8_TILES, GemmS
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.block_on_cpu import run_on_cpu
-from tests.schedules.templates.cubin import (
-    LOCAL_LOAD,
-    LOCAL_STORE,
-    MMA_FLOAT8,
-    MMA_SYNC,
-    captured_cubins,
-    read_cubin,
-)
+from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, MMA_FLOAT8, MMA_SYNC, captured_cubins, read_cubin
 from tests.schedules.templates.eightbit_cases import ML_DTYPES, expected, poisoned, random_inputs
 from tests.schedules.templates.matmul_cases import MatmulCase
 
