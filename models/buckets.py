@@ -167,10 +167,7 @@ def pad_inputs(
 
 
 def cut_outputs(
-    outputs: Mapping[str, np.ndarray],
-    specs: Sequence[TensorSpec],
-    sizes: Mapping[str, int],
-    sides: Mapping[str, Side],
+    outputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec], sizes: Mapping[str, int], sides: Mapping[str, Side]
 ) -> dict[str, np.ndarray]:
     """Return the outputs of a padded call without what padding added; `specs` are those with symbolic axes."""
     cut = {}

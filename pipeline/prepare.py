@@ -131,8 +131,7 @@ def import_request(request: ModelRequest) -> Imported:
 
 
 def prepare_model(
-    request: ModelRequest,
-    importing: Callable[[ModelRequest], Imported] = import_request,
+    request: ModelRequest, importing: Callable[[ModelRequest], Imported] = import_request
 ) -> PreparedModel:
     """Return the model of a request, imported, lowered and cut into tuning tasks.
 

@@ -159,12 +159,7 @@ def move_cell(
             last = session.scalar(select(func.max(AttemptRow.number)).where(AttemptRow.cell_id == row.id)) or 0
             session.add(
                 AttemptRow(
-                    cell_id=row.id,
-                    number=last + 1,
-                    **asdict(driver),
-                    started_at=now,
-                    heartbeat_at=now,
-                    state=state,
+                    cell_id=row.id, number=last + 1, **asdict(driver), started_at=now, heartbeat_at=now, state=state
                 )
             )
             _set_facts(row, dict.fromkeys(_FACTS))

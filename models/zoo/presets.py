@@ -132,10 +132,7 @@ def _with_outliers(preset: Preset, outliers: Outliers, *, layers: int | None = N
 
     size = f"x {outliers.scale:g}, {outliers.count} channels x {outliers.factor:g} besides"
     return replace(
-        whole,
-        name=f"{preset.name}-{suffix}",
-        description=f"{whole.description}, residual stream {size}",
-        build=build,
+        whole, name=f"{preset.name}-{suffix}", description=f"{whole.description}, residual stream {size}", build=build
     )
 
 
@@ -192,8 +189,7 @@ def _table() -> dict[str, Preset]:
         _t5("t5-tiny", T5Config(layers=2, hidden=128, heads=2, head_size=64, ffn=512, vocab=1024, init_std=0.05)),
         _t5("t5-small", T5Config(layers=6, hidden=512, heads=8, head_size=64, ffn=2048, vocab=32128)),
         _whisper(
-            "whisper-tiny",
-            WhisperConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, frames=64, init_std=0.05),
+            "whisper-tiny", WhisperConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, frames=64, init_std=0.05)
         ),
         _whisper("whisper-base", WhisperConfig(layers=6, hidden=512, heads=8, ffn=2048, vocab=51865)),
     ]

@@ -34,10 +34,7 @@ def render_batch(database: TuningDatabase, batch: Batch) -> str:
 
 
 def batch_body(
-    database: TuningDatabase,
-    batch: Batch,
-    sections: Sequence[tuple[str, Markup]] | None = None,
-    left_out: int = 0,
+    database: TuningDatabase, batch: Batch, sections: Sequence[tuple[str, Markup]] | None = None, left_out: int = 0
 ) -> Markup:
     """Return the tables of a batch, and folded sections on its artifacts, without opening one."""
     cells, attempts = list_cells(database, batch.id), list_attempts(database, batch.id)

@@ -67,11 +67,7 @@ def bisect(
 
 
 def check_kernels(
-    module: Module,
-    model: OnnxModel,
-    inputs: Mapping[str, np.ndarray],
-    *,
-    database: DatabasePlace | None = None,
+    module: Module, model: OnnxModel, inputs: Mapping[str, np.ndarray], *, database: DatabasePlace | None = None
 ) -> tuple[FaultyKernel, ...]:
     """Return the kernels of a module that differ from their unscheduled form on the arguments they get for an input.
 

@@ -227,8 +227,7 @@ def bench(
     db: OutcomeDatabaseOption = None,
     lengths: LengthsOption = None,
     batch_sweep: Annotated[
-        str | None,
-        typer.Option("--batch-sweep", metavar="1,2,4,8", help="Sizes of the batch, the inputs' first axis."),
+        str | None, typer.Option("--batch-sweep", metavar="1,2,4,8", help="Sizes of the batch, the inputs' first axis.")
     ] = None,
     beside: Annotated[
         list[Path] | None,

@@ -76,8 +76,7 @@ def _progress() -> Callable[[str], None]:
 
 
 FailFastOption = Annotated[
-    bool,
-    typer.Option("--fail-fast/--keep-going", help="End at the first cell that is not accepted, or do the others."),
+    bool, typer.Option("--fail-fast/--keep-going", help="End at the first cell that is not accepted, or do the others.")
 ]
 ClusterOption = Annotated[
     str | None, typer.Option("--cluster", metavar="ADDRESS", help="Measure on a cluster. Default: on this machine.")
@@ -131,9 +130,7 @@ def resume(
 
 @app.command()
 def status(
-    batch: BatchArgument = None,
-    db: DatabaseOption = DEFAULT_DATABASE,
-    output_format: FormatOption = OutputFormat.TABLE,
+    batch: BatchArgument = None, db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE
 ) -> None:
     """Show how far the cells of a batch are. A cell is `dead` where its driver works no more."""
     from relaxtune.tuning_db.batches import get_batch, list_cells

@@ -63,24 +63,9 @@ class TuningMode(StrEnum):
 class ArtifactOptions:
     """Where the artifact goes, and how it is validated."""
 
-    out: Path | None = option(
-        None,
-        "Artifact directory. Default: out/MODEL-TARGET.",
-        metavar="DIR",
-        panel=OUTPUT,
-    )
-    samples: int = option(
-        3,
-        "Random inputs to validate with; 0 leaves the validation out.",
-        min=0,
-        panel=OUTPUT,
-    )
-    sign: Path | None = option(
-        None,
-        "Sign it with this Ed25519 private key (PEM).",
-        metavar="KEY",
-        panel=OUTPUT,
-    )
+    out: Path | None = option(None, "Artifact directory. Default: out/MODEL-TARGET.", metavar="DIR", panel=OUTPUT)
+    samples: int = option(3, "Random inputs to validate with; 0 leaves the validation out.", min=0, panel=OUTPUT)
+    sign: Path | None = option(None, "Sign it with this Ed25519 private key (PEM).", metavar="KEY", panel=OUTPUT)
 
     def directory(self, model: ModelOptions) -> Path:
         """Return the artifact's directory, by default named after the model and the target."""
@@ -97,44 +82,17 @@ class SearchOptions:
     trials: int | None = option(
         None, "Candidates over all tasks. Default: the effort's, or the time budget.", min=1, panel=SEARCH
     )
-    time_budget: float | None = option(
-        None,
-        "Seconds of tuning.",
-        min=1.0,
-        metavar="S",
-        panel=SEARCH,
-    )
-    mode: TuningMode = option(
-        TuningMode.TUNE,
-        "force measures again what the database already knows.",
-        rare=True,
-    )
-    workers: int | None = option(
-        None,
-        "Build processes. Default: the cores.",
-        min=1,
-        rare=True,
-    )
+    time_budget: float | None = option(None, "Seconds of tuning.", min=1.0, metavar="S", panel=SEARCH)
+    mode: TuningMode = option(TuningMode.TUNE, "force measures again what the database already knows.", rare=True)
+    workers: int | None = option(None, "Build processes. Default: the cores.", min=1, rare=True)
     devices: str | None = option(
         None,
         "GPUs to measure on side by side, such as cuda:0,cuda:1. Default: all of the target's model.",
         metavar="LIST",
         rare=True,
     )
-    build_timeout: float = option(
-        30.0,
-        "Seconds to build one candidate.",
-        min=0.0,
-        metavar="S",
-        rare=True,
-    )
-    run_timeout: float = option(
-        10.0,
-        "Seconds to measure one candidate.",
-        min=0.0,
-        metavar="S",
-        rare=True,
-    )
+    build_timeout: float = option(30.0, "Seconds to build one candidate.", min=0.0, metavar="S", rare=True)
+    run_timeout: float = option(10.0, "Seconds to measure one candidate.", min=0.0, metavar="S", rare=True)
     rerank: int | None = option(
         None, "Hot kernels tried inside the model. Default: the effort's.", min=0, metavar="N", rare=True
     )
@@ -175,8 +133,7 @@ def tune(
         ),
     ] = True,
     bench: Annotated[
-        bool,
-        typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.", rich_help_panel=OUTPUT),
+        bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.", rich_help_panel=OUTPUT)
     ] = True,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:

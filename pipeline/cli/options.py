@@ -49,30 +49,20 @@ def optional_database(text: str) -> Any:
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact directory.")]
 DatabaseOption = Annotated[DatabaseUrl, url_option("Tuning database: a file or a SQLAlchemy URL.")]
 SharedDatabasesOption = Annotated[
-    list[DatabaseUrl] | None,
-    url_option("Database to read under --db (repeatable); never written.", "--shared-db"),
+    list[DatabaseUrl] | None, url_option("Database to read under --db (repeatable); never written.", "--shared-db")
 ]
 OutcomeDatabaseOption = Annotated[DatabaseUrl | None, optional_database("Note the result in this tuning database.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
 FormatOption = Annotated[
-    OutputFormat,
-    typer.Option(
-        "--format",
-        help="How to write the result to stdout.",
-        rich_help_panel=OUTPUT,
-    ),
+    OutputFormat, typer.Option("--format", help="How to write the result to stdout.", rich_help_panel=OUTPUT)
 ]
 ReferenceOption = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from."),
+    str | None, typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from.")
 ]
 DimOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--dim",
-        metavar="AXIS=SIZE,...",
-        help="Pin a symbolic axis in all inputs (repeatable).",
-        rich_help_panel=SIZES,
+        "--dim", metavar="AXIS=SIZE,...", help="Pin a symbolic axis in all inputs (repeatable).", rich_help_panel=SIZES
     ),
 ]
 LengthsOption = Annotated[
@@ -143,23 +133,9 @@ class ModelOptions:
     unpad: bool = option(
         False, "Leave padding out: an encoder's time goes with its tokens (docs/shapes.md).", "--unpad", panel=SIZES
     )
-    seed: int = option(
-        0,
-        "Seed of the search, the zoo's weights and the inputs.",
-        rare=True,
-    )
-    disable_pass: list[str] | None = option(
-        None,
-        "Switch a pass off by name (repeatable).",
-        metavar="NAME",
-        rare=True,
-    )
-    dump_ir: Path | None = option(
-        None,
-        "Write the IR after each phase into DIR.",
-        metavar="DIR",
-        rare=True,
-    )
+    seed: int = option(0, "Seed of the search, the zoo's weights and the inputs.", rare=True)
+    disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME", rare=True)
+    dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR", rare=True)
     embed_weights: bool = option(
         False, "Keep the weights inside model.so instead of params.safetensors.", "--embed-weights", rare=True
     )

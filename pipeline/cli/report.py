@@ -38,8 +38,7 @@ def report(
         optional_database("Tuning database: of the artifact's records, or without DIR of all its models."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="The page. Default: DIR.html, or report.html."),
+        Path | None, typer.Option("--out", metavar="FILE", help="The page. Default: DIR.html, or report.html.")
     ] = None,
     profile: Annotated[
         bool | None,

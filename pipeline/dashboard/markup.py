@@ -33,11 +33,7 @@ class Section:
 
 
 def sections(
-    heading: str,
-    parts: Sequence[Section],
-    *,
-    subtitle: Markup | str = "",
-    facts: Sequence[tuple[str, str]] = (),
+    heading: str, parts: Sequence[Section], *, subtitle: Markup | str = "", facts: Sequence[tuple[str, str]] = ()
 ) -> Markup:
     """Return the body of a page; sections without content are left out."""
     shown = [(one.heading, one.content, one.remark) for one in parts if one.content]

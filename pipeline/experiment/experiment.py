@@ -158,11 +158,7 @@ class Experiment:
 
 
 def run_experiment(
-    load: Callable[[], Mapping[str, Arm]],
-    question: Question,
-    *,
-    unjudged: Collection[str] = (),
-    reload: bool = False,
+    load: Callable[[], Mapping[str, Arm]], question: Question, *, unjudged: Collection[str] = (), reload: bool = False
 ) -> Experiment:
     """Return what is known of arms beside a baseline.
 

@@ -197,10 +197,7 @@ def run_gate(
 
 
 def _require_same_signature(new: Manifest, baseline: Manifest, place: Path, other: Path) -> None:
-    for what, mine, theirs in (
-        ("inputs", new.inputs, baseline.inputs),
-        ("outputs", new.outputs, baseline.outputs),
-    ):
+    for what, mine, theirs in (("inputs", new.inputs, baseline.inputs), ("outputs", new.outputs, baseline.outputs)):
         if mine != theirs:
             raise UsageError(
                 f"{place} and {other} have other {what}: {', '.join(map(str, mine))} beside "

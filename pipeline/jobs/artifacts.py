@@ -132,10 +132,7 @@ def bench_artifact(
 
 
 def bench_lengths(
-    directories: Sequence[Path],
-    histogram: Path,
-    source: str | Path | None = None,
-    request: BenchRequest | None = None,
+    directories: Sequence[Path], histogram: Path, source: str | Path | None = None, request: BenchRequest | None = None
 ) -> LengthsReport:
     """Return the latencies of artifacts of one model, and of peers, at the sizes of a file.
 

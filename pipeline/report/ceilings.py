@@ -50,7 +50,7 @@ KNOWN_CEILINGS: Mapping[str, Ceilings] = {
         4.30e12,
         0.96,
         "another H200, 2026-11-20: benchmarks/results/h200-ceilings.json",
-    ),
+    )
 }
 
 

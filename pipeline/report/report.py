@@ -166,11 +166,7 @@ def report_artifact(
 
 
 def _report_of_code(
-    manifest: Manifest,
-    source: str,
-    database: TuningDatabase | None,
-    profile: Profile | None,
-    ceilings: Ceilings | None,
+    manifest: Manifest, source: str, database: TuningDatabase | None, profile: Profile | None, ceilings: Ceilings | None
 ) -> Report:
     """Return the report of an artifact's own code, or of a bucket's."""
     notes: list[str] = []

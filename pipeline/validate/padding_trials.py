@@ -117,12 +117,7 @@ def route_inputs(module: Module, model: OnnxModel, *, samples: int, seed: int) -
 
 
 def _try_axis(
-    axis: str,
-    buckets: BucketsEntry,
-    module: Module,
-    model: OnnxModel,
-    reference: Reference,
-    tolerance: Tolerance,
+    axis: str, buckets: BucketsEntry, module: Module, model: OnnxModel, reference: Reference, tolerance: Tolerance
 ) -> PaddingEntry:
     reasons = []
     cases = 0

@@ -97,12 +97,7 @@ def _check_growth(spec: AttentionSpec, growth: CacheGrowth, params: Sequence[Par
 
 
 def _check_inside(
-    role: str,
-    param: int,
-    offset: Size,
-    steps: Sequence[Size],
-    extents: Sequence[Size],
-    params: Sequence[Param],
+    role: str, param: int, offset: Size, steps: Sequence[Size], extents: Sequence[Size], params: Sequence[Param]
 ) -> None:
     if not 0 <= param < len(params):
         raise AttentionError(f"the {role} is parameter {param}, expected one of the {len(params)} there are.")
@@ -119,12 +114,7 @@ def _check_inside(
 def _check_written(role: str, layout: HeadLayout, sizes: tuple[Size, int, Size, int], shape: Sequence[Size]) -> None:
     """Check that a tensor of some batch, heads, positions and width is all of the parameter it is written to."""
     batch, heads, positions, width = sizes
-    axes = [
-        (layout.batch_stride, batch),
-        (layout.head_stride, heads),
-        (layout.position_stride, positions),
-        (1, width),
-    ]
+    axes = [(layout.batch_stride, batch), (layout.head_stride, heads), (layout.position_stride, positions), (1, width)]
     filled: Size = 1
     left = [axis for axis in axes if not are_equal(axis[1], 1)]
     while following := [axis for axis in left if are_equal(axis[0], filled)]:

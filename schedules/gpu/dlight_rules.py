@@ -144,13 +144,7 @@ class Bound(ScheduleRule):  # type: ignore[misc]
 
 def cuda_rules() -> list[tuple[str, ScheduleRule]]:
     """Return the rules with their names for reports; the last one takes every function that has blocks."""
-    rules = [
-        dlight.gpu.Matmul(),
-        dlight.gpu.GEMV(),
-        dlight.gpu.Reduction(),
-        dlight.gpu.GeneralReduction(),
-        Transpose(),
-    ]
+    rules = [dlight.gpu.Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.GeneralReduction(), Transpose()]
     last: list[ScheduleRule] = [ElementReduction(), BindingRule(dlight.gpu.Fallback())]
     return [(str(rule.name), rule) for rule in (Bound(), *map(BindingRule, rules), *last)]
 

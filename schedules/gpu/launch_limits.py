@@ -43,10 +43,7 @@ def exceeded_limit(func: tirx.PrimFunc, target: Target) -> str | None:
 
 
 def _exceeded(func: tirx.PrimFunc, target: Target, *, compact: bool) -> str | None:
-    memory = {
-        "shared": int(target.attrs["max_shared_memory_per_block"]) - _REDUCTION_BYTES,
-        "local": _LOCAL_BYTES_MAX,
-    }
+    memory = {"shared": int(target.attrs["max_shared_memory_per_block"]) - _REDUCTION_BYTES, "local": _LOCAL_BYTES_MAX}
     threads_max = int(target.attrs["max_threads_per_block"])
     for launch in _launches(_lowered(func, compact=compact).body):
         for thread, extent in launch.extents.items():

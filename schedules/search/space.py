@@ -57,15 +57,10 @@ def cuda_rules(limits: CudaLimits) -> list[ms.ScheduleRule]:
         ),
         rule.CrossThreadReduction(thread_extents=[4, 8, 16, *_powers_of_two(limits.warp_size, 512)]),
         rule.ParallelizeVectorizeUnroll(
-            max_jobs_per_core=-1,
-            max_vectorize_extent=-1,
-            unroll_max_steps=list(UNROLL_STEPS),
-            unroll_explicit=True,
+            max_jobs_per_core=-1, max_vectorize_extent=-1, unroll_max_steps=list(UNROLL_STEPS), unroll_explicit=True
         ),
         rule.AutoBind(
-            max_threadblocks=MAX_BLOCKS,
-            thread_extents=extents,
-            max_threads_per_block=limits.max_threads_per_block,
+            max_threadblocks=MAX_BLOCKS, thread_extents=extents, max_threads_per_block=limits.max_threads_per_block
         ),
     ]
 
@@ -144,10 +139,7 @@ def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator
     if mod is not None and takes_tensor_tiles(mod["main"], target):
         postprocs = [one for one in postprocs if not isinstance(one, ms.postproc.VerifyGPUCode)]
     return ms.space_generator.ScheduleFn(
-        designs,
-        sch_rules=[],
-        postprocs=postprocs,
-        mutator_probs=ms.mutator.Mutator.create(kind),
+        designs, sch_rules=[], postprocs=postprocs, mutator_probs=ms.mutator.Mutator.create(kind)
     )
 
 

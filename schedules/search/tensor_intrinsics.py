@@ -69,11 +69,7 @@ def _fragment(buffer: tvm.tirx.Buffer, stride: tvm.ir.Expr) -> tvm.ir.Expr:
 
 
 def _load_call(
-    kind: str,
-    source: tvm.tirx.Buffer,
-    target: tvm.tirx.Buffer,
-    source_stride: tvm.ir.Expr,
-    target_stride: tvm.ir.Expr,
+    kind: str, source: tvm.tirx.Buffer, target: tvm.tirx.Buffer, source_stride: tvm.ir.Expr, target_stride: tvm.ir.Expr
 ) -> tvm.ir.Expr:
     _, layout, wrapper = _OPERANDS[kind]
     return T.tvm_load_matrix_sync(

@@ -177,11 +177,7 @@ def _kernel_passes() -> tuple[tvm.transform.Pass, tvm.transform.Pass]:
         tirx.transform.SplitHostDevice(),
         LowerIket(),
     ]
-    pack = [
-        tirx.transform.MakePackedAPI(),
-        tirx.transform.FP8StorageLegalize(),
-        tirx.transform.BF16StorageLegalize(),
-    ]
+    pack = [tirx.transform.MakePackedAPI(), tirx.transform.FP8StorageLegalize(), tirx.transform.BF16StorageLegalize()]
     return tvm.transform.Sequential(passes), tvm.transform.Sequential(pack)
 
 

@@ -254,11 +254,7 @@ def _up_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _times(
-    maker: Template,
-    func: tirx.PrimFunc,
-    target: ResolvedTarget,
-    proposed: Sequence[Parameters],
-    bounds: Sequence[int],
+    maker: Template, func: tirx.PrimFunc, target: ResolvedTarget, proposed: Sequence[Parameters], bounds: Sequence[int]
 ) -> dict[Parameters, list[list[float]]]:
     """Return how much longer than the best each takes for the least and the most rows of each range.
 

@@ -95,11 +95,7 @@ def _is_softmax(blocks: list[Block]) -> bool:
 
 
 def _contraction_fields(
-    blocks: list[Block],
-    position: int,
-    contraction: Contraction,
-    func: tirx.PrimFunc,
-    names: dict[tvm.ir.Var, str],
+    blocks: list[Block], position: int, contraction: Contraction, func: tirx.PrimFunc, names: dict[tvm.ir.Var, str]
 ) -> dict[str, object]:
     output = func.params[written_params(func)[-1]]
     return {

@@ -74,11 +74,7 @@ def replay_decision(mod: tvm.ir.IRModule, decision: str, *, limit_s: float = REP
 
 
 def rebuild_record(
-    workload: ms.database.Workload,
-    decision: str,
-    *,
-    run_secs: list[float] | None,
-    target: Target | None,
+    workload: ms.database.Workload, decision: str, *, run_secs: list[float] | None, target: Target | None
 ) -> ms.database.TuningRecord:
     """Return a record as MetaSchedule holds it, its trace parsed and not replayed.
 

@@ -61,12 +61,7 @@ class RouteStatistics:
     def to_json(self) -> dict[str, object]:
         """Return the counts as plain JSON data."""
         buckets = [{"name": one.name, "exact": one.exact, "padded": one.padded} for one in self.buckets]
-        return {
-            "buckets": buckets,
-            "hits": self.hits,
-            "slow_path": self.slow_path,
-            "padding_waste": self.padding_waste,
-        }
+        return {"buckets": buckets, "hits": self.hits, "slow_path": self.slow_path, "padding_waste": self.padding_waste}
 
 
 class Router:

@@ -91,8 +91,7 @@ def import_database(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An archive, or a folder of MetaSchedule's files.")],
     table: TableOptions,
     measured_for: Annotated[
-        str,
-        typer.Option("--measured-for", metavar="TARGET", help="MetaSchedule's files: what they were measured for."),
+        str, typer.Option("--measured-for", metavar="TARGET", help="MetaSchedule's files: what they were measured for.")
     ] = "auto",
     measured_on: Annotated[
         str | None,
@@ -152,8 +151,7 @@ def prune(
         float | None, typer.Option("--older-than-days", min=0, max=100_000, help="Forget records older than this.")
     ] = None,
     keep: Annotated[
-        int | None,
-        typer.Option("--keep", min=1, help="Keep the best and the last failed of each task and device."),
+        int | None, typer.Option("--keep", min=1, help="Keep the best and the last failed of each task and device.")
     ] = None,
     dominated: Annotated[
         bool, typer.Option("--dominated", help="Forget records when a newer one of the same kind is faster.")

@@ -159,12 +159,7 @@ def _taken_apart(
 
 
 def _read(
-    attention: Attention,
-    shape: Shape,
-    graph: Graph,
-    expr: tvm.ir.Expr,
-    kind: Literal["add", "keep"],
-    masking: Masking,
+    attention: Attention, shape: Shape, graph: Graph, expr: tvm.ir.Expr, kind: Literal["add", "keep"], masking: Masking
 ) -> Masking:
     """Return a masking that reads a tensor of the graph, as far back as the kernel can."""
     for reading in readings_of(expr, graph, scaled=False):

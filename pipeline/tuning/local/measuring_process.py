@@ -233,9 +233,7 @@ class MeasuringProcess:
         if not may_appeal(request):
             # The process of another device has just had them computed.
             return True
-        made = self._outcome_of(
-            lambda: self._ask(ReferenceRequest(request, on_host=True), _APPEAL_TIMEOUT_S, bool),
-        )
+        made = self._outcome_of(lambda: self._ask(ReferenceRequest(request, on_host=True), _APPEAL_TIMEOUT_S, bool))
         if made is True:
             return True
         self._final.add(workload)

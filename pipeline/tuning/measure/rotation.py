@@ -76,11 +76,7 @@ class RotatedTimer:
         self._start, self._stop = self._call("cuEventCreate", 0), self._call("cuEventCreate", 0)
 
     def time(
-        self,
-        function: Callable[..., object],
-        sets: Sequence[Sequence[tvm.runtime.Tensor]],
-        number: int,
-        repeats: int,
+        self, function: Callable[..., object], sets: Sequence[Sequence[tvm.runtime.Tensor]], number: int, repeats: int
     ) -> list[float]:
         """Return the seconds of one launch, `repeats` times, each the mean of `number` launches."""
         queueing_s = number * _host_seconds(lambda: function(*sets[0]))

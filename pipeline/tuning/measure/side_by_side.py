@@ -281,12 +281,7 @@ class SideBySide(MeasureBackend):
             list(pool.map(lambda one: one.close(), self._measurers))
 
     def _put(
-        self,
-        workload: str,
-        do: Callable[[Measurer], None],
-        fail: Callable[[Outcome], None],
-        *,
-        last: bool = False,
+        self, workload: str, do: Callable[[Measurer], None], fail: Callable[[Outcome], None], *, last: bool = False
     ) -> None:
         with self._changed:
             refused = Outcome(Unmeasured.STOPPED, error="the backend is closed") if self._closed else self._broken

@@ -247,7 +247,5 @@ def _bare(artifact: BuiltArtifact) -> BuiltArtifact:
 def _light(spec: WorkloadSpec) -> WorkloadSpec:
     reference = None if spec.reference is None else _bare(spec.reference)
     return replace(
-        spec,
-        reference=reference,
-        host_reference=None if spec.host_reference is None else _bare(spec.host_reference),
+        spec, reference=reference, host_reference=None if spec.host_reference is None else _bare(spec.host_reference)
     )

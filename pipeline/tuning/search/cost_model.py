@@ -51,10 +51,7 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
         self._asked: Counter[str] = Counter()
 
     def update(
-        self,
-        context: ms.TuneContext,
-        candidates: list[ms.MeasureCandidate],
-        results: list[ms.runner.RunnerResult],
+        self, context: ms.TuneContext, candidates: list[ms.MeasureCandidate], results: list[ms.runner.RunnerResult]
     ) -> None:
         """Learn from the results of some candidates of one task."""
         with self._lock:

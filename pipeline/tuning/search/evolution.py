@@ -127,13 +127,7 @@ class TaskSearch:
         # MetaSchedule takes seeds from 1 on.
         seed_from_one = 1 + self._seed % (2**31 - 2)
         self.context = QuietTuneContext(
-            self._mod,
-            self._target,
-            self._space,
-            strategy,
-            name=self._name,
-            seed=seed_from_one,
-            threads=self._threads,
+            self._mod, self._target, self._space, strategy, name=self._name, seed=seed_from_one, threads=self._threads
         )
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(self._mod)

@@ -22,9 +22,7 @@ OFFERED_ROUTES = frozenset(_MAKERS)
 
 
 def template_candidates(
-    task: TuningTask,
-    target: ResolvedTarget,
-    routes: Collection[Route] = (Route.TEMPLATE,),
+    task: TuningTask, target: ResolvedTarget, routes: Collection[Route] = (Route.TEMPLATE,)
 ) -> list[Candidate]:
     """Return what templates and libraries offer for a task, the most promising first.
 

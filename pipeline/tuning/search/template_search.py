@@ -90,11 +90,7 @@ class TemplateSearch:
     """
 
     def __init__(
-        self,
-        candidates: Sequence[Candidate],
-        known_us: Mapping[str, float | None],
-        *,
-        thorough: bool = False,
+        self, candidates: Sequence[Candidate], known_us: Mapping[str, float | None], *, thorough: bool = False
     ) -> None:
         self._candidates = list(candidates)
         self._preferred: list[int] = []

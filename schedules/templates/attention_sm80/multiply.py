@@ -71,11 +71,7 @@ class AttentionMultiply:
     """
 
     def __init__(
-        self,
-        plan: AttentionPlan,
-        dtype: str,
-        tiles: tuple[tirx.Var, tirx.Var, tirx.Var],
-        thread: tirx.Expr,
+        self, plan: AttentionPlan, dtype: str, tiles: tuple[tirx.Var, tirx.Var, tirx.Var], thread: tirx.Expr
     ) -> None:
         self._plan, self._dtype, self._kind = plan, dtype, MMA_KINDS[dtype]
         p = plan.parameters

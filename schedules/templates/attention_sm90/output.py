@@ -33,13 +33,7 @@ class AttentionOutput:
         self._line = thread // 32 * 16 + self._lane // 4
 
     def store(
-        self,
-        output: tirx.Var,
-        softmax: OnlineSoftmax,
-        tile: tirx.Var,
-        stage: tirx.Expr,
-        tensor_map: tirx.Var,
-        at: Tile,
+        self, output: tirx.Var, softmax: OnlineSoftmax, tile: tirx.Var, stage: tirx.Expr, tensor_map: tirx.Var, at: Tile
     ) -> None:
         """Emit the writing of a whole tile: swizzled into the memory of Q's tile, then by the copy engine.
 

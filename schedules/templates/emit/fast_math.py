@@ -38,11 +38,7 @@ _SIGMOID_SOURCE = """
 __forceinline__ __device__ float relaxtune_sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 """
 
-_FUNCTIONS = {
-    "tirx.erf": _ERF_SOURCE,
-    "tirx.exp": _EXP_SOURCE,
-    "tirx.sigmoid": _SIGMOID_SOURCE,
-}
+_FUNCTIONS = {"tirx.erf": _ERF_SOURCE, "tirx.exp": _EXP_SOURCE, "tirx.sigmoid": _SIGMOID_SOURCE}
 
 
 def fast_call(call: Call) -> tirx.Expr:

@@ -169,10 +169,7 @@ class Lanes:
         return self._narrow(index, places, loaded)
 
     def _narrow(
-        self,
-        expr: tirx.Expr,
-        places: Mapping[tirx.Var, tirx.Expr],
-        loaded: Mapping[tirx.Var, tirx.Expr] | None = None,
+        self, expr: tirx.Expr, places: Mapping[tirx.Var, tirx.Expr], loaded: Mapping[tirx.Var, tirx.Expr] | None = None
     ) -> tirx.Expr:
         """Return an integer expression computed in int32 as far as no loaded value has to be compared before."""
         loaded = loaded or {}

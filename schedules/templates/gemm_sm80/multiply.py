@@ -136,11 +136,7 @@ class Multiply:
         kind = "rows" if self._matmul.b_transposed else "depths"
         name = f"relaxtune_fragments_{kind}_{depth_bytes}_{p.block_n}_{plan.m_steps}_{plan.n_steps}"
         source = LDMATRIX_SOURCE + _LOAD.format(
-            name=name,
-            m_steps=plan.m_steps,
-            rows_a_bytes=ROWS * depth_bytes,
-            pairs=plan.n_steps // 2,
-            load_b=load_b,
+            name=name, m_steps=plan.m_steps, rows_a_bytes=ROWS * depth_bytes, pairs=plan.n_steps // 2, load_b=load_b
         )
         sizes = plan.tile_bytes[:2]
         at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]

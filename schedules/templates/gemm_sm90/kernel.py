@@ -95,10 +95,7 @@ class _Kernel:
         if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.launch_dependents())
         # setmaxnreg takes effect in a kernel whose registers are capped at its start.
-        with (
-            T.attr({MIN_BLOCKS_ATTR: 1}),
-            T.If(self._group == self._p.consumers),
-        ):
+        with T.attr({MIN_BLOCKS_ATTR: 1}), T.If(self._group == self._p.consumers):
             with T.Then():
                 self._take_registers("dec", PRODUCER_REGISTERS)
                 first = self._p.consumers * WARPGROUP

@@ -156,12 +156,7 @@ class GemvOutput:
 
     @contextmanager
     def of_the_last(
-        self,
-        split: SplitSum,
-        shared: tirx.Var,
-        thread: tirx.Expr,
-        first: Callable[[tirx.Expr], tirx.Expr],
-        parts: int,
+        self, split: SplitSum, shared: tirx.Var, thread: tirx.Expr, first: Callable[[tirx.Expr], tirx.Expr], parts: int
     ) -> Iterator[None]:
         """Emit the adding up of all warps' sums of some parts of W, and of the blocks that share K.
 

@@ -63,12 +63,7 @@ class PatchWriter:
                 self._write_elements(row, column, width, [step], self.row_end)
 
     def _write_elements(
-        self,
-        row: tirx.Expr,
-        column: tirx.Expr,
-        width: int,
-        steps: range | list[tirx.Expr],
-        row_end: Size | None = None,
+        self, row: tirx.Expr, column: tirx.Expr, width: int, steps: range | list[tirx.Expr], row_end: Size | None = None
     ) -> None:
         for step in steps:
             position = self.lane + step * 32
