@@ -46,7 +46,15 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     copied: dict[relax.Var, tuple[float, float]] = {}
     lengths: dict[relax.Var, int] = {}
     cut: set[relax.Var] = set()
-    for binding in bindings_of(main_of(mod)):
+    bindings = list(bindings_of(main_of(mod)))
+    # Values that another kernel reads too, as norms read a residual stream: a chain that they join is not longer.
+    kept = {
+        var
+        for binding in bindings
+        if called_function(binding.value) not in reads
+        for var in find_all(binding.value, relax.Var)
+    }
+    for binding in bindings:
         called = called_function(binding.value)
         if called not in reads:
             continue
@@ -58,7 +66,7 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         )
         # One operation alone may repeat its arguments as it likes.
         joins = any(operand in visits for operand in operands)
-        length = 1 + max((lengths.get(operand, 0) for operand in operands), default=0)
+        length = 1 + max((lengths.get(operand, 0) for operand in operands if operand not in kept), default=0)
         if total > _VISITS_MAX or length > _LENGTH_MAX or (joins and (plain > _COPIES_MAX or written > _REPEATED_MAX)):
             cut.add(binding.var)
             total, plain, written, length = 1, 1, 1, 0

@@ -90,6 +90,23 @@ def test_long_chain_of_one_operand_is_cut(target: str) -> None:
         np.testing.assert_allclose(run_lowered(lowered, {"x": x})[0], want, rtol=1e-4)
 
 
+def test_residual_stream_is_no_chain() -> None:
+    layers, nodes, name = 60, [], "x"
+    for layer in range(layers):
+        out = "y" if layer == layers - 1 else f"x{layer}"
+        nodes += [
+            helper.make_node("Softmax", [name], [f"s{layer}"]),
+            helper.make_node("MatMul", [f"s{layer}", "w"], [f"m{layer}"]),
+            helper.make_node("Add", [name, f"m{layer}"], [out]),
+        ]
+        name = out
+    weight = np.random.default_rng(0).standard_normal((16, 16)).astype("float32")
+    model = make_model(nodes, {"x": ("float32", (2, 16))}, {"y": ("float32", (2, 16))}, {"w": weight})
+    lowered = lower(import_model(model), resolve_target("cuda:sm_90a").target)
+    calls = [b for b in bindings_of(main_of(lowered.mod)) if called_function(b.value) is not None]
+    assert len(calls) == 2 * layers  # a softmax, and a matmul with its addition
+
+
 @pytest.mark.slow
 def test_model_of_ten_thousand_nodes_compiles(tmp_path: Path) -> None:
     model = chain(10_000, "Sin", "MatMul", "Abs", "Sigmoid", "Relu", "MatMul", "Softmax", "Neg")
