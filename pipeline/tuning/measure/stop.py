@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import logging
 import os
 import select
@@ -30,6 +32,11 @@ _PROBE = signal.SIGURG
 _LOST, _AGAIN_S = 0, 0.02
 # Seconds in which an interrupt ends the command. After them it comes again, at most so often; then the process ends.
 _LEAVES_S, _TIMES_MAX = 5.0, 4
+# The signal that C code hears when Python's own handler was told of one; Linux has no use for it. Its number is also
+# the seconds until the process ends, unless a thread of Python reads of the signal before: see `_end_without_python`.
+_UNHEARD = signal.Signals(16)  # SIGSTKFLT
+# By then the handler of `_UNHEARD` has run, on whichever thread: its alarm can be taken back.
+_SETTLED_S = 1.0
 _NATIVE = b"interrupted inside native code: the process ends at once; the next run sweeps what it leaves\n"
 _KEPT = b"interrupted, and still going on: the process ends at once; the next run sweeps what it leaves\n"
 
@@ -108,8 +115,11 @@ def signals_end_native_code() -> Iterator[None]:
 
     A handler may also run where Python drops what it raises: in a weak reference's callback, a destructor or a callback
     of C. Python tells `sys.unraisablehook` of it, and the thread sends the signal again.
+
+    Native code may hold Python's lock, so that no thread of Python runs: an alarm of the system ends the process then.
     """
     reader, writer = os.pipe()
+    _end_without_python(reader)
     os.set_blocking(writer, False)
     alive = threading.Event()
     probed = signal.signal(_PROBE, lambda _number, _frame: alive.set())
@@ -131,9 +141,14 @@ def signals_end_native_code() -> Iterator[None]:
         # A traced thread of CPython 3.11 loops before its next call for as long as a signal waits for the main one.
         sys.settrace(None)
         # How often a KeyboardInterrupt was raised that has to end the command.
-        raised = 0
+        raised, alarmed = 0, False
         while True:
-            if not select.select([reader], [], [], _LEAVES_S if raised else None)[0]:
+            wait = _SETTLED_S if alarmed else _LEAVES_S if raised else None
+            if not select.select([reader], [], [], wait)[0]:
+                if alarmed:
+                    signal.alarm(0)
+                    alarmed = False
+                    continue
                 raised += 1
                 if raised > _TIMES_MAX:
                     end(_KEPT)
@@ -142,6 +157,7 @@ def signals_end_native_code() -> Iterator[None]:
             number = os.read(reader, 1)
             if not number:
                 return
+            alarmed = True
             if number[0] == _LOST:
                 time.sleep(_AGAIN_S)
                 signal.pthread_kill(main, signal.SIGINT)
@@ -161,10 +177,26 @@ def signals_end_native_code() -> Iterator[None]:
     finally:
         sys.unraisablehook = report
         signal.set_wakeup_fd(before)
+        fcntl.fcntl(reader, fcntl.F_SETFL, 0)
         os.close(writer)
         thread.join()
+        signal.alarm(0)
         os.close(reader)
         signal.signal(_PROBE, probed)
+
+
+def _end_without_python(reader: int) -> None:
+    """Let a byte in a pipe set an alarm, by C code alone; SIGALRM ends the process where nobody reads the byte.
+
+    The kernel sends `_UNHEARD` at each byte. Its handler is the C library's `alarm`, which takes the signal's number
+    for seconds.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(_UNHEARD, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    fcntl.fcntl(reader, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(reader, fcntl.F_SETSIG, _UNHEARD)
+    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _shows_life(alive: threading.Event, main: int) -> bool:

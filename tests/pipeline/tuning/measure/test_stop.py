@@ -46,6 +46,32 @@ def test_a_signal_ends_native_code() -> None:
         assert (process.returncode, b"interrupted inside native code" in process.stderr.read()) == (130, True)
 
 
+# Native code that keeps Python's lock, as onnx's inference of shapes does: no thread of Python can end the process.
+_LOCKED = """
+import ctypes, signal
+from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
+
+libc = ctypes.PyDLL(None)
+with signals_end_native_code():
+    print("ready", flush=True)
+    lock = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)  # waits for itself
+"""
+
+
+def test_a_signal_ends_native_code_that_keeps_the_lock_of_python() -> None:
+    with subprocess.Popen([sys.executable, "-c", _LOCKED], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(40) == -signal.SIGALRM
+        finally:
+            process.kill()
+
+
 # Python itself answers late, as while it collects garbage: it holds its lock. The thread that watches asks between two
 # such times, and its own clock runs on.
 _LATE = """
