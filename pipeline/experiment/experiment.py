@@ -23,10 +23,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relaxtune.pipeline.bench.measure import Arm, ArmResult, measure
+if TYPE_CHECKING:
+    from relaxtune.pipeline.bench.measure import Arm, ArmResult
 
 # Bounds of a centre by signed ranks: Wilcoxon's test turned into an interval, with its exact distribution.
 #
@@ -173,6 +175,8 @@ def run_experiment(
     reload : bool
         Whether `load` is called again for later blocks.
     """
+    from relaxtune.pipeline.bench.measure import ArmResult, measure
+
     began = time.monotonic()
     arms = load()
     baseline, *others = arms
@@ -279,6 +283,9 @@ class _Plan:
 
 def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
     """Return a plan that fits the seconds, or the least one there is."""
+    # Imported here: history is judged without TVM.
+    from relaxtune.pipeline.bench.measure import measure
+
     rounds_s: list[float] = []
     # The first round fills caches; a slow one is estimate enough.
     while len(rounds_s) < 2 or (len(rounds_s) < 5 and sum(rounds_s) < 0.1 * seconds):

@@ -23,12 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relaxtune.models import OnnxModel, TensorSpec
-from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from relaxtune.models import OnnxModel, TensorSpec
 
 DEFAULT_GROUP_SIZE = 128
 # The name where a graph's own dtypes stay and are not all float32.
@@ -174,6 +176,9 @@ def policy_entry(
 
 
 def _caches(model: OnnxModel) -> list[TensorSpec]:
+    # Imported here: an artifact is loaded without ONNX.
+    from relaxtune.models.inputs import InputKind, describe_inputs
+
     kinds = {rule.name: rule.kind for rule in describe_inputs(model)}
     return [spec for spec in model.inputs if kinds[spec.name] is InputKind.CACHE]
 

@@ -105,7 +105,10 @@ def test_tune_records_every_candidate_under_its_job(workspace) -> None:
         measured = sum(task["valid"] + task["failed"] for task in tasks) + len(tasks)
         # Contenders of a final are measured, and recorded, twice.
         records = database.list_records()
-        assert len({(record.workload_hash, record.route, record.decision) for record in records}) == measured
+        # The model has a record of its own if its untuned kernels ship.
+        hashes = {task["workload_hash"] for task in tasks}
+        kept = {(one.workload_hash, one.route, one.decision) for one in records if one.workload_hash in hashes}
+        assert len(kept) == measured
 
 
 def test_tuning_again_measures_nothing_unless_forced(relaxtune, workspace, tmp_path) -> None:
@@ -265,9 +268,12 @@ def test_compile_takes_the_same_records(relaxtune, workspace, tmp_path) -> None:
     outcome = relaxtune(*command, "--out", tmp_path / "again", "--format", "json")
     assert outcome.code == 0
     records = {kernel["function"]: kernel["record_id"] for kernel in outcome.data["kernels"]}
-    with TuningDatabase.open(workspace.database) as database:
-        assert all(database.get_record(number).status is Status.OK for number in records.values())
-    assert outcome.data["without_record"] == []
+    if workspace.tuned.data["shipping"]["tuned"]:
+        with TuningDatabase.open(workspace.database) as database:
+            assert all(database.get_record(number).status is Status.OK for number in records.values())
+        assert outcome.data["without_record"] == []
+    else:  # The comparison found no sure gain, on a busy machine perhaps.
+        assert set(records.values()) == {None}
     assert outcome.data["validation"]["passed"]
 
 

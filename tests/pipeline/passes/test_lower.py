@@ -223,8 +223,9 @@ def test_kernels_name_every_node_when_equal_operations_of_symbolic_size_are_grou
 
 
 def test_each_pass_lies_in_the_file_of_its_name() -> None:
+    sisters = {"mark_tf32": "round_to_tf32"}
     for step in lowering_steps():
         *_, file = step.run.__module__.split(".")
-        if file != "step":  # TVM's own
-            assert step.run.__name__ == file
-            assert step.name in (file, "fold_legalised_constants")
+        if file != "order":  # TVM's own
+            assert sisters.get(step.run.__name__, step.run.__name__) == file
+            assert sisters.get(step.name, step.name) in (file, "fold_legalised_constants")
