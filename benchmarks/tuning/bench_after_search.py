@@ -92,12 +92,12 @@ def _one_made_otherwise(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
         if len(candidates) > 1:
             decision = candidates[1].to_json()
             made = as_scheduled(apply_decision(mod[choice.function], target, decision))
-            choices[number] = replace(choice, decision=decision, made=made)
+            choices[number] = replace(choice, decision=decision, scheduled=made)
             return tuple(choices)
     least = min(prepared.tasks, key=lambda task: task.flops or 0).name
     number = next(number for number, choice in enumerate(choices) if choice.task == least)
     plain = mod[choices[number].function].with_attr(SCHEDULED_ATTR, True)
-    choices[number] = replace(choices[number], made=plain)
+    choices[number] = replace(choices[number], scheduled=plain)
     return tuple(choices)
 
 
