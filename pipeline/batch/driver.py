@@ -169,7 +169,7 @@ def _drive(
             def carry_out(positions: Sequence[int]) -> None:
                 for one in positions:
                     target, group = groups[one]
-                    if not stop.asked:
+                    if not stop.requested:
                         summary = _carry_out(plan, batch, target, group, len(cells), board, executors, database)
                         found.update({} if summary is None else {one: summary})
 
@@ -182,7 +182,7 @@ def _drive(
                     board.move(cell, CellState.QUEUED)
         board.require_held()
         result = BatchResult(plan, batch.id, tuple(board.events()), tuple(tuning))
-        interrupted = stop.asked and board.failed_first is None
+        interrupted = stop.requested and board.failed_first is None
         outcome = "interrupted" if interrupted else f"{result.accepted} of {len(cells)} accepted"
         if interrupted and not result.accepted and not any(one.candidates for one in tuning):
             raise InterruptedEarlyError(

@@ -81,11 +81,11 @@ class CellFeed:
     @property
     def arriving(self) -> bool:
         """Whether cells are still to be imported."""
-        return bool(self._waiting or self._importing) and not self._board.stop.asked
+        return bool(self._waiting or self._importing) and not self._board.stop.requested
 
     def take(self, *, idle: bool) -> Sequence[Arrival]:
         """Return the tasks of cells that were imported, and let others go on."""
-        if self._board.stop.asked:
+        if self._board.stop.requested:
             return ()
         dropped = self._drop_over()
         arrivals = [Arrival(dropped=dropped)] if dropped else []
@@ -125,11 +125,11 @@ class CellFeed:
             future.cancel()
         self._importing = {}
         for cell in left:
-            if not self._board.stop.asked and self._begin(cell) and self._board.move(cell, CellState.TUNING):
+            if not self._board.stop.requested and self._begin(cell) and self._board.move(cell, CellState.TUNING):
                 self._settle(cell)
-        while self._settled_cells and not self._board.stop.asked:
+        while self._settled_cells and not self._board.stop.requested:
             self._finish_here(self._settled_cells.popleft())
-        while self._finishing and not self._board.stop.asked:
+        while self._finishing and not self._board.stop.requested:
             wait(self._finishing, 0.5, FIRST_COMPLETED)
             self._take_finished()
 

@@ -106,6 +106,8 @@ def _fastest(
 
 logger = logging.getLogger(__name__)
 
+NO_DATABASE = "no database was given"
+
 
 def select_kernels(
     lowered: LoweredModule,
@@ -116,7 +118,7 @@ def select_kernels(
     environment: Environment,
     routes: frozenset[Route] = DEFAULT_ROUTES,
     decision: ModelDecision | None = None,
-    why: str = "no database was given",
+    why: str = NO_DATABASE,
     explain: bool = False,
 ) -> tuple[KernelChoice, ...]:
     """Return how each PrimFunc of the module gets its schedule, in execution order.

@@ -25,7 +25,7 @@ from relaxtune.pipeline.choose.norm_forms import (
     with_common_tasks,
 )
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
-from relaxtune.pipeline.choose.selection import select_kernels
+from relaxtune.pipeline.choose.selection import NO_DATABASE, select_kernels
 from relaxtune.pipeline.choose.shipping import Shipping
 from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
@@ -344,6 +344,7 @@ def choose_kernels(
     database: TuningDatabase | None,
     decision: ModelDecision | None = None,
     *,
+    why: str = NO_DATABASE,
     explain: bool = False,
 ) -> tuple[KernelChoice, ...]:
     """Return how each kernel of a model gets its schedule; see `select_kernels`."""
@@ -355,21 +356,14 @@ def choose_kernels(
         environment=prepared.environment,
         routes=prepared.request.routes | {Route.FALLBACK},
         decision=decision,
+        why=why,
         explain=explain,
     )
 
 
 def untuned_kernels(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
-    """Return the kernels that a model ships with where tuned ones are no faster in it."""
-    return select_kernels(
-        prepared.lowered,
-        prepared.tasks,
-        database=None,
-        target=prepared.target,
-        environment=prepared.environment,
-        routes=prepared.request.routes | {Route.FALLBACK},
-        why=UNTUNED,
-    )
+    """Return the kernels that a model ships with if tuned ones are no faster in it."""
+    return choose_kernels(prepared, None, why=UNTUNED)
 
 
 def _plain(options: TuningOptions) -> dict[str, object]:

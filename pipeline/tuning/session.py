@@ -130,7 +130,7 @@ def tune(
             try:
                 TuningLoop(admission, evaluator, target, options, progress or SilentProgress(), stop, feed).run(began)
             except KeyboardInterrupt:
-                if stop.asked:
+                if stop.requested:
                     raise
                 stop.request()
                 interrupted = True
@@ -141,7 +141,7 @@ def tune(
         tasks=summaries,
         seconds=time.monotonic() - began,
         seconds_by_phase=dict(admission.seconds),
-        interrupted=interrupted or stop.asked,
+        interrupted=interrupted or stop.requested,
         restarts=restarts,
     )
 

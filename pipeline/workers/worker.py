@@ -98,7 +98,10 @@ class Worker:
         """Start the child and return at once: its imports go on beside this process."""
         with self._asking:
             if self._child is None and not self._stopped:
-                self._begin(self._server)
+                try:
+                    self._begin(self._server)
+                except OSError as e:
+                    logger.debug("no process can be started now, the next request tries again: %s", e)
 
     def ask(self, request: object, limits: Limits | None = None, *, again: bool = True) -> Reply:
         """Return the answer to a request.
@@ -177,18 +180,18 @@ class Worker:
 
     def _ready(self) -> Process:
         """Return a child that has done its imports."""
-        failure: WorkerError | None = None
+        failure: WorkerError | OSError | None = None
         for _ in range(_TRIES):
             if self._stopped:
                 raise WorkerStoppedError("the run was stopped")
-            # A server whose children do not start is done without.
-            child = self._child or self._begin(self._server if failure is None else None)
-            if child.ready:
-                return child
             try:
+                # A server whose children do not start is done without.
+                child = self._child or self._begin(self._server if failure is None else None)
+                if child.ready:
+                    return child
                 self._receive(child, Limits(timeout_s=_START_TIMEOUT_S))
                 child.ready = True
-            except (WorkerDiedError, WorkerKilledError) as e:
+            except (WorkerDiedError, WorkerKilledError, OSError) as e:
                 failure = e
                 self._end()
             except BaseException:

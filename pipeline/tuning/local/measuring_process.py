@@ -117,7 +117,7 @@ class MeasuringProcess:
         threads = {"TVM_NUM_THREADS": str(options.threads)} if options.threads else {}
         # A deadline lets the candidate in flight finish.
         self._worker = Worker(
-            MEASURE_MODULE, {**threads, **device.environment}, server=server, gpu=True, stop=lambda: stop.asked
+            MEASURE_MODULE, {**threads, **device.environment}, server=server, gpu=True, stop=lambda: stop.requested
         )
         self._worker.start()
 

@@ -55,21 +55,21 @@ class StopSignal:
     def __init__(self, deadline: float | None = None, within: StopSignal | None = None) -> None:
         self.deadline = deadline
         self.signals = 0
-        self._asked: threading.Event = threading.Event() if within is None else within._asked
+        self._requested: threading.Event = threading.Event() if within is None else within._requested
 
     def request(self) -> None:
         """Ask for the end; safe in a signal handler."""
-        self._asked.set()
+        self._requested.set()
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether the user asked for the end."""
-        return self._asked.is_set()
+        return self._requested.is_set()
 
     @property
     def due(self) -> bool:
         """Whether the run has to end."""
-        return self.asked or (self.deadline is not None and time.monotonic() >= self.deadline)
+        return self.requested or (self.deadline is not None and time.monotonic() >= self.deadline)
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
+        if stop.requested:
             raise KeyboardInterrupt
         logger.warning("stopping: what is finished is kept; press Ctrl-C again to stop at once")
         stop.request()

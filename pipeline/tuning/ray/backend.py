@@ -176,7 +176,7 @@ class ActorMeasurer:
                 except TimeoutError:
                     if answer.done():
                         raise
-                    if self._left.is_set() or self._stop.asked:
+                    if self._left.is_set() or self._stop.requested:
                         return _STOPPED
         except exceptions.RayTaskError as e:
             if not isinstance(e.cause, (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)):

@@ -61,7 +61,7 @@ def test_an_error_of_one_target_ends_the_others(tmp_path: Path, monkeypatch: pyt
         if target.arch == "sm_89":
             raise PipelineError("the node is gone")
         stopped = threading.Event()
-        while not board.stop.asked:
+        while not board.stop.requested:
             stopped.wait(0.01)
 
     monkeypatch.setattr(driver, "_carry_out", carry_out)

@@ -21,7 +21,7 @@ def test_first_signal_asks_for_the_end_and_the_second_raises(first, second) -> N
     stop = StopSignal(None)
     with ctrl_c_requests(stop):
         os.kill(os.getpid(), first)
-        assert stop.asked
+        assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), second)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -97,10 +97,11 @@ def worker(request: pytest.FixtureRequest, module: str, server: ForkServer) -> I
 
 def gone(pid: int) -> bool:
     until = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.01)
+    with suppress(psutil.NoSuchProcess):  # It may end between two looks.
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.01)
     return True
 
 
@@ -322,3 +323,10 @@ def test_a_pool_that_is_closed_gives_up_its_jobs(module: str, server: ForkServer
     futures.append(pool.submit(lambda worker: worker.ask("pid")))
     assert all(isinstance(future.exception(1), WorkerStoppedError) for future in futures)
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_child_that_the_system_does_not_start_is_an_error_of_the_worker(tmp_path: Path) -> None:
+    with closing(Worker("os", python=tmp_path / "no-python")) as worker:
+        worker.start()  # fails in silence: the request says why
+        with pytest.raises(WorkerStartError, match=r"the process of os failed to start: .*no-python"):
+            worker.ask("pid")

@@ -134,7 +134,7 @@ def test_python_that_runs_is_left_to_its_handlers() -> None:
     stop = StopSignal()
     with signals_end_native_code(), ctrl_c_requests(stop):
         signal.raise_signal(signal.SIGTERM)
-        assert stop.asked
+        assert stop.requested
     assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
 
 
@@ -170,7 +170,7 @@ def test_an_interrupt_that_a_destructor_drops_comes_again(capsys) -> None:
             if patient:  # The first asks for the end, the second raises.
                 stack.enter_context(ctrl_c_requests(stop))
                 signal.raise_signal(signal.SIGINT)
-                assert stop.asked
+                assert stop.requested
             dropped = _Interrupts(lambda: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it comes later
                 del dropped
@@ -183,4 +183,4 @@ def test_parts_of_a_run_end_together_and_each_by_its_own_deadline() -> None:
     first, second = StopSignal(deadline=0.0, within=whole), StopSignal(within=whole)
     assert [one.due for one in (first, second, whole)] == [True, False, False]
     second.request()
-    assert [one.asked for one in (first, second, whole)] == [True, True, True]
+    assert [one.requested for one in (first, second, whole)] == [True, True, True]
