@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.backend import MeasureBackend, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.tuning_db.records import Route
@@ -34,16 +35,18 @@ class Final:
     outcomes: Sequence[Outcome] | None
 
 
-def hold_final(state: TaskState, backend: MeasureBackend, rounds: int, on_held: Callable[[Final], None]) -> bool:
+def hold_final(
+    state: TaskState, backend: MeasureBackend, rounds: int, stop: StopSignal, on_held: Callable[[Final], None]
+) -> bool:
     """Hand in the final of a task, with so many latencies of each contender; return whether it needs one.
 
-    `on_held` is called with the final, in another thread.
+    It needs none if the user stopped the run. `on_held` is called with the final, in another thread.
     """
     fresh = state.final_of != state.valid
     state.final_of = state.valid
     finalists = list_finalists(state)
     artifacts = [one.artifact for one in finalists if one.artifact is not None]
-    if not (fresh and rounds and state.spec and len(artifacts) > 1 and backend.capabilities.compares):
+    if stop.requested or not (fresh and rounds and state.spec and len(artifacts) > 1 and backend.capabilities.compares):
         return False
     backend.compare(artifacts, state.spec, rounds, lambda outcomes: on_held(Final(state, finalists, outcomes)))
     return True

@@ -380,8 +380,7 @@ class TuningLoop:
         """Hand in the finals of settled tasks; report the tasks that need none."""
         done = []
         for state in settled:
-            rounds = 0 if self._stop.requested else self._options.finals
-            if hold_final(state, self._evaluator.backend, rounds, self._evaluator.inbox.put):
+            if hold_final(state, self._evaluator.backend, self._options.finals, self._stop, self._evaluator.inbox.put):
                 self._finals += 1
             else:
                 done.append(state)
