@@ -148,7 +148,8 @@ def prepare_model(
     if request.lowering.unpad and request.buckets:
         raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")
     target = resolve_target(request.target, portable=request.portable)
-    logger.info("target %s %s: %s; %s", target.kind, target.arch, target.source, target.limits)
+    logger.info("target %s %s: %s", target.kind, target.arch, target.source)
+    logger.debug("its limits: %s", target.limits)
     imported = importing(request)
     model = imported.model
     with stage("lower"):

@@ -154,7 +154,9 @@ def load_manifest(directory: Path) -> Manifest:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as e:
-        raise ArtifactError(f"{directory} is not an artifact: it has no {MANIFEST_FILE}") from e
+        raise ArtifactError(
+            f"{directory} is not an artifact: it has no {MANIFEST_FILE}; name a folder that compile or tune wrote"
+        ) from e
     except (OSError, UnicodeDecodeError) as e:
         raise ArtifactError(f"{path} cannot be read ({e}); the artifact is damaged, compile it again") from e
     manifest = parse_manifest(text, str(path))

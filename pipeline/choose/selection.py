@@ -163,7 +163,9 @@ def select_kernels(
         else:
             preferred = None if decision is None else decision.preferred(task.workload_hash)
             choices.append(_choose(function, task, lookup, target, routes, preferred))
-    _log_choices(choices)
+    # The untuned build of a comparison has no records on purpose.
+    if database is not None or why == NO_DATABASE:
+        _log_choices(choices)
     return tuple(choices)
 
 

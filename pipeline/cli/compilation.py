@@ -168,7 +168,7 @@ def compile_command(
     ] = False,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compile a model from records, without measuring; tasks without one take a template's default or the fallback."""
+    """Compile a model without measuring: kernels follow their records, or are a template's default or the fallback."""
     from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 
     result = compile_model(

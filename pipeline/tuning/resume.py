@@ -103,7 +103,7 @@ def take_known(state: TaskState, known: Sequence[TuningRecord], options: TuningO
     searched = sum(record.route is Route.METASCHEDULE for record in newest.values())
     state.progress = [state.best_us] * (searched // options.trials_per_iteration)
     if state.known >= options.enough_records:
-        state.skipped = f"{state.known} valid records of it are known (mode force measures again)"
+        state.skipped = f"{state.known} valid records of it are known (--set mode=force measures again)"
     tried = {
         (record.route, record.decision)
         for record in known
@@ -117,7 +117,7 @@ def end_what_was_done(states: Sequence[TaskState], known: Iterable[TuningRecord]
     ended = next((record for record in known if record.job_id in runs.finished), None)
     if ended is not None:
         for state in states:
-            state.ended = f"an earlier run did the same, job {ended.job_id} (mode force measures again)"
+            state.ended = f"an earlier run did the same, job {ended.job_id} (--set mode=force measures again)"
 
 
 def _allowed_as_much(job: Job, options: TuningOptions) -> bool:
