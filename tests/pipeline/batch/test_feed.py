@@ -32,7 +32,7 @@ class Board:
     """Keeps states, as a database would."""
 
     def __init__(self) -> None:
-        self.stop = SimpleNamespace(asked=False)
+        self.stop = SimpleNamespace(requested=False)
         self.states: dict[str, list[CellState]] = {}
 
     def state(self, cell: Cell) -> CellState:
