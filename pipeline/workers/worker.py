@@ -199,7 +199,10 @@ class Worker:
                 raise
             else:
                 return child
-        raise WorkerStartError(f"the process of {self._spec.module} failed to start: {failure}") from failure
+        reason = str(failure)
+        if isinstance(failure, OSError):
+            reason = f"{failure.filename or self._spec.module} does not start: {failure.strerror}"
+        raise WorkerStartError(f"the process of {self._spec.module} failed to start: {reason}") from failure
 
     def _receive(self, child: Process, limits: Limits) -> Reply:
         # The process id of a child that is not forked yet would be waited for; its start has no other limit than time.

@@ -52,7 +52,7 @@ class PeerProcess:
             It does not load the model, or the interpreter does not start.
         """
         self.order = order
-        self._folder, self._python = folder, python
+        self._folder = folder
         environment = {"OMP_NUM_THREADS": str(order.threads), "ORT_DISABLE_TELEMETRY": "1"}
         self._worker = Worker(_MODULE, environment, gpu=True, python=python)
         try:
@@ -104,8 +104,6 @@ class PeerProcess:
             reply = self._worker.ask(request, Limits(cpu_s=_ANSWER_CPU_S), again=False)
         except WorkerError as error:
             raise PeerError(error.short) from error
-        except OSError as error:
-            raise PeerError(f"the interpreter {self._python} does not start: {error.strerror}") from error
         if reply.error is not None:
             raise PeerError(reply.error.strip().splitlines()[-1])
         if isinstance(reply.value, Missing):

@@ -30,7 +30,7 @@ from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, Workl
 from relaxtune.pipeline.workers.fork_server import Forks
 from relaxtune.pipeline.workers.limits import Limits
 from relaxtune.pipeline.workers.machine_faults import is_of_memory, is_of_the_machine
-from relaxtune.pipeline.workers.replies import WorkerDiedError, WorkerKilledError, WorkerStoppedError
+from relaxtune.pipeline.workers.replies import WorkerDiedError, WorkerKilledError, WorkerStartError, WorkerStoppedError
 from relaxtune.pipeline.workers.worker import Worker
 from relaxtune.tuning_db.records import Environment, Status
 
@@ -268,6 +268,11 @@ class MeasuringProcess:
         except WorkerDiedError as e:
             lost = e.from_outside or is_of_the_machine(str(e))
             raise _NoAnswerError(Outcome(Unmeasured.LOST if lost else Status.RUN_ERROR, error=str(e))) from e
+        except WorkerStartError as e:
+            if not isinstance(e.__cause__, OSError):
+                raise
+            # No process or file is left, which may pass.
+            raise _NoAnswerError(Outcome(Unmeasured.LOST, error=str(e))) from e
         except WorkerKilledError as e:
             late = Outcome(Status.TIMEOUT, error=f"the measurement was {e} (run_timeout_s)")
             raise _NoAnswerError(late) from e

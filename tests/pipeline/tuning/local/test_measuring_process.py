@@ -23,6 +23,7 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.validate.tolerances import KernelTolerance
 from relaxtune.pipeline.workers import limits as limits_module
+from relaxtune.pipeline.workers.worker import Worker
 from relaxtune.tuning_db.records import Status
 from tests.pipeline.tuning.tuning_cases import Place, add_one_mod, built, extern_mod, far_mod, measure, spec_of
 
@@ -225,3 +226,14 @@ def test_without_a_process_the_run_ends(pool: BuildPool, place: Place, monkeypat
             (outcome,) = measure(backend, good)
             assert outcome.status is Unmeasured.BROKEN
             assert "failed to start" in str(outcome.error)
+
+
+def test_a_process_that_the_system_does_not_start_is_no_failure_of_a_candidate(pool: BuildPool, place: Place) -> None:
+    good = candidate(pool, place, add_one_mod())
+    with closing(LocalBackend(["cpu:0"], place.environment, QUICK)) as backend:
+        (process,) = backend.processes
+        process._worker.close()
+        process._worker = Worker(process_module.MEASURE_MODULE, python=Path("/nowhere/python"))
+        (outcome,) = measure(backend, good)
+    assert outcome.status is Unmeasured.LOST
+    assert "/nowhere/python does not start: No such file" in str(outcome.error)
