@@ -101,7 +101,7 @@ __all__ = [
 _ERRORS = {name: "pipeline.errors" for name in __all__ if name.endswith("Error")}
 _LIGHT = {
     "load": "loading",
-    "Module": "pipeline.artifact.runtime",
+    "Module": "pipeline.artifact.module",
     "ModelError": "models.errors",
     "ScheduleError": "schedules.errors",
     "TuningDatabaseError": "tuning_db.errors",

@@ -14,7 +14,7 @@ from relaxtune.loading import load
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import profile_of, read_histogram
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.batch.driver import BatchRun
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
 from relaxtune.pipeline.batch.plan import nearest, read_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 
 
 def load(

@@ -26,7 +26,7 @@ import tvm_ffi
 
 import relaxtune
 from benchmarks.this_run import run_facts
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.validate.builds import reference_model
 from relaxtune.pipeline.validate.validation import sample_inputs
 

@@ -25,7 +25,7 @@ import numpy as np
 import relaxtune
 from benchmarks.this_run import run_facts
 from relaxtune.models.inputs import unpadded_inputs
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, measure, module_arm
 from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, Speed, compare_latency
 from relaxtune.pipeline.validate.builds import reference_model

@@ -17,7 +17,7 @@ from pathlib import Path
 import relaxtune
 from benchmarks.this_run import run_facts
 from relaxtune.api import ModelOptions
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.validate.builds import reference_model
 from relaxtune.pipeline.validate.comparison import compare_outputs
 from relaxtune.pipeline.validate.validation import sample_inputs

@@ -21,7 +21,7 @@ from pathlib import Path
 import relaxtune
 from benchmarks.this_run import run_facts
 from relaxtune.api import ModelOptions
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.pipeline.validate.builds import reference_model

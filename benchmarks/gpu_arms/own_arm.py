@@ -1,4 +1,4 @@
-"""relaxtune's arm: an artifact directory, run as `pipeline.artifact.runtime.Module` runs it."""
+"""relaxtune's arm: an artifact directory, run as `pipeline.artifact.module.Module` runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu_arms.arm import ArmUnavailableError, DeviceArm
 from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case
 from relaxtune.models.spec import numpy_dtype
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError
 
 

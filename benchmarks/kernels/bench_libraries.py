@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.gpu_arms.results import machine
 from relaxtune.models import load_model
 from relaxtune.models.inputs import unpadded_inputs
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import measure, module_arm
 from relaxtune.pipeline.choose.candidates import still_true_in
 from relaxtune.pipeline.cli.output import stdout_console

@@ -30,7 +30,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import te, tirx
 
 from benchmarks.this_run import run_facts
-from relaxtune.pipeline.runtime.threads import configure_threads
+from relaxtune.pipeline.tvm_runtime.threads import configure_threads
 from relaxtune.schedules.cpu.base import cpu_limits
 from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul, panel_width
 from relaxtune.schedules.fallback import schedule_by_rules

@@ -55,10 +55,10 @@ from relaxtune.pipeline.codegen.finish import finish_kernels  # noqa: E402
 from relaxtune.pipeline.environment import cpu_name, target_key  # noqa: E402
 from relaxtune.pipeline.passes.module import LoweringOptions  # noqa: E402
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402
-from relaxtune.pipeline.runtime.threads import configure_threads  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
 from relaxtune.pipeline.tuning.options import TuningOptions  # noqa: E402
 from relaxtune.pipeline.tuning.session import tune  # noqa: E402
+from relaxtune.pipeline.tvm_runtime.threads import configure_threads  # noqa: E402
 from relaxtune.schedules.fallback import apply_fallback  # noqa: E402
 from relaxtune.schedules.marks import SCHEDULED_ATTR  # noqa: E402
 from relaxtune.schedules.targets.host import physical_cores  # noqa: E402

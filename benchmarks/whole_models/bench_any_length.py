@@ -30,7 +30,7 @@ from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.models.zoo.bert import build_bert
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import get_preset
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import (
     ORT_ARM,
     BenchmarkReport,
@@ -42,7 +42,7 @@ from relaxtune.pipeline.bench.measure import (
 from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.runtime.threads import configure_threads
+from relaxtune.pipeline.tvm_runtime.threads import configure_threads
 
 RESULTS = Path(__file__).parents[1] / "results" / "cpu-any-length.json"
 MODELS = ("bert-base", "gpt2-small", "minilm", "rxnmap")

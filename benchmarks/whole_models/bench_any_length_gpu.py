@@ -213,7 +213,7 @@ def run_points(
     from benchmarks.any_length.peers import Peers
     from benchmarks.gpu_arms.results import machine
     from relaxtune.models.inputs import unpadded_inputs
-    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.artifact.module import Module
 
     axes = axes_of(arguments.model)
     compiled = {text_of(point): job.result() for point, job in jobs.items()}

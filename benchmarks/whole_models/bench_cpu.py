@@ -31,7 +31,7 @@ from relaxtune.pipeline.jobs.artifacts import bench_artifact
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
-from relaxtune.pipeline.runtime.threads import configure_threads
+from relaxtune.pipeline.tvm_runtime.threads import configure_threads
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.tuning_db.store import TuningDatabase

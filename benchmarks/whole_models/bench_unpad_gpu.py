@@ -178,7 +178,7 @@ def _run(
     from benchmarks.any_length.peers import Peers
     from benchmarks.gpu_arms.results import machine
     from relaxtune.models.zoo.presets import get_preset
-    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.artifact.module import Module
 
     modules = {name: Module.load(folder / name) for name in own}
     arms = ["torch"] if "torch_padded" in arguments.arms else []

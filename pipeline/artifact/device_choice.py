@@ -13,7 +13,7 @@ from tvm_ffi import Device
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.codegen.cuda_libraries import driver_release, load_cuda_runtime
 from relaxtune.pipeline.errors import ArtifactError
-from relaxtune.pipeline.runtime.library import compute_version, cpu, cuda, device_exists, device_name
+from relaxtune.pipeline.tvm_runtime.library import compute_version, cpu, cuda, device_exists, device_name
 from relaxtune.schedules.targets.capabilities import native_arch, runs_on, translates_to
 from relaxtune.schedules.targets.host import cpu_features, plain_feature
 

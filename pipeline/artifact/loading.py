@@ -17,15 +17,15 @@ from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.runtime.library import VirtualMachine
-from relaxtune.pipeline.runtime.threads import set_threads
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.tvm_runtime.library import VirtualMachine
+from relaxtune.pipeline.tvm_runtime.threads import set_threads
 
 
 def load_machine(path: Path, device: Device, threads: int) -> tuple[VirtualMachine, bool]:
     """Return the code of a shared object, as the file is now, ready to run on a device, and whether it took `threads`.
 
-    Code of earlier versions for a CPU does not: see `pipeline.runtime.threads`.
+    Code of earlier versions for a CPU does not: see `pipeline.tvm_runtime.threads`.
 
     The loader takes a path that it has opened before for the same file, also when another artifact has been written
     there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.

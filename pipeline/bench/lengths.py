@@ -11,7 +11,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.models.size_histogram import SizePoint
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import BenchmarkReport
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side

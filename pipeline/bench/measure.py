@@ -25,10 +25,10 @@ import tvm
 from rich.table import Table
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
-from relaxtune.pipeline.runtime.threads import default_threads
+from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
 logger = logging.getLogger(__name__)

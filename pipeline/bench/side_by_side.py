@@ -13,13 +13,13 @@ import tvm
 
 from relaxtune.models import OnnxModel, TensorSpec
 from relaxtune.models.files import save_model
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, BenchmarkReport, LoadArm, measure, measure_load, module_arm
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder, run_together
 from relaxtune.pipeline.bench.peers.process import PeerMissingError, PeerProcess
 from relaxtune.pipeline.bench.request import BenchRequest
-from relaxtune.pipeline.runtime.threads import default_threads
 from relaxtune.pipeline.temporary import temporary_folder
+from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.validate.validation import Observation, comparable, judge

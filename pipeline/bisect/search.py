@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect.matching import Divergence, TensorMatcher
 from relaxtune.pipeline.bisect.plain_kernels import ReferenceKernels
 from relaxtune.pipeline.bisect.result import Bisection, Culprit, FaultyKernel, FaultyPass

@@ -15,7 +15,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect.trace import CallSite, KernelWatch, Replacement, TracedCall, kernel_calls
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment

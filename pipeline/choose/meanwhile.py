@@ -16,7 +16,7 @@ from relaxtune.pipeline.artifact.export import policy_of
 from relaxtune.pipeline.bench.measure import Peers
 from relaxtune.pipeline.choose.shipping import find_peers
 from relaxtune.pipeline.prepare import PreparedModel, stage
-from relaxtune.pipeline.runtime.threads import default_threads
+from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.validation import sample_inputs
 

@@ -298,7 +298,7 @@ def run(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Run an artifact once on the arrays of a .npz file."""
-    from relaxtune.pipeline.artifact.runtime import Module
+    from relaxtune.pipeline.artifact.module import Module
 
     module = Module.load(directory, verify_key=verify_key)
     results = module.run(read_arrays(inputs))

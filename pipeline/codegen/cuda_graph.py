@@ -14,7 +14,7 @@ Here the inputs are declared to be at fixed addresses too, and the outputs are r
 This takes two passes: `capture_whole_function` before memory is planned, and after it `fix_output_memory`, since the
 planner leaves outputs to be allocated anew by each run.
 
-Hence the caller must pass the same input and weight tensors in every run (`pipeline.artifact.runtime.Module` owns
+Hence the caller must pass the same input and weight tensors in every run (`pipeline.artifact.module.Module` owns
 them), and the outputs live in the graph's memory and are overwritten by the next run. No kernel is spent on copying
 inputs, which matters where an input is a large key-value cache.
 

@@ -13,7 +13,7 @@ import logging
 import os
 from pathlib import Path
 
-from relaxtune.pipeline.runtime.library import has_function, library_folders
+from relaxtune.pipeline.tvm_runtime.library import has_function, library_folders
 from relaxtune.schedules.libraries.vendors import VendorLibrary
 
 logger = logging.getLogger(__name__)

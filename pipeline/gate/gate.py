@@ -14,7 +14,7 @@ from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs, limits_of
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError

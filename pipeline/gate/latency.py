@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, ArmResult, module_arm
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.experiment.experiment import Question, Side, run_experiment

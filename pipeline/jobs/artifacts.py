@@ -13,7 +13,7 @@ from relaxtune.models.buckets import batch_axis
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.models.size_histogram import SizePoint, check_axes, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
 from relaxtune.pipeline.bench.measure import OWN_ARM, BenchmarkReport
 from relaxtune.pipeline.bench.request import BenchRequest

@@ -19,7 +19,7 @@ from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, 
 from relaxtune.pipeline.artifact.directory import check_destination, record_validation, stage_beside
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import OWN_ARM, Peers
 from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
 from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_inputs

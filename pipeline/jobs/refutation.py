@@ -19,7 +19,7 @@ import numpy as np
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect import FaultyKernel, check_kernels
 from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.errors import PipelineError

@@ -19,7 +19,7 @@ from relaxtune.models import OnnxModel, load_model, save_model
 from relaxtune.models.errors import ModelError
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect.result import Bisection
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.bisect.tensors import OnnxTensors, onnx_tensors

@@ -21,7 +21,7 @@ from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import CompiledBucket, write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import untuned_function

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.output_file import output_file
 

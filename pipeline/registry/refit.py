@@ -27,8 +27,8 @@ from relaxtune.pipeline.artifact.entries import BucketEntry, KernelEntry
 from relaxtune.pipeline.artifact.export import memory_entry, policy_of, write_weights
 from relaxtune.pipeline.artifact.loading import read_weights
 from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.artifact.recipe import find_obstacles
-from relaxtune.pipeline.artifact.runtime import Module
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.prepare import stage

@@ -16,7 +16,7 @@ from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import ArgumentEntry, KernelEntry
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import OWN_ARM, measure, module_arm
 from relaxtune.pipeline.codegen.cuda_libraries import load_cuda_runtime
 from relaxtune.pipeline.environment import cpu_name

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.directory import accept, load_manifest, rejected_place, remove_rejected
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.artifact.signature import read_signing_key, sign_artifact
 from relaxtune.pipeline.validate.padding_trials import route_inputs, try_and_record
 from relaxtune.pipeline.validate.reference import Reference

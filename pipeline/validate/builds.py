@@ -10,7 +10,7 @@ import numpy as np
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.validate.comparison import Comparison, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.tolerances import Tolerance

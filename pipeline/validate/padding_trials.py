@@ -19,7 +19,7 @@ from relaxtune.models.buckets import Side, cut_outputs, list_sides, list_symbols
 from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.pipeline.artifact.directory import record_padding
 from relaxtune.pipeline.artifact.entries import BucketEntry, BucketsEntry, PaddingEntry
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.validate.array_comparison import compare_arrays
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.tolerances import Tolerance

@@ -18,7 +18,7 @@ from tvm.runtime.vm import VMInstrumentReturnKind
 
 from relaxtune.models import OnnxModel, TensorSpec, axis_sizes, random_inputs
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.validate.array_comparison import (

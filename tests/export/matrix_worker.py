@@ -24,7 +24,7 @@ from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs.inspect import inspect_model

@@ -15,7 +15,7 @@ import pytest
 
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from tests.export.matrix_cases import PINNED, STATIC, SYMBOLIC, Cell, Export

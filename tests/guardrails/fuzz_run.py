@@ -12,7 +12,7 @@ import numpy as np
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import InputKind, describe_inputs
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest

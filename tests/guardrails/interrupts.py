@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.store import TuningDatabase
 from tests import warm_python

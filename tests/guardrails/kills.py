@@ -40,7 +40,7 @@ from onnx import TensorProto, helper, numpy_helper
 from sqlalchemy import text
 
 from relaxtune.pipeline import temporary
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.cli.app import main as relaxtune
 from relaxtune.pipeline.jobs.compile_and_tune import tune_model  # noqa: F401  # imported before the first fork
 from relaxtune.tuning_db.records import Mode, Status

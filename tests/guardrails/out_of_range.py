@@ -26,7 +26,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as reasons
 import relaxtune
 from relaxtune.models import OnnxModel, load_model, random_inputs
 from relaxtune.models.axes.relations import axis_sizes
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 
 _ALIGNMENT = 64

@@ -18,7 +18,7 @@ import onnxruntime as ort
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.errors import ModelError
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest

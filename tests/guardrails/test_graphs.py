@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError
 from tests.guardrails import graph_judge
 from tests.guardrails.graph_judge import FAULTS, Outcome, Plan, Status, try_graph

@@ -16,7 +16,7 @@ from tvm_ffi import Tensor
 from relaxtune.models.buckets import choose_bucket, cut_outputs, hides_a_row, pad_inputs, read_sizes
 from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.entries import BucketsEntry
-from relaxtune.pipeline.runtime.forks import lock_over_forks
+from relaxtune.pipeline.tvm_runtime.forks import lock_over_forks
 
 
 class Runnable(Protocol):

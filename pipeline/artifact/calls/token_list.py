@@ -11,7 +11,7 @@ from tvm_ffi import Device, Tensor
 
 from relaxtune.models.spec import TensorSpec
 from relaxtune.models.unpadding import ENTRY, Unpadding
-from relaxtune.pipeline.runtime.library import VirtualMachine, array_of, empty, synchronise, view
+from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, array_of, empty, synchronise, view
 
 # Shapes of masks whose lists keep their memory at a time.
 _SHAPES_MAX = 64

@@ -28,7 +28,7 @@ from tvm_ffi import Device, Tensor
 from relaxtune.pipeline.artifact.gpu.driver import check, driver
 from relaxtune.pipeline.artifact.gpu.turns import Turns, uncollected
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.runtime.library import VirtualMachine, empty, runtime_function
+from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, empty, runtime_function
 
 logger = logging.getLogger(__name__)
 

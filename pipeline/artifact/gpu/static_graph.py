@@ -11,7 +11,7 @@ from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.gpu.size_graphs import noted_allocations
 from relaxtune.pipeline.artifact.gpu.turns import Turns, uncollected
 from relaxtune.pipeline.artifact.loading import as_tuple
-from relaxtune.pipeline.runtime.library import VirtualMachine, empty
+from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, empty
 
 
 class StaticGraph:

@@ -36,8 +36,8 @@ from tvm_ffi import Device, Tensor
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.gpu.driver import DEFAULT_STREAM, Gpu
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.runtime.forks import lock_over_forks
-from relaxtune.pipeline.runtime.library import copy, empty, is_cpu, tensor_of
+from relaxtune.pipeline.tvm_runtime.forks import lock_over_forks
+from relaxtune.pipeline.tvm_runtime.library import copy, empty, is_cpu, tensor_of
 
 
 class SupportsCudaStream(Protocol):

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import tvm
 
-from relaxtune.pipeline.runtime.threads import set_threads
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.requests import (
     CompareReply,
@@ -51,6 +50,7 @@ from relaxtune.pipeline.tuning.measure.timing import (
     time_adaptively,
 )
 from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_mismatch
+from relaxtune.pipeline.tvm_runtime.threads import set_threads
 
 _ENTRY = "main"
 # Arguments stay allocated, since tasks are measured in turns: up to this share of a GPU's memory, and of the host's.

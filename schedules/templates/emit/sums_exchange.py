@@ -3,7 +3,7 @@
 Sums, 4 accumulators each, and flags are variables of the module, zero when it is loaded, which all kernels of a module
 that have the same sizes share: launches of such kernels must follow each other, as those in one stream do (with
 dependent launch too: they are touched after griddepcontrol.wait alone). One module in two streams at a time would mix
-up their sums, as it would what else an artifact keeps in memory of its own (`pipeline.artifact.runtime.Module` lets
+up their sums, as it would what else an artifact keeps in memory of its own (`pipeline.artifact.module.Module` lets
 calls take turns). A wait of seconds, which only that can cause, ends the launch with an error.
 
 A warp sets its flag where it has written its sums; who has read them clears it for the next launch. Release and

@@ -18,7 +18,7 @@ import relaxtune
 from relaxtune.models import ModelError
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, Manifest, parse_manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 from tests.pipeline.importer.onnx_cases import make_model
 

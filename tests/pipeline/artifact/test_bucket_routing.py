@@ -15,7 +15,7 @@ from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.directory import load_manifest, record_padding
 from relaxtune.pipeline.artifact.export import share_weights
 from relaxtune.pipeline.artifact.manifest import parse_manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest

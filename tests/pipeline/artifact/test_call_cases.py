@@ -7,7 +7,7 @@ import re
 import pytest
 
 from relaxtune.pipeline.artifact.calls.bucket_routing import RouteStatistics
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 from tests.pipeline.artifact.call_cases import ARTIFACTS, CASES, CallCase, without_quotes
 

@@ -16,7 +16,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import select_kernels, tasks_without_record
 from relaxtune.pipeline.codegen.kernel_hash import made_hash

@@ -22,7 +22,7 @@ from onnx import helper
 import relaxtune
 from relaxtune.pipeline.artifact import compile as compile_stage
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, PARAMS_FILE
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from tests.pipeline.artifact.call_cases import ARTIFACTS, CASES, without_quotes
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.unoptimised import UNOPTIMISED_TEXT

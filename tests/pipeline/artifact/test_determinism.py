@@ -17,7 +17,7 @@ from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.determinism import describe_determinism, uses_atomics
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import parse_manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.validate.array_comparison import differing_bits
 from relaxtune.pipeline.validate.report import RepeatReport
@@ -29,7 +29,7 @@ from tests import warm_python
 RUN = """
 import sys, numpy
 from pathlib import Path
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 artifact, inputs, outputs, threads = sys.argv[1:]
 module = Module.load(artifact, threads=int(threads))
 numpy.savez(outputs, **module.run(dict(numpy.load(inputs))))

@@ -22,7 +22,7 @@ from relaxtune.pipeline.artifact.directory import (
 )
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError
 from tests import warm_python
 

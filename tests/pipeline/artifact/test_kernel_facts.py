@@ -14,7 +14,7 @@ from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, WorkEntry
 from relaxtune.pipeline.artifact.export import build_manifest, write_artifact
 from relaxtune.pipeline.artifact.manifest import parse_manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.codegen.planned_memory import planned_bytes
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model

@@ -14,7 +14,7 @@ import pytest
 from onnx import helper
 
 import relaxtune
-from relaxtune.pipeline.runtime.library import array_of, cpu, tensor_of
+from relaxtune.pipeline.tvm_runtime.library import array_of, cpu, tensor_of
 from tests.pipeline.importer.onnx_cases import make_model
 from tests.unoptimised import UNOPTIMISED_TEXT
 

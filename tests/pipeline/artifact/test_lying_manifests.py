@@ -14,7 +14,7 @@ import safetensors.numpy
 from relaxtune.models import TensorSpec
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest

@@ -20,14 +20,14 @@ from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.gpu import turns
 from relaxtune.pipeline.artifact.gpu.turns import Turns
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 
 ROOT = Path(__file__).parents[3]
 START = """
 import json, os, signal, sys, threading, time
 import numpy as np
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 
 feeds = dict(np.load(sys.argv[2]))

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest, record_validation
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE, SIGNATURE_FILE
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.artifact.signature import read_signing_key, read_verify_key, require_signature, sign_artifact
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError, UsageError
@@ -99,7 +99,7 @@ def test_a_missing_or_wrong_signature_is_refused_before_anything_runs(
 ) -> None:
     change(signed)
     monkeypatch.setattr(
-        "relaxtune.pipeline.artifact.runtime.load_machine", lambda *_: pytest.fail("its code was loaded")
+        "relaxtune.pipeline.artifact.module.load_machine", lambda *_: pytest.fail("its code was loaded")
     )
     with pytest.raises(ArtifactError, match=message):
         Module.load(signed, verify_key=keys[1])

@@ -9,7 +9,7 @@ import tvm
 from relaxtune.models import load_model
 from relaxtune.models.inputs import random_inputs
 from relaxtune.models.unpadding import ENTRY
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest

@@ -18,7 +18,7 @@ import pytest
 
 import relaxtune
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.batch import board, worker
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.driver import _spec, resume_batch, run_batch

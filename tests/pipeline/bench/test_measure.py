@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench import measure as bench_measure
 from relaxtune.pipeline.bench.measure import (
     ArmResult,

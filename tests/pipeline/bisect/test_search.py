@@ -13,7 +13,7 @@ from onnx import helper
 from tvm import relax
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect import Culprit, bisect, render
 from relaxtune.pipeline.bisect.plain_kernels import ReferenceKernels, ready_for_host
 from relaxtune.pipeline.bisect.search import _first_true

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, module_arm
 from relaxtune.pipeline.choose import model_arm
 from relaxtune.pipeline.choose.selection import select_kernels

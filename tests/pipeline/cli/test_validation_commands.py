@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.passes import lowering_steps
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from tests.pipeline.faults.planting import FaultyKernel, build

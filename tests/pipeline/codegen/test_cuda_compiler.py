@@ -10,7 +10,7 @@ import tvm_ffi
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.codegen import cuda_compiler, cuda_libraries
 from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, CompilerKind, compile_cubin, find_toolchain
 from relaxtune.pipeline.codegen.cuda_libraries import load_library, pypi_folders, pypi_root

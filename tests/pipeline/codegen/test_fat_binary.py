@@ -16,7 +16,7 @@ from relaxtune.pipeline.artifact import device_choice
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.codegen import fat_binary
 from relaxtune.pipeline.codegen.cuda_compiler import compiler_release
 from relaxtune.pipeline.environment import target_key

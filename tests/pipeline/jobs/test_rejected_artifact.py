@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import SIGNATURE_FILE
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.validate.report import ValidationReport

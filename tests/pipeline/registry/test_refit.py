@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from relaxtune.pipeline.artifact.directory import hash_file, load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, MODULE_FILE
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model

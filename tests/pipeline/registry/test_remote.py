@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.registry.registry import Registry, open_store

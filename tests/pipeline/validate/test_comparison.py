@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError, ValidationFailedError
 from relaxtune.pipeline.validate.comparison import (
     Comparison,

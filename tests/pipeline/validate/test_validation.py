@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from relaxtune.models import OnnxModel, TensorSpec, load_model
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ValidationFailedError
 from relaxtune.pipeline.validate import array_comparison
 from relaxtune.pipeline.validate.array_comparison import Movement, compare_arrays

@@ -15,7 +15,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.gpu import size_graphs
 from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import PipelineError

@@ -16,7 +16,7 @@ import tvm_ffi
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.artifact.gpu.driver import Gpu
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from tests.pipeline.artifact.gpu.test_size_graphs_gpu import compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not tvm.cuda(0).exist, reason="needs a CUDA device")]

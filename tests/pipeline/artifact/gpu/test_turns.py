@@ -14,11 +14,11 @@ import pytest
 import tvm
 import tvm_ffi
 
-from relaxtune.pipeline.artifact import runtime
+from relaxtune.pipeline.artifact import module
 from relaxtune.pipeline.artifact.gpu import turns
 from relaxtune.pipeline.artifact.gpu.driver import Gpu
 from relaxtune.pipeline.artifact.gpu.turns import Turns
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.schedules.libraries.vendors import CUBLASLT
@@ -192,15 +192,15 @@ def test_loading_and_copies_to_the_device_wait_for_the_turn(
         monkeypatch.setattr(place, name, noting)
 
     turn = Turns(DEVICE)
-    note(runtime, "load_machine")
+    note(module, "load_machine")
     note(turns, "tensor_of")
-    module = Module.load(artifact)
+    loaded = Module.load(artifact)
     assert inside == {"load_machine": {True}, "tensor_of": {True}}
     inside.clear()
-    feeds = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in module.inputs}
-    module.to_device(feeds)
+    feeds = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in loaded.inputs}
+    loaded.to_device(feeds)
     assert inside == {"tensor_of": {True}}
-    assert waits_for_the_turn(turn, lambda: module.to_device(feeds))
+    assert waits_for_the_turn(turn, lambda: loaded.to_device(feeds))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

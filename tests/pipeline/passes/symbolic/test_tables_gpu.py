@@ -10,7 +10,7 @@ import tvm
 from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.passes.symbolic import functions_of_positions

@@ -15,7 +15,7 @@ from tvm import tirx
 import relaxtune
 from relaxtune.models import load_model
 from relaxtune.models.spec import AxisRelation
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.importer.size_limits import SizeLimits

@@ -16,7 +16,7 @@ import threading
 
 import tvm_ffi
 
-from relaxtune.pipeline.runtime.library import runtime_function
+from relaxtune.pipeline.tvm_runtime.library import runtime_function
 from relaxtune.schedules.targets.host import physical_cores, usable_cpus
 
 logger = logging.getLogger(__name__)

@@ -22,12 +22,12 @@ from relaxtune.models import TensorSpec
 from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.artifact.runtime import Module
+from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.runtime.threads import default_threads
+from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from tests.pipeline.importer.onnx_cases import make_model
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +108,7 @@ def test_module_runs_in_a_fresh_process_with_the_directory_alone(
     np.savez(tmp_path / "x.npz", **bert_inputs)
     code = (
         "import sys, numpy as np\n"
-        "from relaxtune.pipeline.artifact.runtime import Module\n"
+        "from relaxtune.pipeline.artifact.module import Module\n"
         "np.savez(sys.argv[3], **Module.load(sys.argv[1]).run(dict(np.load(sys.argv[2]))))\n"
     )
     arguments = [str(directory), str(tmp_path / "x.npz"), str(tmp_path / "y.npz")]
@@ -327,7 +327,7 @@ def test_threads_default_to_the_physical_cores_and_nobody_is_pinned() -> None:
     code = (
         "import os\n"
         "before = os.sched_getaffinity(0)\n"
-        "from relaxtune.pipeline.runtime.threads import configure_threads, default_threads\n"
+        "from relaxtune.pipeline.tvm_runtime.threads import configure_threads, default_threads\n"
         "assert configure_threads() == default_threads()\n"
         "assert os.sched_getaffinity(0) == before\n"
         "print(configure_threads(1))\n"
@@ -341,7 +341,7 @@ def test_threads_default_to_the_physical_cores_and_nobody_is_pinned() -> None:
 def test_threads_warn_when_the_pool_was_started_before() -> None:
     code = (
         "import logging, tvm\n"
-        "from relaxtune.pipeline.runtime.threads import configure_threads\n"
+        "from relaxtune.pipeline.tvm_runtime.threads import configure_threads\n"
         "tvm.runtime.num_threads()\n"
         "logging.basicConfig(level=logging.WARNING)\n"
         "print(configure_threads(1000))\n"

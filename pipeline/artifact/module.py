@@ -1,4 +1,4 @@
-"""`Module`: load an artifact and run it. Needs nothing but the artifact directory and TVM's runtime."""
+"""`Module`: an artifact, loaded to be called. Needs nothing but the artifact directory and TVM's runtime."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manif
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
-from relaxtune.pipeline.runtime.threads import configure_threads, default_threads
+from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
+from relaxtune.pipeline.tvm_runtime.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import named_libraries
 
 _MAIN = "main"
