@@ -119,7 +119,7 @@ class SideBySide:
         specs: Sequence[TensorSpec],
     ) -> ValidationReport:
         seen = Observation(comparable(module, expected, inputs), got, inputs)
-        return judge(module, self.model, self.reference, [seen], specs)
+        return judge(module, self.model, self.reference, [seen], specs)[0]
 
     def _measured(
         self,

@@ -14,13 +14,15 @@ The two uses want different sessions:
 - *Peer*: every optimisation on, the graph as given; what a user would run instead.
 
 Both run in a process of their own (`pipeline.onnx_runtime`). A reference whose graph ends ONNX Runtime is loaded
-without graph optimisations; a peer is left out, since its latency would mean nothing.
+without graph optimisations; so is one whose optimisations alter the results, where an artifact disagrees with it.
+A peer is left out, since its latency would mean nothing.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -33,7 +35,7 @@ from relaxtune.pipeline.onnx_runtime.session import OnnxRuntimeSession
 from relaxtune.pipeline.precision.graph_dtypes import computes_in_half, rounds_to_integers
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.policy import PolicyEntry
-from relaxtune.pipeline.validate.array_comparison import Movement, movement
+from relaxtune.pipeline.validate.array_comparison import Movement, compare_arrays, movement
 from relaxtune.pipeline.validate.exact_integers import with_unsigned_weights
 from relaxtune.pipeline.validate.tolerances import Tolerance
 from relaxtune.pipeline.validate.upcast import (
@@ -101,9 +103,8 @@ class Reference:
         for known, outputs in self._known:
             if known.keys() == inputs.keys() and all(np.array_equal(known[name], inputs[name]) for name in known):
                 return dict(outputs)
-        feeds = {name: without_bfloat16(array) for name, array in inputs.items()}
         session = self._load()[1]
-        values = session.run(self._names, feeds)
+        values = session.run(self._names, _feeds(inputs))
         self._keep_settings(session)
         return dict(zip(self._names, values, strict=True))
 
@@ -114,12 +115,49 @@ class Reference:
             self._loaded[1].close()
         self._loaded = None
 
+    def drop_wrong_optimisations(self, samples: Sequence[Mapping[str, np.ndarray]], tolerance: Tolerance) -> bool:
+        """Return whether the results differ from those without graph optimisations, which `run` then gives from now on.
+
+        ONNX Runtime 1.30 merges a Pad by zeros into a MaxPool that pads by the least number, as an example.
+
+        Parameters
+        ----------
+        samples : sequence of mappings
+            Inputs, as of `run`.
+        tolerance : Tolerance
+            The largest difference that rounding explains.
+        """
+        if self._settings.level is Level.NONE:
+            return False
+        optimised = [self.run(sample) for sample in samples]
+        plain = replace(self._settings, level=Level.NONE)
+        try:
+            with OnnxRuntimeSession(self._load()[0], self._model, plain) as session:
+                literal = [session.run(self._names, _feeds(sample)) for sample in samples]
+        except PipelineError as error:
+            logger.info("the reference keeps its graph optimisations: %s", error)
+            return False
+        for got, values in zip(optimised, literal, strict=True):
+            for name, value in zip(self._names, values, strict=True):
+                compared = compare_arrays(value, got[name], tolerance)
+                if not compared.passed:
+                    self._settings, self._known, self._loaded = plain, [], None
+                    self._fell_back = f"output {name!r} differs: {compared.reason}"
+                    logger.warning(
+                        "the model %s runs in ONNX Runtime %s without graph optimisations: with them, %s",
+                        self._model,
+                        onnx_runtime().description().version,
+                        self._fell_back,
+                    )
+                    return True
+        return False
+
     def moves(self, inputs: Mapping[str, np.ndarray], roundoff: float, tolerance: Tolerance) -> dict[str, Movement]:
         """Return how far each float output moves when ONNX Runtime rounds otherwise.
 
         Asked with every float weight, constant and input changed by `roundoff` of itself, up or down at random, and
-        with all graph optimisations on. A graph with quantisers is changed four times: few values lie beside a tie, and
-        one answer may hold none of them.
+        with all graph optimisations on, unless these are wrong. A graph with quantisers is changed four times: few
+        values lie beside a tie, and one answer may hold none of them.
 
         Parameters
         ----------
@@ -134,13 +172,13 @@ class Reference:
         ties = rounds_to_integers(self._given)
         expected = self.run(inputs)
         found = {name: Movement(ties=ties) for name, array in expected.items() if array.dtype.kind == "f"}
-        for seed in (None, *range(_NUDGES_OF_QUANTISERS if ties else 1)):
+        optimised = () if self._settings.level is Level.NONE else (None,)
+        for seed in (*optimised, *range(_NUDGES_OF_QUANTISERS if ties else 1)):
             settings = Settings(Level.ALL if seed is None else self._settings.level, self._settings.threads)
             graph, fed = (proto, inputs) if seed is None else self._rounded(inputs, roundoff, seed)
-            plain = {name: without_bfloat16(array) for name, array in fed.items()}
             try:
                 with OnnxRuntimeSession(graph, self._model, settings) as session:
-                    values = session.run(self._names, plain)
+                    values = session.run(self._names, _feeds(fed))
             except PipelineError as error:
                 # A float that decides a size: the graph fits together with that number alone.
                 logger.info("how far the outputs move is asked without one answer: %s", error)
@@ -194,6 +232,10 @@ class Reference:
         except PipelineError:
             return False
         return True
+
+
+def _feeds(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: without_bfloat16(array) for name, array in inputs.items()}
 
 
 def _nudged(array: np.ndarray, roundoff: float, draw: np.random.Generator) -> np.ndarray:
