@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import Ended, exit_code
-from tests.tuning_db.new_schema import schema_is_copied
 from tests.warm_python import warm_workers
 
 if sys.dont_write_bytecode:
@@ -52,8 +51,8 @@ def _caches_are_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _workers_start_warm_and_databases_have_their_tables() -> Iterator[None]:
-    with warm_workers(), schema_is_copied():
+def _workers_start_warm() -> Iterator[None]:
+    with warm_workers():
         yield
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, inspect, text
 
 from relaxtune.tuning_db.errors import DatabaseOpenError, SchemaVersionError
 from relaxtune.tuning_db.sql.engine import Location, lock_schema
-from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -60,19 +60,23 @@ def check_revision(revision: str, location: Location) -> None:
     """
     if revision == HEAD_REVISION:
         return
+    told = f"The database {location.shown} has schema revision {revision}"
     if revision in known_revisions():
         raise SchemaVersionError(
-            f"The database {location.shown} has schema revision {revision}, this relaxtune needs {HEAD_REVISION}. "
-            f"Run: relaxtune db upgrade --db {location.shown}"
+            f"{told}, this relaxtune needs {HEAD_REVISION}. Run: relaxtune db upgrade --db {location.shown}"
+        )
+    if revision < HEAD_REVISION:
+        raise SchemaVersionError(
+            f"{told}, which no released relaxtune wrote. Write an archive with the version that made it "
+            "(relaxtune db export), and read that into a new database (relaxtune db import)"
         )
     raise SchemaVersionError(
-        f"The database {location.shown} has schema revision {revision}, newer than {HEAD_REVISION}, the newest this "
-        "relaxtune knows. Run: pip install --upgrade relaxtune"
+        f"{told}, newer than {HEAD_REVISION}, the newest this relaxtune knows. Run: pip install --upgrade relaxtune"
     )
 
 
 def known_revisions() -> frozenset[str]:
-    """Return every revision that this package can upgrade from."""
+    """Return the revisions of the released versions, which this package can upgrade from."""
     from alembic.script import ScriptDirectory
 
     script = ScriptDirectory.from_config(alembic_config())
@@ -82,7 +86,8 @@ def known_revisions() -> frozenset[str]:
 def migrate(connection: Connection, location: Location) -> str | None:
     """Bring the schema to `HEAD_REVISION` inside the writing transaction of `connection`; return the one it had.
 
-    Safe when many processes do it at once: the lock is taken first, then the revision is read again.
+    A new database gets the tables of the models, an older one the migrations. Safe when many processes do it at once:
+    the lock is taken first, then the revision is read again.
     """
     lock_schema(connection)
     before = current_revision(connection, location)
@@ -95,5 +100,9 @@ def migrate(connection: Connection, location: Location) -> str | None:
     with _ALEMBIC_LOCK:
         config = alembic_config()
         config.attributes["connection"] = connection
-        command.upgrade(config, "head")
+        if before is None:
+            Base.metadata.create_all(connection)
+            command.stamp(config, "head")
+        else:
+            command.upgrade(config, "head")
     return before

@@ -1,4 +1,4 @@
-"""The tables, as SQLAlchemy models. Alembic alone creates and changes them (`tuning_db/migrations`).
+"""The tables, as SQLAlchemy models. New databases are made of them; Alembic upgrades older ones (`sql/migrations`).
 
 ::
 
@@ -155,7 +155,7 @@ class RecordRow(Base):
 
     __tablename__ = "records"
     __table_args__ = (
-        # As unique as the key alone, which covers the time, and new rows go to its end (migration 0002).
+        # As unique as the key alone, which covers the time, and new rows go to its end.
         UniqueConstraint("created_at", "key"),
         # The two ways of `lookup.py`: walked in the order of latency, with all that decides inside.
         Index("ix_records_by_workload", "workload_id", *_LOOKUP_ORDER),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import MetaData, create_engine, text
+from sqlalchemy.pool import StaticPool
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.batches import (
@@ -34,7 +36,7 @@ from relaxtune.tuning_db.lookup import Question
 from relaxtune.tuning_db.records import Mode, Route, Status
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
 from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
-from relaxtune.tuning_db.sql.schema import HEAD_REVISION, VERSION_TABLE, Base
+from relaxtune.tuning_db.sql.schema import HEAD_REVISION, NAMING_CONVENTION, VERSION_TABLE, Base
 from relaxtune.tuning_db.store import TuningDatabase, upgrade
 from relaxtune.tuning_db.tags import MoveKind, TagMove, list_moves, record_move, stood_at
 
@@ -65,11 +67,27 @@ def test_every_released_schema_has_a_stored_database():
     assert {f"schema_{revision}.sql" for revision in known_revisions()} == {p.name for p in ASSETS.glob("*.sql")}
 
 
-def test_migrations_make_the_schema_of_the_models(database_url):
+def test_a_new_database_has_the_schema_of_the_models(database_url):
     with TuningDatabase.open(database_url) as database, database._engine.connect() as connection:
         options = {"target_metadata": Base.metadata, "version_table": VERSION_TABLE}
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, Base.metadata) == []
+        assert context.get_current_revision() == HEAD_REVISION
+
+
+def words_of_schema(path):
+    """Return the statements that make each table and index of a SQLite file, without the order of columns."""
+    connection = sqlite3.connect(path)
+    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    connection.close()
+    return {name: sorted(re.sub(r'[\s"]+', " ", part).strip(" ()") for part in sql.split(",")) for name, sql in rows}
+
+
+def test_an_upgraded_database_has_the_schema_of_a_new_one(tmp_path):
+    restore("0004", tmp_path / "old.db")
+    upgrade(tmp_path / "old.db")
+    TuningDatabase.open(tmp_path / "new.db").close()
+    assert words_of_schema(tmp_path / "old.db") == words_of_schema(tmp_path / "new.db")
 
 
 @pytest.mark.parametrize("revision", sorted(known_revisions()))
@@ -81,14 +99,32 @@ def test_stored_database_is_upgraded_and_used(path, samples, revision):
         check_stored(database, samples, revision)
 
 
+def make_schema(revision, connection):
+    """Make the empty tables of a released schema: those of the models, less what came later."""
+    old = MetaData()
+    memory = sqlite3.connect(":memory:")
+    memory.executescript((ASSETS / f"schema_{revision}.sql").read_text())
+    engine = create_engine("sqlite://", creator=lambda: memory, poolclass=StaticPool)
+    old.reflect(engine)
+    made = MetaData(naming_convention=NAMING_CONVENTION)
+    for table in Base.metadata.sorted_tables:
+        if table.name in old.tables:
+            copied = table.to_metadata(made)
+            for column in set(copied.columns.keys()) - set(old.tables[table.name].columns.keys()):
+                copied._columns.remove(copied.columns[column])
+    made.create_all(connection)
+    config = alembic_config()
+    config.attributes["connection"] = connection
+    command.stamp(config, revision)
+    engine.dispose()
+
+
 @pytest.mark.parametrize("revision", sorted(known_revisions()))
 def test_stored_database_is_upgraded_and_used_in_postgresql_too(empty_postgres, path, samples, revision):
     location = parse_location(empty_postgres)
     engine = make_engine(location, read_only=False, create=False)
     with engine.begin() as connection:
-        config = alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
+        make_schema(revision, connection)
         copy_rows(restore(revision, path), connection)
     engine.dispose()
     if revision != HEAD_REVISION:
@@ -146,17 +182,18 @@ def check_stored(database, samples, revision):
     validation = Validation(artifact.key, samples.environment(), False, 3, math.inf, "{}", MADE)
     database.record_validation(validation)
     database.record_benchmark(Benchmark(artifact.key, samples.environment(), "ort", (9.0, 8.0), "{}", MADE))
-    # The databases of schema 0002 and later have them already, so they are kept once.
+    # The stored databases have them already, so they are kept once.
     assert database.list_artifacts() == [artifact]
     assert database.list_validations() == [validation]
     assert [benchmark.latency_us for benchmark in database.list_benchmarks()] == [8.5]
     record_features(database, "per-store/2", {1: np.array([[1.5, 0.0], [2.0, 3.0]])})
     (features,) = list_features(database, "per-store/2", samples.target())
     assert features.values.tolist() == [[1.5, 0.0], [2.0, 3.0]]
-    check_batches(database, job.id, there=revision >= "0005")
-    check_gates(database, artifact, of_moves=revision == "0006", kept=revision >= "0007")
-    check_code_versions(database, job, known=revision >= "0007")
-    check_tags(database, artifact.key, there=revision >= "0006")
+    later = revision == HEAD_REVISION
+    check_batches(database, job.id, there=later)
+    check_gates(database, artifact, kept=later)
+    check_code_versions(database, job, known=later)
+    check_tags(database, artifact.key, there=later)
 
 
 def check_batches(database, job_id, *, there):
@@ -192,11 +229,10 @@ def check_tags(database, key, *, there):
     assert stood_at(list_moves(database, "prod")) == [key] * (2 if there else 1)
 
 
-def check_gates(database, artifact, *, of_moves, kept):
-    """What gates found is there; what was kept with moves of tags before came over without its baseline."""
+def check_gates(database, artifact, *, kept):
+    """What gates found is there."""
     gates = list_gates(database)
-    baseline = {True: artifact.key, False: None}[kept]
-    expected = [(artifact.key, baseline, True, "ben@far-host", '{"passed":true}')] if of_moves or kept else []
+    expected = [(artifact.key, artifact.key, True, "ben@far-host", '{"passed":true}')] if kept else []
     assert [(one.artifact_key, one.baseline_key, one.passed, one.by, one.report) for one in gates] == expected
     made = record_gate(database, artifact, artifact, passed=False, by="ann@here", report="{}")
     assert list_gates(database)[0] == made
@@ -210,15 +246,24 @@ def check_code_versions(database, job, *, known):
 
 
 def test_older_schema_is_refused_with_the_command_that_upgrades_it(path):
-    restore("0001", path)
+    restore("0004", path)
     command = rf"Run: relaxtune db upgrade --db sqlite:///{path}$"
-    with pytest.raises(SchemaVersionError, match=r"has schema revision 0001, this relaxtune needs 0007\. " + command):
+    with pytest.raises(SchemaVersionError, match=r"has schema revision 0004, this relaxtune needs 0007\. " + command):
         TuningDatabase.open(path)
+
+
+def test_a_schema_between_two_releases_is_refused_with_the_way_by_an_archive(path):
+    restore("0004", path)
+    set_revision(path, "0005")
+    message = r"has schema revision 0005, which no released relaxtune wrote\. .*db export.*db import"
+    for open_ in (TuningDatabase.open, upgrade):
+        with pytest.raises(SchemaVersionError, match=message):
+            open_(path)
 
 
 @pytest.mark.parametrize("mode", Mode)
 def test_newer_schema_is_refused_with_the_command_that_upgrades_relaxtune(path, mode):
-    restore("0001", path)
+    restore("0004", path)
     set_revision(path, "9999")
     message = rf"has schema revision 9999, newer than {HEAD_REVISION}, .*pip install --upgrade relaxtune"
     with pytest.raises(SchemaVersionError, match=message):
@@ -236,8 +281,8 @@ def test_upgrade_makes_the_tables_of_an_empty_file_and_refuses_a_missing_one(pat
         assert database.info().schema_revision == HEAD_REVISION
 
 
-def test_nothing_is_left_when_a_migration_fails_midway(path, monkeypatch):
-    monkeypatch.setattr("sqlalchemy.Double", None)
+def test_nothing_is_left_when_making_the_tables_fails_midway(path, monkeypatch):
+    monkeypatch.setattr(command, "stamp", None)
     with pytest.raises(TypeError):
         TuningDatabase.open(path)
     connection = sqlite3.connect(path)
@@ -246,6 +291,17 @@ def test_nothing_is_left_when_a_migration_fails_midway(path, monkeypatch):
     monkeypatch.undo()
     with TuningDatabase.open(path) as database:
         assert database.count_records() == 0
+
+
+def test_nothing_is_changed_when_a_migration_fails_midway(path, monkeypatch):
+    restore("0004", path)
+    before = words_of_schema(path)
+    monkeypatch.setattr("sqlalchemy.Double", None)
+    with pytest.raises(TypeError):
+        upgrade(path)
+    assert words_of_schema(path) == before
+    monkeypatch.undo()
+    assert upgrade(path) == "0004"
 
 
 def test_package_imports_without_tvm():

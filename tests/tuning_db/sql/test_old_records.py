@@ -1,11 +1,10 @@
-"""Records of every earlier schema are true after the upgrade, or they are measured again."""
+"""Records of every released schema are true after the upgrade."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
-from alembic import command
 from sqlalchemy import MetaData, insert, select
 
 from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
@@ -16,16 +15,15 @@ from relaxtune.pipeline.tuning.search.template_candidates import template_candid
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location
-from relaxtune.tuning_db.sql.migrate import alembic_config, known_revisions
+from relaxtune.tuning_db.sql.migrate import known_revisions
 from relaxtune.tuning_db.store import TuningDatabase, upgrade
 from tests.pipeline.artifact.test_compile import fallback_record, keep, parallel_trace, record_of
 from tests.pipeline.choose.test_template_route import template_record
 from tests.pipeline.tuning.test_gpu import half_matmul
 from tests.pipeline.tuning.tuning_cases import task_of
+from tests.tuning_db.sql.test_migrate import make_schema
 
 TARGET = resolve_target("cuda:sm_90a")
-# The first revision whose records say which kernel was measured.
-HASHED = "0004"
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +47,7 @@ def write_at(revision: str, url: str, source: TuningDatabase) -> None:
     engine = make_engine(parse_location(url), read_only=False, create=True)
     tables = MetaData()
     with engine.begin() as connection:
-        config = alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
+        make_schema(revision, connection)
         tables.reflect(connection)
         with source._engine.connect() as reading:
             newer = MetaData()
@@ -66,7 +62,7 @@ def write_at(revision: str, url: str, source: TuningDatabase) -> None:
 
 @pytest.mark.parametrize("dialect", ["sqlite", "postgresql"])
 @pytest.mark.parametrize("revision", sorted(known_revisions()))
-def test_an_old_record_is_true_or_is_measured_again(revision, dialect, path, task, today, request) -> None:
+def test_an_old_record_is_true(revision, dialect, path, task, today, request) -> None:
     url = f"sqlite:///{path}" if dialect == "sqlite" else request.getfixturevalue("empty_postgres")
     write_at(revision, url, today)
     assert upgrade(url) == revision
@@ -75,9 +71,18 @@ def test_an_old_record_is_true_or_is_measured_again(revision, dialect, path, tas
         assert {one.route for one in records} == {Route.TEMPLATE, Route.FALLBACK, Route.METASCHEDULE}
         lookup = CandidateLookup(database, TARGET, detect_environment(TARGET))
         kept = {one.route for one in without_stale(lookup, task, records)}
-    assert kept == ({one.route for one in records} if revision >= HASHED else {Route.METASCHEDULE})
+    assert kept == {one.route for one in records}
     for record in records:
-        if record.route in kept:
+        replay_record(task, record, TARGET)
+
+
+def test_a_record_that_does_not_say_its_kernel_is_measured_again(task, today) -> None:
+    lookup = CandidateLookup(today, TARGET, detect_environment(TARGET))
+    records = today.list_records(RecordFilter(workload_hash=task.workload_hash))
+    silent = [replace(record, kernel_hash=None) for record in records]
+    assert {one.route for one in without_stale(lookup, task, silent)} == {Route.METASCHEDULE}
+    for record in silent:
+        if record.route is Route.METASCHEDULE:
             replay_record(task, record, TARGET)
         else:
             with pytest.raises(LoweringError, match="does not say which kernel was measured"):

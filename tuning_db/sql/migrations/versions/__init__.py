@@ -1,1 +1,1 @@
-"""One module a revision, in order; a released one is never edited."""
+"""One module for the schema of each released version that changed it; a released one is never edited."""
