@@ -60,7 +60,9 @@ def load_model(
     if _is_path(source):
         return _load_file(Path(source), shapes or {}, any_operator=any_operator)
     name, _, suffix = str(source).partition(":")
-    return _load_zoo(str(source), get_preset(name), shapes or {}, _parse_precision(precision or suffix or None), seed)
+    given = _parse_precision(precision or suffix or None)
+    # A survey of operators comes before the load that counts.
+    return _load_zoo(str(source), get_preset(name), shapes or {}, given, seed, quiet=any_operator)
 
 
 def _is_path(source: str | Path) -> bool:
@@ -99,14 +101,18 @@ def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     return make_model(path.stem, proto, path=path, data_dir=data_dir, relations=relations)
 
 
-def _load_zoo(name: str, preset: Preset, shapes: Shapes, precision: Precision, seed: int) -> OnnxModel:
+def _load_zoo(name: str, preset: Preset, shapes: Shapes, precision: Precision, seed: int, *, quiet: bool) -> OnnxModel:
     dims: dict[str, Dim] = {
         axis: DEFAULT_DIMS[axis]
         for spec in preset.inputs
         for axis in spec.shape
         if isinstance(axis, str) and axis in DEFAULT_DIMS
     }
-    dims.update(bind_shapes(preset.inputs, shapes, preset.name))
+    named = bind_shapes(preset.inputs, shapes, preset.name)
+    fixed = ", ".join(f"{axis} {size}" for axis, size in dims.items() if axis not in named)
+    if fixed and not quiet:
+        log.info("zoo model %s: %s; --dim AXIS=SIZE sets another size, --shape IN=AxB leaves A and B free", name, fixed)
+    dims.update(named)
     for dim, limit in preset.limits.items():
         value = evaluate_dim(dim, {key: number for key, number in dims.items() if isinstance(number, int)})
         if isinstance(value, int) and value > limit:

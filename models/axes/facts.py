@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,8 +128,11 @@ class AxisFacts:
 
     def label(self, node: onnx.NodeProto, table: int) -> str:
         """Return what a message calls an input of a node, a table, or the node."""
-        name = node.input[table]
-        return f"table {name!r}" if name in self.tables else f"{node.op_type} {node.name or node.output[0]!r}"
+        name, reader = node.input[table], f"{node.op_type} {node.name or node.output[0]!r}"
+        if name not in self.tables:
+            return reader
+        # A name that an exporter counted, such as `val_183`, says nothing.
+        return f"table of {reader}" if re.fullmatch(r"[\w:]*\d", name) else f"table {name!r}"
 
     def broadcast(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of tensors that are broadcast; sizes by name that meet are equal."""

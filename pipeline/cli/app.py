@@ -10,10 +10,11 @@ import gc
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import relaxtune
 from relaxtune.pipeline.cli import (
@@ -29,8 +30,9 @@ from relaxtune.pipeline.cli import (
     report,
 )
 from relaxtune.pipeline.cli.db import group as database
-from relaxtune.pipeline.cli.groups import Command, CommandWithSet
+from relaxtune.pipeline.cli.groups import Command
 from relaxtune.pipeline.cli.output import configure_logging, print_error
+from relaxtune.pipeline.cli.set_option import CommandWithSet
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.printable import printable
 from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
@@ -42,8 +44,36 @@ EXIT_INTERRUPTED = 130
 # these `compile` takes 0.9 of the time for bert-tiny and 0.95 for BERT-base, and no more memory (2 cores).
 _OBJECTS_A_COLLECTION = 10_000
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; of an option that only other commands have, the message names them."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # Typer has no public name for the error of an option that is not there.
+            wanted = getattr(error, "option_name", None)
+            others = [name for name, options in _options_of(self) if wanted in options]
+            refused = getattr(error, "ctx", None)
+            if refused is None or not others or refused.command_path.partition(" ")[2] in others:
+                raise
+            more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+            raise UsageError(
+                f"{wanted} is no option of `{refused.command_path}`; these commands have it: "
+                f"{', '.join(others[:5])}{more}"
+            ) from error
+
+
+def _options_of(command: Any, name: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Yield each command below one, by its words, with its options."""
+    yield name, [one for parameter in command.params for one in (*parameter.opts, *parameter.secondary_opts)]
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from _options_of(inner, f"{name} {word}".strip())
+
+
 app = typer.Typer(
     name="relaxtune",
+    cls=_Commands,
     help="From an ONNX transformer to a tuned, validated shared library.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -107,7 +137,7 @@ def exit_code_of(error: BaseException) -> int:
     return EXIT_FAILED
 
 
-def _check_text(arguments: Sequence[str]) -> None:
+def _check_text(arguments: list[str]) -> None:
     """Refuse names that are not UTF-8: no manifest, page or database could hold them."""
     for argument in arguments:
         if any("\ud800" <= letter <= "\udfff" for letter in argument):

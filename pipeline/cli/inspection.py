@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +10,11 @@ import typer
 
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, print_json, print_table, stdout_console
+from relaxtune.pipeline.cli.output import OutputFormat, TableView, first_of, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import ImportFailedError
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.inspect import Inspection
-
-_SIGNATURE_CHARS = 100
 
 
 @takes_groups(without=("group_size", "bucket", "disable_pass", "dump_ir", "embed_weights", "routes"))
@@ -79,30 +77,50 @@ def _print_tasks(inspection: Inspection) -> None:
     columns = {
         "task": lambda task: task.name,
         "family": lambda task: task.family,
-        "signature": lambda task: _sizes(task.signature),
+        "sizes": lambda task: _sizes(task.signature),
         "runs": lambda task: task.weight,
-        "FLOPs a run": lambda task: f"{task.flops:,.0f}",
-        "bytes a run": lambda task: f"{task.bytes:,.0f}",
+        "MFLOP": lambda task: f"{task.flops / 1e6:,.3f}",
+        "MB": lambda task: f"{task.bytes / 1e6:,.3f}",
     }
+    console = stdout_console()
     if inspection.tasks:
-        print_table(TableView.of(f"tasks for {inspection.target}", inspection.tasks, columns))
-        told = f"{inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by its kernels"
-        stdout_console().print(f"one inference: {told}", markup=False)
+        print_table(TableView.of(f"tasks for {inspection.target}, work of one run", inspection.tasks, columns))
+        work = f"{inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by its kernels"
+        console.print(f"one inference: {work}")
     else:
-        told = f"no tasks for {inspection.target}: no kernel can be tuned"
-        stdout_console().print(told, markup=False, soft_wrap=True)
-    for name, reason in inspection.without_task.items():
-        stdout_console().print(f"{name} is no task and not counted: {reason}", soft_wrap=True)
+        console.print(f"no tasks for {inspection.target}: no kernel can be tuned")
+    _print_without_task(inspection)
     if not inspection.code:
-        stdout_console().print("the code of its kernels was not generated; --code tries that too", soft_wrap=True)
+        console.print("the code of its kernels was not generated; --code tries that too")
+
+
+def _print_without_task(inspection: Inspection) -> None:
+    """Write how many kernels are no tasks: one line where sizes are symbolic, with what to do, else one a reason."""
+    kernels = inspection.without_task
+    free = dict.fromkeys(axis for spec in inspection.inputs for axis in spec.shape if isinstance(axis, str))
+    if kernels and free:
+        sizes = ",".join(f"{axis}=SIZE" for axis in free)
+        stdout_console().print(
+            f"{len(kernels)} kernels are not counted, since the sizes of {', '.join(free)} are known at run time only; "
+            f"--dim {sizes} counts them at these sizes (--format json names each kernel)"
+        )
+        return
+    groups = defaultdict(list)
+    for name, reason in kernels.items():
+        groups[reason].append(name)
+    for reason, names in groups.items():
+        stdout_console().print(f"{first_of(names)}: no task and not counted, since {reason}")
 
 
 def _sizes(signature: Mapping[str, object]) -> str:
-    """Return the numbers and names of a signature in short, or its text cut off; the whole is in the JSON."""
-    rest = {key: value for key, value in signature.items() if key != "family"}
-    short = [f"{key}={value}" for key, value in rest.items() if isinstance(value, int | str)]
-    text = " ".join(short) or json.dumps(rest, separators=(",", ":"))
-    return text if len(text) <= _SIGNATURE_CHARS else f"{text[: _SIGNATURE_CHARS - 3]}..."
+    """Return the sizes of a matmul or a convolution, or the first input of another kernel; all is in the JSON."""
+    numbers = {key: value for key, value in signature.items() if type(value) is int}
+    if numbers:
+        return " ".join(f"{key}={value}" for key, value in numbers.items() if (key, value) != ("batch", 1))
+    match signature.get("inputs"):
+        case [[list(shape), str(dtype)], *_]:
+            return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
+    return ""
 
 
 def _raise_if_unsupported(inspection: Inspection) -> None:

@@ -92,7 +92,9 @@ SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Random inp
 class ModelOptions:
     """What a user says of a model; `request` is what the jobs take."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny.")]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny (1x128).")
+    ]
     target: str = option(
         "auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, cuda:sm_89@L4, a tag, JSON.", panel=MODEL
     )

@@ -30,6 +30,10 @@ _JSON_FIELDS = frozenset(
 )
 
 
+# Cells up to this many letters are not folded.
+_NARROW = 12
+
+
 class OutputFormat(StrEnum):
     """How a command writes its data to stdout."""
 
@@ -139,8 +143,13 @@ def write_text(path: Path, text: str, option: str) -> None:
 def as_table(view: TableView) -> Table:
     """Return what rich draws."""
     table = Table(title=Text(view.title, style="table.title"), title_justify="left")
-    for column in view.columns:
-        table.add_column(column, overflow="fold")
+    widths = [max(map(len, column)) for column in zip(view.columns, *view.rows, strict=True)]
+    narrow = [width <= _NARROW for width in widths]
+    # Numbers and words keep their width where names have room to be folded beside them.
+    kept = sum(width for width, short in zip(widths, narrow, strict=True) if short)
+    room = stdout_console().width - 3 * len(widths) - kept
+    for column, short in zip(view.columns, narrow, strict=True):
+        table.add_column(column, overflow="fold", no_wrap=short and room >= _NARROW * narrow.count(False))
     for row in view.rows:
         # As plain text: names and messages may hold brackets, which rich would read as markup.
         table.add_row(*(Text(cell) for cell in row))

@@ -206,7 +206,8 @@ def test_read_only_mode_sees_what_a_writer_commits_meanwhile(path, samples):
 
 def test_read_only_mode_creates_nothing_when_there_is_no_database(path):
     with pytest.raises(
-        DatabaseOpenError, match=r"There is no database at .*tuning\.db\. Create it with: relaxtune db init"
+        DatabaseOpenError,
+        match=r"There is no database at .*tuning\.db\. `relaxtune tune MODEL --db .* made by: relaxtune db init",
     ):
         TuningDatabase.open(path, mode=Mode.READ_ONLY)
     with pytest.raises(DatabaseOpenError, match="There is no database"):

@@ -187,7 +187,10 @@ def _sqlite_engine(location: Location, *, read_only: bool, create: bool) -> Engi
         if path.is_dir():
             raise DatabaseOpenError(f"{path} is a folder: expected a database file, for instance {path / 'tuning.db'}.")
         if not path.exists() and (read_only or not create):
-            raise DatabaseOpenError(f"There is no database at {path}. Create it with: relaxtune db init --db {path}")
+            raise DatabaseOpenError(
+                f"There is no database at {path}. `relaxtune tune MODEL --db {path}` makes one and fills it; an empty "
+                f"one is made by: relaxtune db init --db {path}"
+            )
         if not path.parent.is_dir():
             raise DatabaseOpenError(
                 f"The folder {path.parent} of the database {path.name} does not exist. Create it first."

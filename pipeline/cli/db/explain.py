@@ -8,9 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds
-from relaxtune.pipeline.cli.groups import CommandWithSet, takes_groups
+from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
+from relaxtune.pipeline.cli.set_option import CommandWithSet
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.explain import ExplainedKernel

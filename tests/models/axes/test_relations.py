@@ -94,6 +94,17 @@ def test_mask_indexed_up_to_a_sum_has_that_length(tmp_path: Path) -> None:
     assert "columns (mask[1]) = p + s" in map(str, model.relations)
 
 
+def test_a_table_whose_name_an_exporter_counted_is_named_by_what_reads_it(tmp_path: Path) -> None:
+    model = load_model("bert-tiny", shapes={"input_ids": ("batch", "sequence")})
+    nodes = [helper.make_node("Shape", ["x"], ["size"]), helper.make_node("Gather", ["size", "zero"], ["n"]),
+             helper.make_node("Range", ["zero", "n", "one"], ["places"]),
+             helper.make_node("Gather", ["constant_4", "places"], ["y"], name="embed")]  # fmt: skip
+    path = save(tmp_path, nodes, {"x": (FLOAT, ["n"])}, zero=np.array(0), one=np.array(1),
+                constant_4=np.ones((20, 4), "float32"))  # fmt: skip
+    assert [str(relation) for relation in load_model(path).relations] == ["n (x[0]) <= 20, by table of Gather 'embed'"]
+    assert [relation.table for relation in model.relations] == ["table of Slice '/embeddings/Slice'"]
+
+
 def test_table_bounds_a_sum_of_lengths(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Concat", ["old", "new"], ["both"], axis=0),

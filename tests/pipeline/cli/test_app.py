@@ -50,6 +50,29 @@ def test_a_setting_that_is_none_is_refused(setting: str, message: str, capsys: p
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["compile", "bert-tiny", "--trials", "3"],
+      "--trials is no option of `relaxtune compile`; these commands have it: tune"),
+     (["db", "top", "--dry-run"], "--dry-run is no option of `relaxtune db top`; these commands have it: db prune"),
+     (["tune", "bert-tiny", "--rtol", "1"], "have it: validate, compare, gate, artifact promote")],
+)  # fmt: skip
+def test_an_option_of_another_command_is_refused_with_that_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app_module.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_option_of_no_command_is_refused_as_typer_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app_module.main(["tune", "bert-tiny", "--nonsense"])
+    assert ended.value.code == 2
+    assert "No such option: --nonsense" in capsys.readouterr().err
+
+
 def test_the_default_database_is_used_if_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[object] = []
 

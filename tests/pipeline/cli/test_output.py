@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from relaxtune.pipeline.cli import output
 from relaxtune.pipeline.cli.output import (
     DataFormat,
     OutputFormat,
@@ -113,3 +114,16 @@ def test_help_and_version_of_every_command_load_no_tvm() -> None:
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert "--time-budget" in outcome.stdout
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_numbers_and_words_of_a_table_are_not_folded_where_names_have_room(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "stdout_console", lambda: SafeConsole(file=io.StringIO(), width=width))
+    row = ("fused_packed_matmul_add_gelu_and_all_that", "batch_matmul", "m=32 n=256 k=64 and more", "2", "1,089.536")
+    console = SafeConsole(file=io.StringIO(), width=width)
+    console.print(output.as_table(TableView("title", ("task", "family", "sizes", "runs", "MFLOP"), (row,))))
+    text = console.file.getvalue()
+    assert all(word in text for word in ("batch_matmul", "runs", "1,089.536"))
+    assert max(map(len, text.splitlines())) <= width

@@ -198,7 +198,7 @@ def test_the_command_says_so_when_no_kernel_can_be_tuned(tmp_path: Path, capsys:
     out = capsys.readouterr().out
     assert not ended.value.code
     assert re.search(r"no tasks for llvm.*: no kernel can be tuned", out)
-    assert "is known at run time only" in out
+    assert "1 kernels are not counted, since the sizes of rows are known at run time only; --dim rows=SIZE" in out
     assert "FLOPs" not in out
 
 
