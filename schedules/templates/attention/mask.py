@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import reduce
 
 import tvm
 from tvm import tirx
@@ -12,8 +12,8 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
 from relaxtune.schedules.templates.attention.padding_search import SCAN_LOADS, any_lane
-from relaxtune.schedules.templates.attention.sizes import flat_view, is_even, is_one, is_zero
-from relaxtune.schedules.templates.attention.tile_plan import TilePlan
+from relaxtune.schedules.templates.attention.sizes import flat_view, is_even, is_zero
+from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
@@ -44,38 +44,6 @@ __forceinline__ __device__ unsigned relaxtune_of_lane(unsigned x, int lane) { re
 """
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The two rows of a thread: their query and head, and the keys they may see (`first <= key < end`)."""
-
-    batch: tirx.Expr
-    query: tuple[tirx.Expr, tirx.Expr]
-    head: tuple[tirx.Expr, tirx.Expr]
-    first: tirx.Var
-    end: tirx.Var
-
-
-@dataclass(frozen=True)
-class _Scan:
-    """How a warp reads a block of a mask to see whether there is anything in it.
-
-    `loads` of `elements` neighbouring elements by each lane, `words` of 4 bytes in all.
-    """
-
-    elements: int
-    loads: int
-    words: int
-
-    @classmethod
-    def of(cls, plan: TilePlan, element_bytes: int) -> _Scan:
-        spec, block_k = plan.spec, plan.parameters.block_k
-        assert spec.bias is not None
-        fours = block_k > 64 and spec.keys % 4 == 0 and spec.bias.batch_stride % 4 == 0
-        elements = 4 if fours else 2
-        loads = math.ceil(block_k / (32 * elements))
-        return cls(elements, loads, loads * elements * element_bytes // 4)
-
-
 class _OfLanes:
     """A block of a mask of padding in the registers of a warp, of each 64 keys two neighbouring ones a lane.
 
@@ -88,12 +56,6 @@ class _OfLanes:
         # Two elements of 4 bytes are two words; smaller ones share one.
         self._each = 2 if self._bits == 32 else 1
         self._held = T.alloc_local([math.ceil(plan.parameters.block_k / 64) * self._each], "uint32")
-
-    @classmethod
-    def serves(cls, plan: TilePlan, dtype: str) -> bool:
-        """Whether a mask is read so: of padding, in elements of 4 bytes or less."""
-        assert plan.spec.bias is not None
-        return plan.spec.bias.of_padding and int(tvm.DataType(dtype).itemsize) <= 4
 
     @property
     def words(self) -> list[tirx.Expr]:
@@ -148,11 +110,13 @@ class BiasReader:
         self._lines = 1 if is_zero(bias.query_stride) and (is_zero(bias.head_stride) or plan.group == 1) else 2
         strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.offset)
         even = all(is_even(size) for size in (*strides, plan.spec.keys))
-        of_lanes = not even and _OfLanes.serves(plan, self._dtype)
+        bytes_each = int(tvm.DataType(self._dtype).itemsize)
+        of_lanes = not even and bias.of_padding and bytes_each <= 4
         self._of_lanes = _OfLanes(plan, self._buffer, self._dtype, lane) if of_lanes else None
         # Where some of them are symbolic, a call says whether they are even.
         unknown = not even and not any(isinstance(size, int) and size % 2 for size in (*strides, plan.spec.keys))
-        pairs = is_one(bias.key_stride) and (even or unknown) and not of_lanes and not bias.limit
+        neighbours = isinstance(bias.key_stride, int) and bias.key_stride == 1 and not bias.limit
+        pairs = neighbours and (even or unknown) and not of_lanes
         load = _PAIR_LOADS.get(self._dtype) if pairs else None
         self._even: tirx.Expr | None = None
         if load is not None and not even:
@@ -164,11 +128,15 @@ class BiasReader:
         words, kind = load[1:] if load is not None else (2, self._dtype)
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
         self._lane = lane
+        # Elements of a load and loads by which a warp sees whether there is anything in a block of a mask of padding.
+        self._scan: tuple[int, int] | None = None
         if bias.kind == "add" and self._load is not None and self._even is None and bias.of_padding:
-            self._scan: _Scan | None = _Scan.of(plan, tvm.DataType(self._dtype).itemsize)
-            self._scanned = T.alloc_local([self._scan.words], "uint32")
-        else:
-            self._scan = None
+            block_k = plan.parameters.block_k
+            fours = block_k > 64 and plan.spec.keys % 4 == 0 and bias.batch_stride % 4 == 0
+            elements = 4 if fours else 2
+            loads = math.ceil(block_k / (32 * elements))
+            self._scan = elements, loads
+            self._scanned = T.alloc_local([loads * elements * bytes_each // 4], "uint32")
 
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
@@ -178,12 +146,12 @@ class BiasReader:
         if self._scan is None:
             self._read_block(block, rows)
             return
-        scan, plan = self._scan, self._plan
+        (elements, loads), plan = self._scan, self._plan
         block_k = plan.parameters.block_k
-        each = scan.words // scan.loads
-        for load in range(scan.loads):
-            inside = tirx.min((load * 32 + self._lane) * scan.elements, block_k - scan.elements)
-            key = tirx.min(block * block_k + inside, plan.spec.keys - scan.elements)
+        each = len(_words(self._scanned)) // loads
+        for load in range(loads):
+            inside = tirx.min((load * 32 + self._lane) * elements, block_k - elements)
+            key = tirx.min(block * block_k + inside, plan.spec.keys - elements)
             registers = [self._scanned[load * each + word] for word in range(each)]
             at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
             T.evaluate(T.ptx[SCAN_LOADS[each]](*registers, at))
@@ -287,19 +255,17 @@ class BiasReader:
         if self._of_lanes is not None:
             words = self._of_lanes.words
         elif self._scan is not None:
-            words = [self._scanned[word] for word in range(self._scan.words)]
+            words = [self._scanned[word] for word in _words(self._scanned)]
         else:
             held = [pair for line in self._held for pair in line]
             words = [tirx.reinterpret("uint32", pair[word]) for pair in held for word in _words(pair)]
-        bits = words[0]
-        for word in words[1:]:
-            bits = tirx.bitwise_or(bits, word)
-        return any_lane(bits, self._dtype)
+        return any_lane(reduce(tirx.bitwise_or, words), self._dtype)
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
         """Emit the adding to scaled products, or the masking of plain ones."""
         if self._scan is not None:
             self._read_block(block, rows)
+        spec = self._plan.spec
         for line in range(self._lines):
             for pair in range(self._pairs):
                 held = self._held[line][pair] if self._of_lanes is None else self._of_lanes.pair(pair)
@@ -307,13 +273,13 @@ class BiasReader:
                     element = self._element(held, index)
                     for row in range(2) if self._lines == 1 else (line,):
                         at = pair * 4 + row * 2 + index
-                        T.buffer_store(scores, self._masked(scores[at], element), [at])
-
-    def _masked(self, product: tirx.Expr, element: tirx.Expr) -> tirx.Expr:
-        if self.unit is None:
-            return tirx.Select(element != tirx.const(0, str(element.ty.dtype)), product, MINUS_INFINITY)
-        factor = LOG2_E / self.unit
-        return product * tirx.FloatImm("float32", self._plan.spec.scale * factor) + element * factor
+                        if self.unit is None:
+                            seen = element != tirx.const(0, str(element.ty.dtype))
+                            score = tirx.Select(seen, scores[at], MINUS_INFINITY)
+                        else:
+                            factor = LOG2_E / self.unit
+                            score = scores[at] * tirx.FloatImm("float32", spec.scale * factor) + element * factor
+                        T.buffer_store(scores, score, [at])
 
     def _element(self, held: tirx.Var, index: int) -> tirx.Expr:
         """Return one of a pair of elements; of a floating mask as float32."""

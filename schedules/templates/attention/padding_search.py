@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import tvm
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
-from relaxtune.schedules.templates.attention.tile_plan import TilePlan
+from relaxtune.schedules.templates.attention.tiles import TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register
 
@@ -127,7 +128,4 @@ class PaddingSearch:
             T.evaluate(T.ptx[SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([at])))
 
     def _read_bits(self, count: int) -> tirx.Expr:
-        bits = self._words[0]
-        for word in range(1, count * self._each):
-            bits = tirx.bitwise_or(bits, self._words[word])
-        return bits
+        return reduce(tirx.bitwise_or, [self._words[word] for word in range(count * self._each)])

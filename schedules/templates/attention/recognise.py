@@ -11,7 +11,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.functions.attention_checks import refuse_layouts
 from relaxtune.schedules.templates.attention.sizes import INDEX_MAX
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 from relaxtune.schedules.tir.blocks import static_shape
 
@@ -32,20 +32,14 @@ def refuse_attention(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None
         return Refusal("a parameter has 2**31 elements or more, the kernel counts in 32 bits")
     # Copies are of 16 bytes, at addresses that are multiples of it.
     vector = _COPY_BYTES // ELEMENT_BYTES
-    return refuse_layouts(spec, func, MMA_KINDS, vector) or _refuse_bias(func, spec) or _refuse_sizes(spec)
-
-
-def _refuse_bias(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:
-    if spec.bias is None:
-        return None
-    dtype = str(func.params[spec.bias.param].ty.dtype)
-    expected = _ADDED if spec.bias.kind == "add" else _KEPT
-    if dtype not in expected:
-        return Refusal(f"the {spec.bias.kind} mask is {dtype}, expected one of {', '.join(expected)}")
-    return None
-
-
-def _refuse_sizes(spec: AttentionSpec) -> Refusal | None:
+    refusal = refuse_layouts(spec, func, MMA_KINDS, vector)
+    if refusal is not None:
+        return refusal
+    if spec.bias is not None:
+        dtype = str(func.params[spec.bias.param].ty.dtype)
+        expected = _ADDED if spec.bias.kind == "add" else _KEPT
+        if dtype not in expected:
+            return Refusal(f"the {spec.bias.kind} mask is {dtype}, expected one of {', '.join(expected)}")
     if any(not isinstance(layout.offset, int) for layout in spec.layouts().values()):
         return Refusal("a tensor starts at a symbolic place in its parameter")
     if spec.growth is not None and not isinstance(spec.queries, int):

@@ -46,11 +46,6 @@ def is_zero(size: Size) -> bool:
     return isinstance(size, int) and size == 0
 
 
-def is_one(size: Size) -> bool:
-    """Whether a size is surely 1."""
-    return isinstance(size, int) and size == 1
-
-
 def is_even(size: Size) -> bool:
     """Whether a size is a number, and even."""
     return isinstance(size, int) and size % 2 == 0

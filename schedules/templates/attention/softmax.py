@@ -23,9 +23,9 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
-from relaxtune.schedules.templates.attention.mask import LOG2_E, MINUS_INFINITY, BiasReader, Rows, hold
+from relaxtune.schedules.templates.attention.mask import LOG2_E, MINUS_INFINITY, BiasReader, hold
 from relaxtune.schedules.templates.attention.padding_search import PaddingSearch
-from relaxtune.schedules.templates.attention.tile_plan import TilePlan
+from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register, tree, when
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
@@ -88,7 +88,8 @@ class OnlineSoftmax:
     """Emits the softmax of one warpgroup into the current IRBuilder.
 
     `bias` is the kernel's parameter that is added to the scores or masks them, if there is one; `dtype` is the
-    weights', `lane` the thread's number in its warp; `searches` says whether `find_nothing` is asked.
+    weights', `lane` the thread's number in its warp; `searches` says whether `find_nothing` is asked. `highest` has the
+    largest score of each row, `total` the sum of its weights.
     """
 
     def __init__(
@@ -101,17 +102,7 @@ class OnlineSoftmax:
         self._dtype = dtype
         self._pairs = plan.parameters.block_k // 8
         self._column = lane % 4 * 2
-        self._highest, self._total, self._used, self._change = (T.alloc_local([2], "float32") for _ in range(4))
-
-    @property
-    def highest(self) -> tirx.Var:
-        """Largest score of each row."""
-        return self._highest
-
-    @property
-    def total(self) -> tirx.Var:
-        """Sum of each row's weights."""
-        return self._total
+        self.highest, self.total, self._used, self._change = (T.alloc_local([2], "float32") for _ in range(4))
 
     @property
     def unit(self) -> float:
@@ -139,8 +130,8 @@ class OnlineSoftmax:
         """Emit the state before any key."""
         self._rows = rows
         for row in range(2):
-            T.buffer_store(self._highest, MINUS_INFINITY, [row])
-            T.buffer_store(self._total, tirx.FloatImm("float32", 0.0), [row])
+            T.buffer_store(self.highest, MINUS_INFINITY, [row])
+            T.buffer_store(self.total, tirx.FloatImm("float32", 0.0), [row])
         if self._search is not None:
             self._search.begin(rows.batch)
 
@@ -156,7 +147,11 @@ class OnlineSoftmax:
         all of the block; None when that never happens.
         """
         added = None if self._bias is None else self._bias.find_added()
-        scale = None if added is None else self._find_scale(added)
+        scale = None
+        if added is not None:
+            # The factor from what a thread holds of a block to scores: plain products where nothing is added.
+            of_products = tirx.FloatImm("float32", self._plan.spec.scale * LOG2_E / self.unit)
+            scale = _held(tirx.Select(added, tirx.FloatImm("float32", 1.0), of_products))
         if self._bias is not None:
             with when([] if added is None else [added]):
                 self._bias.apply(scores, block, self._rows)
@@ -167,7 +162,9 @@ class OnlineSoftmax:
             self._raise_highest(scores, row, scale)
         if self._subtracts:
             with when([] if added is None else [added]):
-                self._subtract(scores)
+                for row in range(2):
+                    for at in self._places(row):
+                        T.buffer_store(scores, scores[at] - self._used[row], [at])
         factor: tirx.Expr | None = None if self.unit == 1.0 else tirx.FloatImm("float32", self.unit)
         if scale is not None:
             factor = scale if factor is None else scale * factor
@@ -179,11 +176,6 @@ class OnlineSoftmax:
         """Whether the largest score is subtracted first: a low finite score times log2(e) may be -inf."""
         return not self._plain and self.unit != 1.0
 
-    def _find_scale(self, added: tirx.Expr) -> tirx.Expr:
-        """Emit the factor from what a thread holds of a block to scores: plain products where nothing is added."""
-        scale = tirx.FloatImm("float32", self._plan.spec.scale * LOG2_E / self.unit)
-        return _held(tirx.Select(added, tirx.FloatImm("float32", 1.0), scale))
-
     def _subtrahend(self, row: int, added: tirx.Expr | None) -> tirx.Expr | None:
         """Return what is still to be subtracted from a row's powers of 2; None for nothing."""
         if not self._subtracts:
@@ -194,12 +186,9 @@ class OnlineSoftmax:
         power = tirx.max(self._used[row] * tirx.FloatImm("float32", self.unit), tirx.FloatImm("float32", _LOWEST))
         return tirx.Select(added, tirx.FloatImm("float32", 0.0), power)
 
-    def _subtract(self, scores: tirx.Var) -> None:
-        for row in range(2):
-            for pair in range(self._pairs):
-                for index in range(2):
-                    at = pair * 4 + row * 2 + index
-                    T.buffer_store(scores, scores[at] - self._used[row], [at])
+    def _places(self, row: int) -> list[int]:
+        """Return a thread's registers of a row's scores, two neighbouring keys after another."""
+        return [pair * 4 + row * 2 + index for pair in range(self._pairs) for index in range(2)]
 
     def rescale(self, output: tirx.Var, count: int) -> None:
         """Emit the adaptation of the output so far to the new largest scores."""
@@ -215,7 +204,7 @@ class OnlineSoftmax:
         """Emit the sum of each row's weights over the four lanes that hold it."""
         for row in range(2):
             for mask in (1, 2):
-                T.buffer_store(self._total, self._total[row] + lane_xor(self._total[row], mask), [row])
+                T.buffer_store(self.total, self.total[row] + lane_xor(self.total[row], mask), [row])
 
     def _mask(self, scores: tirx.Var, block: tirx.Expr) -> None:
         spec = self._plan.spec
@@ -223,57 +212,44 @@ class OnlineSoftmax:
         for row in range(2):
             end = hold(self._rows.end[row] - here)
             first = hold(self._rows.first[row] - here) if spec.hides_earlier else None
-            for pair in range(self._pairs):
-                for index in range(2):
-                    at = pair * 4 + row * 2 + index
-                    seen = end > pair * 8 + index
-                    if first is not None:
-                        seen = tirx.all(seen, first <= pair * 8 + index)
-                    T.buffer_store(scores, tirx.Select(seen, scores[at], MINUS_INFINITY), [at])
+            for number, at in enumerate(self._places(row)):
+                key = number // 2 * 8 + number % 2
+                seen = end > key if first is None else tirx.all(end > key, first <= key)
+                T.buffer_store(scores, tirx.Select(seen, scores[at], MINUS_INFINITY), [at])
 
     def _raise_highest(self, scores: tirx.Var, row: int, scale: tirx.Expr | None) -> None:
-        parts = [] if scale is not None else [self._highest[row]]
-        for pair in range(self._pairs):
-            parts.append(tirx.max(scores[pair * 4 + row * 2], scores[pair * 4 + row * 2 + 1]))
+        parts = [] if scale is not None else [self.highest[row]]
+        parts += [tirx.max(scores[at], scores[at + 1]) for at in self._places(row)[::2]]
         found = tree(tirx.max, parts)
         highest = T.alloc_local([1], "float32")
-        T.buffer_store(highest, found if scale is None else tirx.max(self._highest[row], found * scale), [0])
+        T.buffer_store(highest, found if scale is None else tirx.max(self.highest[row], found * scale), [0])
         for mask in (1, 2):
             T.buffer_store(highest, tirx.max(highest[0], lane_xor(highest[0], mask)), [0])
         unit = tirx.FloatImm("float32", self.unit)
         used = highest[0]
-        if self._may_see_nothing:
+        spec, plan = self._plan.spec, self._plan
+        # A row may not have seen any key after a block.
+        if self._bias is not None or spec.hides_earlier or plan.parameters.split > 1 or plan.sees_nothing:
             used = tirx.Select(highest[0] == MINUS_INFINITY, tirx.FloatImm("float32", 0.0), highest[0])
         T.buffer_store(self._used, used * unit if self._plain else used, [row])
-        T.buffer_store(self._change, exp2(self._power(self._highest[row], row)), [row])
-        T.buffer_store(self._highest, highest[0], [row])
-
-    @property
-    def _may_see_nothing(self) -> bool:
-        """Whether a row may not have seen any key after a block."""
-        spec, p = self._plan.spec, self._plan.parameters
-        return self._bias is not None or spec.hides_earlier or p.split > 1 or self._plan.sees_nothing
-
-    def _power(self, score: tirx.Expr, row: int) -> tirx.Expr:
-        """Return the power of 2 that is a score's weight."""
-        unit = tirx.FloatImm("float32", self.unit)
         if self._plain:
-            return score * unit - self._used[row]
-        # The subtraction comes first: a low finite score times log2(e) may be -inf.
-        difference = score - self._used[row]
-        return difference if self.unit == 1.0 else difference * unit
+            power = self.highest[row] * unit - self._used[row]
+        else:
+            # The subtraction comes first: a low finite score times log2(e) may be -inf.
+            power = self.highest[row] - self._used[row]
+            power = power if self.unit == 1.0 else power * unit
+        T.buffer_store(self._change, exp2(power), [row])
+        T.buffer_store(self.highest, highest[0], [row])
 
     def _exponentiate(self, scores: tirx.Var, row: int, factor: tirx.Expr | None, less: tirx.Expr | None) -> None:
         """Emit the weights of a row: 2 to the power of what is there, by a factor, less something; None for neither."""
         factor, less = (None if value is None else _held(value) for value in (factor, less))
         sums = T.alloc_local([2], "float32")
-        for pair in range(self._pairs):
-            for index in range(2):
-                at = pair * 4 + row * 2 + index
-                power = scores[at] if factor is None else scores[at] * factor
-                T.buffer_store(scores, exp2(power if less is None else power - less), [at])
-                T.buffer_store(sums, scores[at] if pair == 0 else sums[index] + scores[at], [index])
-        T.buffer_store(self._total, self._total[row] * self._change[row] + (sums[0] + sums[1]), [row])
+        for number, at in enumerate(self._places(row)):
+            power = scores[at] if factor is None else scores[at] * factor
+            T.buffer_store(scores, exp2(power if less is None else power - less), [at])
+            T.buffer_store(sums, scores[at] if number < 2 else sums[number % 2] + scores[at], [number % 2])
+        T.buffer_store(self.total, self.total[row] * self._change[row] + (sums[0] + sums[1]), [row])
 
 
 def _held(value: tirx.Expr) -> tirx.Expr:

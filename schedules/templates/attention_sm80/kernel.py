@@ -10,10 +10,9 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.sizes import Size
-from relaxtune.schedules.templates.attention.mask import Rows
 from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, inverse_total, pack
-from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
+from relaxtune.schedules.templates.attention.tiles import Rows, Tile, WholeKeys, each_tile, named
 from relaxtune.schedules.templates.attention_sm80.copies import KeyBlocks, RowCopies
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
@@ -67,7 +66,8 @@ class _Kernel:
         tiles = self._tile_q, self._tile_k, self._tile_v
         self._multiply = AttentionMultiply(plan, self._dtype, tiles, self._thread)
         for number in numbers:
-            self._softmax[number].begin(self._rows(number))
+            line = (self._warp * p.m_steps + number) * ROWS + self._lane // 4
+            self._softmax[number].begin(Rows.of(plan, self._tile, line))
             for index in range(plan.value_pairs * 8):
                 T.buffer_store(self._sums[number], tirx.FloatImm("float32", 0.0), [index])
         self._sum()
@@ -110,19 +110,6 @@ class _Kernel:
             return row * layout.position_stride
         return row // group * layout.position_stride + row % group * layout.head_stride
 
-    def _rows(self, number: int) -> Rows:
-        """Emit which keys a thread's two rows of some 16 see."""
-        spec, plan, at = self._spec, self._plan, self._tile
-        line = (self._warp * self._p.m_steps + number) * ROWS + self._lane // 4
-        queries = [named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
-        heads = [named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
-        first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
-        for row in range(2):
-            position = queries[row] + plan.ahead
-            T.buffer_store(first, position - spec.window + 1, [row])
-            T.buffer_store(end, at.end_at(plan, position), [row])
-        return Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end)
-
     def _sum(self) -> None:
         """Emit the loop over the keys: each block's scores, softmax and values, while the next ones are copied."""
         plan, p, at = self._plan, self._p, self._tile
@@ -130,7 +117,9 @@ class _Kernel:
         read, written = T.alloc_local([1], "int32"), T.alloc_local([1], "int32")
         T.buffer_store(read, 0, [0])
         T.buffer_store(written, ahead, [0])
-        self._find_whole()
+        tops = [(self._warp * p.m_steps + number) * ROWS for number in range(p.m_steps)]
+        whole = [WholeKeys.of(plan, at, top, ROWS) for top in tops]
+        may_mask = self._spec.causal or self._spec.window or not plan.whole_blocks
         if plan.holds_queries:
             wait_for_copies_of_block(2 * ahead - 1)
             self._multiply.load_queries()
@@ -150,7 +139,9 @@ class _Kernel:
                 softmax.prefetch(at.first_block + step)
             self._multiply.scores(self._scores, read[0])
             for number, softmax in enumerate(self._softmax):
-                softmax.weigh(self._scores[number], at.first_block + step, self._masked(number, at.first_block + step))
+                block = at.first_block + step
+                masked = whole[number].exceeded_by(plan, block) if may_mask else None
+                softmax.weigh(self._scores[number], block, masked)
                 softmax.rescale(self._sums[number], plan.value_pairs * 8)
                 softmax.convert(self._scores[number], self._weights[number])
             wait_for_copies_of_block(2 * ahead)
@@ -159,26 +150,6 @@ class _Kernel:
             for stage in (read, written):
                 next_one = stage[0] + 1
                 T.buffer_store(stage, tirx.Select(next_one == p.stages, tirx.IntImm("int32", 0), next_one), [0])
-
-    def _find_whole(self) -> None:
-        """Emit, for some 16 rows, the keys that all of them see."""
-        spec, plan, at, m_steps = self._spec, self._plan, self._tile, self._p.m_steps
-        self._whole: list[tuple[tirx.Expr, tirx.Expr | None]] = []
-        for number in range(m_steps):
-            top = (self._warp * m_steps + number) * ROWS
-            position = at.query + top // plan.group + plan.ahead
-            bottom = at.query + (top + ROWS - 1) // plan.group + plan.ahead
-            end = named("whole_end", at.end_at(plan, position))
-            self._whole.append((end, named("whole_first", bottom - spec.window + 1) if spec.window else None))
-
-    def _masked(self, number: int, block: tirx.Expr) -> tirx.Expr | None:
-        """Return whether some of 16 rows do not see all of a block of keys; None when never."""
-        spec, block_k = self._spec, self._p.block_k
-        if not spec.causal and not spec.window and self._plan.whole_blocks:
-            return None
-        end, first = self._whole[number]
-        masked = (block + 1) * block_k > end
-        return masked if first is None else tirx.any(masked, block * block_k < first)
 
     def _write(self) -> None:
         """Emit the writing of a warp's rows, through the memory of Q's tile: whole rows, 16 bytes a lane."""

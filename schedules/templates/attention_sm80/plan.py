@@ -9,7 +9,7 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES, TilePlan, section_of
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
 from relaxtune.schedules.templates.base import Parameters, added
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 

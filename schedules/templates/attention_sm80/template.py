@@ -44,7 +44,7 @@ from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.gpus import H200
 from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm80.plan import AttentionParameters, AttentionPlan, make_plan
 from relaxtune.schedules.templates.base import Case, KernelTemplate, refuse_target

@@ -10,16 +10,14 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
 from relaxtune.schedules.sizes import Size
-from relaxtune.schedules.templates.attention.mask import Rows
 from relaxtune.schedules.templates.attention.sizes import bind_sizes, flat_view, most
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
-from relaxtune.schedules.templates.attention.tiles import Tile, each_tile, named
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, Rows, Tile, WholeKeys, each_tile
 from relaxtune.schedules.templates.attention_sm90.growth import NewPositions
 from relaxtune.schedules.templates.attention_sm90.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm90.output import AttentionOutput
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, REGISTERS, ROWS, WARPGROUP, AttentionPlan
-from relaxtune.schedules.templates.attention_sm90.ring import Maps, Memory, Producer
+from relaxtune.schedules.templates.attention_sm90.ring import Maps, Memory, Producer, Stages
 from relaxtune.schedules.templates.emit.division import Divisor
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, encode_tensor, pin, uniform
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function
@@ -60,8 +58,14 @@ class _Kernel:
         if plan.spec.spans is not None:
             self._plan = plan = replace(plan, spans=flat_view(self._params[plan.spec.spans]))
         self._memory = Memory(plan, self._dtype)
-        self._fetch_maps()
-        self._initialise()
+        # Before the kernel waits for the one before it.
+        with T.If(thread == p.consumers * WARPGROUP), T.Then():
+            self._maps.prefetch()
+        with T.If(thread == 0), T.Then():
+            self._memory.initialise_barriers()
+        if p.split > 1:
+            T.evaluate(T.ptx.barrier.cluster.arrive.release())
+        T.evaluate(T.cuda.cta_sync())
         if p.dependent:
             T.evaluate(T.ptx.griddepcontrol.launch_dependents())
         # setmaxnreg takes effect in a kernel whose registers are capped at its start.
@@ -118,18 +122,6 @@ class _Kernel:
             name, tensor, self._dtype, sizes, strides_bytes, (*box, 1), 3, offset=layout.offset, empty=empty
         )
 
-    def _fetch_maps(self) -> None:
-        """Emit the fetching of the tensor maps, before the kernel waits for the one before it."""
-        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
-            self._maps.prefetch()
-
-    def _initialise(self) -> None:
-        with T.If(self._thread == 0), T.Then():
-            self._memory.initialise_barriers()
-        if self._p.split > 1:
-            T.evaluate(T.ptx.barrier.cluster.arrive.release())
-        T.evaluate(T.cuda.cta_sync())
-
     def _consume(self) -> None:
         plan, p, spec = self._plan, self._p, self._spec
         lane = self._thread % 32
@@ -140,8 +132,9 @@ class _Kernel:
         bias = None if spec.bias is None else self._params[spec.bias.param]
         self._softmax = OnlineSoftmax(plan, bias, self._dtype, lane)
         self._multiply = AttentionMultiply(plan, self._dtype)
-        first_row = self._memory.tile_q.ptr_to([0, group * (ROWS * CHUNK)])
-        self._multiply.describe(first_row, self._memory.tile_k.ptr_to([0, 0]), self._memory.tile_v.ptr_to([0, 0]))
+        memory = self._memory
+        first_row = memory.tile_q.ptr_to([0, group * (ROWS * CHUNK)])
+        self._multiply.describe(first_row, memory.keys.tile.ptr_to([0, 0]), memory.values.tile.ptr_to([0, 0]))
         self._ring_k, self._ring_v = Ring(p.stages), Ring(p.stages)
         self._leader = self._thread % WARPGROUP == 0
         if p.dependent and (bias is not None or spec.growth is not None or spec.spans is not None):
@@ -158,7 +151,8 @@ class _Kernel:
         def make(tile: Tile) -> None:
             self._tile = tile
             self._query_stage, phase = self._memory.query_ring(tile)
-            self._find_rows(group, lane)
+            self._softmax.begin(Rows.of(plan, tile, self._thread // 32 * 16 + lane // 4))
+            self._whole = WholeKeys.of(plan, tile, group * ROWS, ROWS)
             for index in range(spec.value_dim // 2):
                 T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
             T.evaluate(T.cuda.mbarrier_wait(self._memory.full_q.ptr_to([self._query_stage]), phase))
@@ -174,35 +168,6 @@ class _Kernel:
         if p.split == 1:
             with T.If(self._leader), T.Then():
                 T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
-
-    def _find_rows(self, group: tirx.Expr, lane: tirx.Expr) -> None:
-        """Emit which keys this thread's rows and its warpgroup's rows see."""
-        spec, plan, at = self._spec, self._plan, self._tile
-        line = self._thread // 32 * 16 + lane // 4
-        queries = [named("row_query", at.query + (line + row * 8) // plan.group) for row in range(2)]
-        heads = [named("row_head", at.head + (line + row * 8) % plan.group) for row in range(2)]
-        first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
-        for row in range(2):
-            position = queries[row] + plan.ahead
-            T.buffer_store(first, self._first_key(position), [row])
-            T.buffer_store(end, at.end_at(plan, position), [row])
-        self._softmax.begin(Rows(at.batch, (queries[0], queries[1]), (heads[0], heads[1]), first, end))
-        top = at.query + group * ROWS // plan.group + plan.ahead
-        bottom = at.query + (group * ROWS + ROWS - 1) // plan.group + plan.ahead
-        self._whole_end = named("whole_end", at.end_at(plan, top))
-        self._whole_first = named("whole_first", self._first_key(bottom)) if spec.hides_earlier else None
-
-    def _first_key(self, position: tirx.Expr) -> tirx.Expr:
-        """Return the first key that a query at a position among the keys sees, where some are hidden."""
-        return position - self._spec.window + 1 if self._spec.spans is None else self._plan.span(position)[0]
-
-    def _masked(self, block: tirx.Expr) -> tirx.Expr | None:
-        """Return whether some row of the warpgroup does not see all of a block of keys; None when never."""
-        spec, p = self._spec, self._p
-        if not spec.causal and not spec.hides_earlier and p.split == 1 and self._plan.whole_blocks:
-            return None
-        masked = (block + 1) * p.block_k > self._whole_end
-        return masked if self._whole_first is None else tirx.any(masked, block * p.block_k < self._whole_first)
 
     def _sum(self, group: tirx.Expr) -> None:
         """Emit the loop over the keys, twice where a tile without anything in its mask is made as if there was none."""
@@ -245,12 +210,14 @@ class _Kernel:
         self._weigh(zero)
         self._softmax.convert(self._scores, self._weights)
         with T.serial(self._tile.block_count - 1) as step:
-            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
-            self._wait_turn(group)
+            self._wait(self._memory.keys, self._ring_k)
+            if self._p.pingpong:
+                T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
             self._begin_scores(step + 1, wait=False)
             self._softmax.prefetch(self._tile.first_block + step + 1)
             self._begin_values(step)
-            self._end_turn(group)
+            if self._p.pingpong:
+                self._pass_turn((group + 1) % self._p.consumers)
             self._end_scores(1)
             self._weigh(step + 1)
             self._end_values()
@@ -267,46 +234,44 @@ class _Kernel:
                 T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
                 arrive(self._memory.empty_q.ptr_to([(turn + 1) % stages]))
 
+    def _wait(self, stages: Stages, ring: Ring) -> None:
+        T.evaluate(T.cuda.mbarrier_wait(stages.full.ptr_to([ring.stage]), ring.phase))
+
+    def _end(self, registers: tirx.Var, count: int, stages: Stages, ring: Ring, pending: int = 0) -> None:
+        """Emit the wait for all multiplications but the last `pending`, and the release of what they read."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
+        pin(registers, count)
+        with T.If(self._leader), T.Then():
+            arrive(stages.empty.ptr_to([ring.stage]))
+        ring.advance()
+
     def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
+        keys, ring = self._memory.keys, self._ring_k
         if wait:
-            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_k.ptr_to([self._ring_k.stage]), self._ring_k.phase))
+            self._wait(keys, ring)
         if self._spec.growth is not None:
             block = self._tile.first_block + step
-            self._new_keys.put(self._thread, block, self._memory.tile_k, self._ring_k.stage, self._tile)
-        self._multiply.scores(self._scores, self._query_stage, self._ring_k.stage)
+            self._new_keys.put(self._thread, block, keys.tile, ring.stage, self._tile)
+        self._multiply.scores(self._scores, self._query_stage, ring.stage)
 
     def _end_scores(self, pending: int) -> None:
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
-        pin(self._scores, self._p.block_k // 2)
-        with T.If(self._leader), T.Then():
-            arrive(self._memory.empty_k.ptr_to([self._ring_k.stage]))
-        self._ring_k.advance()
+        self._end(self._scores, self._p.block_k // 2, self._memory.keys, self._ring_k, pending)
 
     def _weigh(self, step: tirx.Expr) -> None:
-        block = self._tile.first_block + step
-        self._softmax.weigh(self._scores, block, self._masked(block))
+        spec, plan, block = self._spec, self._plan, self._tile.first_block + step
+        may_mask = spec.causal or spec.hides_earlier or self._p.split > 1 or not plan.whole_blocks
+        self._softmax.weigh(self._scores, block, self._whole.exceeded_by(plan, block) if may_mask else None)
 
     def _begin_values(self, step: tirx.Expr) -> None:
-        T.evaluate(T.cuda.mbarrier_wait(self._memory.full_v.ptr_to([self._ring_v.stage]), self._ring_v.phase))
+        values, ring = self._memory.values, self._ring_v
+        self._wait(values, ring)
         if self._spec.growth is not None:
             block = self._tile.first_block + step
-            self._new_values.put(self._thread, block, self._memory.tile_v, self._ring_v.stage, self._tile)
-        self._multiply.values(self._sums, self._weights, self._ring_v.stage)
+            self._new_values.put(self._thread, block, values.tile, ring.stage, self._tile)
+        self._multiply.values(self._sums, self._weights, ring.stage)
 
     def _end_values(self) -> None:
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-        pin(self._sums, self._spec.value_dim // 2)
-        with T.If(self._leader), T.Then():
-            arrive(self._memory.empty_v.ptr_to([self._ring_v.stage]))
-        self._ring_v.advance()
-
-    def _wait_turn(self, group: tirx.Expr) -> None:
-        if self._p.pingpong:
-            T.evaluate(T.ptx.bar.sync(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
-
-    def _end_turn(self, group: tirx.Expr) -> None:
-        if self._p.pingpong:
-            self._pass_turn((group + 1) % self._p.consumers)
+        self._end(self._sums, self._spec.value_dim // 2, self._memory.values, self._ring_v)
 
     def _pass_turn(self, group: tirx.Expr) -> None:
         T.evaluate(T.ptx.bar.arrive(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))

@@ -11,7 +11,7 @@ from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.sizes import ceil_div, is_zero, least
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES, TilePlan, section_of
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
 from relaxtune.schedules.templates.base import Parameters
 
 WARPGROUP = 128

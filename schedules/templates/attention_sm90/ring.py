@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
-from relaxtune.schedules.templates.attention.tiles import Tile, each_tile
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, Tile, each_tile
 from relaxtune.schedules.templates.attention_sm90.growth import copy_block
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
 from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, initialise_barrier, load_tile
@@ -33,12 +32,21 @@ class Maps:
             T.evaluate(T.ptx["prefetch.tensormap"](T.address_of(tensor_map)))
 
 
+@dataclass(frozen=True)
+class Stages:
+    """Tiles of K, or of V, in shared memory; a barrier for each: it has arrived (`full`), is done with (`empty`)."""
+
+    tile: tirx.Var
+    full: tirx.Var
+    empty: tirx.Var
+    chunks: int  # Of a tile.
+
+
 class Memory:
     """A block's shared memory; creating it emits the allocation.
 
-    `tile_*` are stages of tiles, swizzled as wgmma takes them. `full_*` and `empty_*` have a barrier for each stage:
-    its tile has arrived; its consumers are done with it. `partial` has sums and statistics that blocks of a cluster
-    exchange; None where a tile is one block's.
+    Tiles are swizzled as wgmma takes them: `keys`, `values`, and `tile_q` with `full_q` and `empty_q`. `partial` has
+    sums and statistics that blocks of a cluster exchange; None where a tile is one block's.
     """
 
     def __init__(self, plan: AttentionPlan, dtype: str) -> None:
@@ -48,13 +56,13 @@ class Memory:
         # block's shared memory, and the kernel has no static shared memory.
         pool = shared_pool()
         self.tile_q = pool.alloc((plan.query_stages, plan.rows * plan.query_chunks * CHUNK), dtype, align=1024)
-        self.tile_k = pool.alloc((p.stages, p.block_k * plan.chunks * CHUNK), dtype, align=1024)
-        self.tile_v = pool.alloc((p.stages, p.block_k * plan.value_chunks * CHUNK), dtype, align=1024)
+        tile_k = pool.alloc((p.stages, p.block_k * plan.chunks * CHUNK), dtype, align=1024)
+        tile_v = pool.alloc((p.stages, p.block_k * plan.value_chunks * CHUNK), dtype, align=1024)
         self.partial = pool.alloc((plan.partial_floats,), "float32", align=128) if p.split > 1 else None
         self.full_q, self.empty_q = (pool.alloc((plan.query_stages,), "uint64", align=8) for _ in range(2))
-        self.full_k, self.full_v, self.empty_k, self.empty_v = (
-            pool.alloc((p.stages,), "uint64", align=8) for _ in range(4)
-        )
+        full_k, full_v, empty_k, empty_v = (pool.alloc((p.stages,), "uint64", align=8) for _ in range(4))
+        self.keys = Stages(tile_k, full_k, empty_k, plan.chunks)
+        self.values = Stages(tile_v, full_v, empty_v, plan.value_chunks)
         pool.commit()
 
     def initialise_barriers(self) -> None:
@@ -64,9 +72,9 @@ class Memory:
             initialise_barrier(self.full_q.ptr_to([stage]), 1)
             initialise_barrier(self.empty_q.ptr_to([stage]), p.consumers)
         for stage in range(p.stages):
-            for full in (self.full_k, self.full_v):
+            for full in (self.keys.full, self.values.full):
                 initialise_barrier(full.ptr_to([stage]), 1)
-            for empty in (self.empty_k, self.empty_v):
+            for empty in (self.keys.empty, self.values.empty):
                 initialise_barrier(empty.ptr_to([stage]), p.consumers)
         T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
 
@@ -152,14 +160,11 @@ class Producer:
         """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
         assert self._spec.growth is not None
         block, past = self._tile.first_block + step, self._spec.growth.past
-        for full, tile, target, chunks in (
-            (self._memory.full_k, self._memory.tile_k, self._maps.to_k, self._plan.chunks),
-            (self._memory.full_v, self._memory.tile_v, self._maps.to_v, self._plan.value_chunks),
-        ):
-            T.evaluate(T.cuda.mbarrier_wait(full.ptr_to([ring.stage]), ring.phase))
+        for stages, target in ((self._memory.keys, self._maps.to_k), (self._memory.values, self._maps.to_v)):
+            T.evaluate(T.cuda.mbarrier_wait(stages.full.ptr_to([ring.stage]), ring.phase))
             # A block of new positions alone has nothing to be copied; of a cache without positions, that is the first.
             with when([] if isinstance(past, int) else [block * self._p.block_k < past]):
-                copy_block(self._plan, target, chunks, block, tile, ring.stage, self._tile)
+                copy_block(self._plan, target, stages.chunks, block, stages.tile, ring.stage, self._tile)
         T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
         ring.advance()
 
@@ -175,29 +180,18 @@ class Producer:
             load_tile(to, self._maps.q, (chunk * CHUNK, at.head, at.query, at.batch), full)
 
     def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
-        memory = self._memory
-        self._load_block(ring, step, memory.tile_k, self._maps.k, self._plan.chunks, memory.full_k, memory.empty_k)
+        self._load_block(ring, step, self._memory.keys, self._maps.k)
 
     def _load_values(self, ring: Ring, step: tirx.Expr | int) -> None:
-        memory, chunks = self._memory, self._plan.value_chunks
-        self._load_block(ring, step, memory.tile_v, self._maps.v, chunks, memory.full_v, memory.empty_v)
+        self._load_block(ring, step, self._memory.values, self._maps.v)
 
-    def _load_block(
-        self,
-        ring: Ring,
-        step: tirx.Expr | int,
-        tile: tirx.Var,
-        source: tirx.Var,
-        chunks: int,
-        full: tirx.Var,
-        empty: tirx.Var,
-    ) -> None:
+    def _load_block(self, ring: Ring, step: tirx.Expr | int, stages: Stages, source: tirx.Var) -> None:
         block_k = self._p.block_k
-        T.evaluate(T.cuda.mbarrier_wait(empty.ptr_to([ring.stage]), ring.phase ^ 1))
-        barrier = full.ptr_to([ring.stage])
-        self._expect(barrier, block_k, chunks)
-        for chunk in range(chunks):
-            to = tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
+        T.evaluate(T.cuda.mbarrier_wait(stages.empty.ptr_to([ring.stage]), ring.phase ^ 1))
+        barrier = stages.full.ptr_to([ring.stage])
+        self._expect(barrier, block_k, stages.chunks)
+        for chunk in range(stages.chunks):
+            to = stages.tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
             key = (self._tile.first_block + step) * block_k
             position = (chunk * CHUNK, self._tile.kv_head, key, self._tile.batch)
             load_tile(to, source, position, barrier)

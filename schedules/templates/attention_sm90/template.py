@@ -64,7 +64,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
-from relaxtune.schedules.templates.attention.tile_plan import ELEMENT_BYTES
+from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
     ROWS,

@@ -9,7 +9,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
 from relaxtune.schedules.templates.attention.sizes import ceil_div, least, most, simplified, with_values
-from relaxtune.schedules.templates.attention.tile_plan import TilePlan, section_of
+from relaxtune.schedules.templates.attention.tiles import TilePlan, section_of
 from tests.schedules.attention_cases import AttentionCase
 
 HALF = AttentionCase(batch=2, heads=4, queries=300, keys=300, head_dim=64, dtype="float16")
