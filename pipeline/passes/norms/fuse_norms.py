@@ -20,7 +20,7 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import target_features
-from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
+from relaxtune.schedules.templates.gemv.plan import makes_few_rows
 from relaxtune.schedules.tir.blocks import is_buffer
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, substitute

@@ -23,7 +23,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import Feature, target_features
-from relaxtune.schedules.templates.gemv.few_rows import makes_few_rows
+from relaxtune.schedules.templates.gemv.plan import makes_few_rows
 
 # Elements of a load of 16 bytes.
 _LOADED = 8

@@ -28,8 +28,8 @@ from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.norms import SharedStatistics
-from relaxtune.schedules.templates.gemv.output import gemv_output
-from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, GemvPlan
+from relaxtune.schedules.templates.gemv.output import GemvOutput
+from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, WARP, X_PAD, FewRowsPlan, GemvPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 # Elements of x in 16 bytes.
@@ -45,33 +45,58 @@ def build_gemv_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvPla
     return build_function(func, plan.threads, plan.parameters.dependent, begin)
 
 
-class _Kernel:
-    """One kernel under construction; the methods emit into the current IRBuilder."""
+class FewRowsKernel:
+    """A kernel for few rows under construction; the methods emit into the current IRBuilder."""
 
-    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
-        self._matmul, self._plan, self._p = matmul, plan, plan.parameters
-        self._stored = matmul.stored
-        self._x = flat_view(params[self._matmul.a])
+    # Registers: the sums, two rows of W for each tile of a step, and x.
+    _sums: tirx.Var
+    _words: tirx.Var
+    _words_x: tirx.Var
+
+    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: FewRowsPlan, params: list[tirx.Var]) -> None:
+        self._matmul, self._stored, self._sizes = matmul, matmul.stored, plan
         self._params, self._renamed = params, dict(zip(func.params, params, strict=True))
-        weight = self._matmul.b if self._stored is None else self._stored.packed
+        self._x = flat_view(params[matmul.a])
+        weight = matmul.b if matmul.stored is None else matmul.stored.packed
         self._weight = flat_view(params[weight])
-        self._scales = None if self._stored is None else flat_view(params[self._stored.scales])
-        constant = constant_params(func)
-        read = {weight} if self._stored is None else {weight, self._stored.scales}
+        self._scales = None if matmul.stored is None else flat_view(params[matmul.stored.scales])
+        read = {weight} if matmul.stored is None else {weight, matmul.stored.scales}
         # Tensors that the kernel before does not write may be read before it has ended.
-        self._ahead = self._p.dependent and read <= constant
+        self._early = plan.parameters.dependent and read <= constant_params(func)
+
+    def _place(self, thread: tirx.Expr) -> None:
+        self._thread, self._warp, self._lane = thread, thread // WARP, thread % WARP
+        self._group, self._part = self._lane // LANES, self._lane % LANES
+
+    def _products(
+        self,
+        tile: int,
+        half: int,
+        x: int,
+        scales: tuple[tirx.Expr, tirx.Expr] | None,
+        offsets: tirx.Expr | None = None,
+    ) -> None:
+        """Emit the products of two rows of W, the `half`-th in registers and the next, by words of x from `x` on."""
+        low, high = (self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2))
+        columns = self._sizes.column_tiles
+        sums, words_x = self._sums.ptr_to([tile * columns * 4]), self._words_x.ptr_to([x])
+        emit_products(self._matmul, columns, self._sizes.grouped, sums, (low, high), words_x, scales, offsets)
+
+
+class _Kernel(FewRowsKernel):
+    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvPlan, params: list[tirx.Var]) -> None:
+        super().__init__(func, matmul, plan, params)
+        self._plan, self._p = plan, plan.parameters
 
     def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
         plan, p = self._plan, self._p
-        self._thread, self._warp = thread, thread // WARP
-        lane = thread % WARP
-        self._group, self._part = lane // LANES, lane % LANES
+        self._place(thread)
         tile, share = (block, None) if p.split == 1 else (block // p.split, block % p.split)
         self._first_row, self._first_k = tile * plan.rows, None if share is None else share * plan.k
         pool = shared_pool()
         norm = self._matmul.norm
         statistics = None if norm is None else SharedStatistics(norm, self._matmul.m, self._params, pool)
-        self._end, self._statistics = gemv_output(self._matmul, self._renamed, self._params, p, statistics), statistics
+        self._end = GemvOutput(self._matmul, plan, self._renamed, self._params, statistics)
         self._shared = pool.alloc(self._end.shape, "float32", align=16)
         if p.staged:
             self._shared_x = pool.alloc((self._matmul.m, plan.span + X_PAD), self._matmul.input_dtype, align=16)
@@ -84,10 +109,10 @@ class _Kernel:
         for index in range(p.tiles * plan.column_tiles * 4):
             T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
         first = tirx.IntImm("int32", 0)
-        if self._ahead:
+        if self._early:
             self._load_weights(first)
         wait_for_predecessor(p.dependent)
-        if not self._ahead:
+        if not self._early:
             self._load_weights(first)
         last = [] if share is None else [share == p.split - 1]
         if statistics is not None:
@@ -104,17 +129,13 @@ class _Kernel:
         split = SplitSum(p.split, plan.blocks, plan.threads, thread, block)
         count = p.tiles * plan.column_tiles * 4
         with split.of_the_last(self._sums, count) if p.split > 1 else nullcontext():
-            self._write(tile, thread)
-
-    def _write(self, tile: tirx.Expr, thread: tirx.Expr) -> None:
-        """Emit the adding up of the warps' sums, and what is done with them."""
-        first_warp, statistics = tirx.IntImm("int32", 0), self._statistics
-        self._end.share(self._shared, self._sums, thread, first_warp)
-        if statistics is not None:
-            wait_for_copies_of_block(0)
-            statistics.finish(tile, thread, self._p.warps)
-        T.evaluate(T.cuda.cta_sync())
-        self._end.write(self._shared, thread, lambda _: self._first_row, lambda _: first_warp)
+            first_warp = tirx.IntImm("int32", 0)
+            self._end.share(self._shared, self._sums, thread, first_warp)
+            if statistics is not None:
+                wait_for_copies_of_block(0)
+                statistics.finish(tile, thread, p.warps)
+            T.evaluate(T.cuda.cta_sync())
+            self._end.write(self._shared, thread, lambda _: self._first_row, lambda _: first_warp)
 
     def _along(self, k: tirx.Expr) -> tirx.Expr:
         """Return a place along K, from the place in what this block makes of it."""
@@ -139,7 +160,9 @@ class _Kernel:
             exists = self._exists(step)
             for half in range(2 * p.tiles):
                 at = (number * p.tiles * 2 + half) * LOAD_BYTES // 4
-                row = self._row(half)
+                # Behind the last row of W, the last one.
+                row = self._first_row + half * COLUMNS + self._group
+                row = row if matmul.n % plan.rows == 0 else tirx.min(row, matmul.n - 1)
                 # Several blocks share K of 16-bit weights alone, which are elements.
                 place = row * (row_bytes // size) + self._along((step * LANES + self._part) * (LOAD_BYTES // size))
                 if exists:
@@ -154,11 +177,6 @@ class _Kernel:
                     scale = tirx.min(group, last) * matmul.n + row if exists else group * matmul.n + row
                     to = self._halves.ptr_to([number * p.tiles * 2 + half])
                     load_bytes(to, self._scales.ptr_to([scale]), 2)
-
-    def _row(self, half: int) -> tirx.Expr:
-        """Return the row of W that this lane reads; behind the last one, the last one."""
-        row = self._first_row + half * COLUMNS + self._group
-        return row if self._matmul.n % self._plan.rows == 0 else tirx.min(row, self._matmul.n - 1)
 
     def _stage_x(self, turn: tirx.Expr) -> None:
         """Emit the copy of a round's part of x to shared memory, zeros behind its end, and the wait of all for it."""
@@ -216,7 +234,7 @@ class _Kernel:
             self._stage_x(turn)
         else:
             # A kernel that reads weights ahead has waited for the kernel before it in between.
-            if not self._ahead:
+            if not self._early:
                 keep_loads_before()
             self._load_x(turn)
         for number in range(p.unroll):
@@ -227,13 +245,5 @@ class _Kernel:
             emit_pairs(self._matmul, self._words_x.ptr_to([x]), words)
             for tile in range(p.tiles):
                 half = number * p.tiles * 2 + tile * 2
-                rows = [self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2)]
-                emit_products(
-                    self._matmul,
-                    plan.column_tiles,
-                    plan.grouped,
-                    self._sums.ptr_to([tile * plan.column_tiles * 4]),
-                    (rows[0], rows[1]),
-                    self._words_x.ptr_to([x]),
-                    None if self._halves is None else (self._halves[half], self._halves[half + 1]),
-                )
+                scales = None if self._halves is None else (self._halves[half], self._halves[half + 1])
+                self._products(tile, half, x, scales)

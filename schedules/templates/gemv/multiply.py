@@ -15,9 +15,6 @@ into pairs 4 apart as well, once for all rows of W. Then there are three forms:
   takes no arithmetic of its own but the mask; an infinite x gives NaN.
 - sums: with the exponent of 1024, a level is 1024 + level, exactly; 1024 + offset is subtracted.
 - weights (where a step is not within one group): as sums, and each weight is multiplied by its scale.
-
-Shifts and masks bound a kernel of 4 bits that waits for nothing else: they take two cycles a warp. A mask beside the
-exponent's bits takes a second constant, which the compiler puts into a register anew each time.
 """
 
 from __future__ import annotations

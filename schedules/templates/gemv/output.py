@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
 
 import tvm_ffi
 from tvm import tirx
@@ -22,7 +20,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.gemv.norms import GroupSums, Statistics
-from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP
+from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP, FewRowsPlan
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
 from relaxtune.schedules.tir.expressions import dtype_of, substitute
@@ -32,76 +30,45 @@ from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, output_column
 _TOGETHER = 4
 
 
-class Shares(Protocol):
-    """Parameters of a kernel whose warps share the sum over K."""
-
-    @property
-    def tiles(self) -> int:
-        """Of 16 rows of W, that a warp makes together."""
-        ...
-
-    @property
-    def warps(self) -> int:
-        """Of a block."""
-        ...
-
-
-def gemv_output(
-    matmul: MatmulFunction,
-    renamed: Mapping[tirx.Var, tirx.Var],
-    params: list[tirx.Var],
-    shares: Shares,
-    statistics: Statistics | None,
-    factor: float = 1.0,
-) -> GemvOutput:
-    """Return what a kernel does with its sums.
-
-    `params` are the kernel's, `renamed` has one for each of the function.
-    """
-    partials = matmul.partials
-    groups = None if partials is None else GroupSums(partials, matmul.m, params[partials.output])
-    output = flat_view(params[matmul.output])
-    return GemvOutput(matmul, renamed, output, shares.tiles, shares.warps, factor, statistics, groups)
-
-
-@dataclass(frozen=True)
 class GemvOutput:
     """The epilogue of one tile of rows of W; the methods emit into the current IRBuilder.
 
-    `renamed` has the kernel's parameter for each of the function, `output` is the kernel's flat view of the output. A
-    warp makes `tiles` tiles of 16 rows of W; `warps` warps share the sum over K. The sums are multiplied by `factor`.
-    `statistics` are those of the norm that the function has, `groups` writes its partial sums.
+    `params` are the kernel's, `renamed` has one for each of the function. A warp makes the tiles of 16 rows of W that
+    the plan says; its warps share the sum over K. The sums are multiplied by `factor`. `statistics` are those of the
+    norm that the function has.
     """
 
-    matmul: MatmulFunction
-    renamed: Mapping[tirx.Var, tirx.Var]
-    output: tirx.Var
-    tiles: int
-    warps: int
-    factor: float = 1.0
-    statistics: Statistics | None = None
-    groups: GroupSums | None = None
+    def __init__(
+        self,
+        matmul: MatmulFunction,
+        plan: FewRowsPlan,
+        renamed: Mapping[tirx.Var, tirx.Var],
+        params: list[tirx.Var],
+        statistics: Statistics | None,
+        factor: float = 1.0,
+    ) -> None:
+        self._matmul, self._renamed, self._output = matmul, renamed, flat_view(params[matmul.output])
+        self._tiles, self._warps, self._rows = plan.parameters.tiles, plan.parameters.warps, plan.rows
+        self._statistics, self._factor = statistics, factor
+        partials = matmul.partials
+        self._groups = None if partials is None else GroupSums(partials, matmul.m, params[partials.output])
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return the shape of the sums of all warps in shared memory, in float32."""
-        return self.warps, self.matmul.m, self._rows + SHARED_PAD
-
-    @property
-    def _rows(self) -> int:
-        return TILE * self.tiles
+        return self._warps, self._matmul.m, self._rows + SHARED_PAD
 
     def share(self, shared: tirx.Var, sums: tirx.Var, thread: tirx.Expr, first: tirx.Expr) -> None:
         """Emit the writing of this warp's sums to shared memory, from place `first` of its first axis on."""
         warp, group, part = thread // WARP, thread % WARP // LANES, thread % LANES
-        column_tiles = math.ceil(self.matmul.m / COLUMNS)
-        for tile in range(self.tiles):
+        column_tiles = math.ceil(self._matmul.m / COLUMNS)
+        for tile in range(self._tiles):
             for column in range(column_tiles):
                 for index in range(4):
                     row = tile * TILE + group + index // 2 * COLUMNS
                     m = column * COLUMNS + part * 2 + index % 2
                     value = sums[(tile * column_tiles + column) * 4 + index]
-                    with when([m < self.matmul.m] if (column + 1) * COLUMNS > self.matmul.m else []):
+                    with when([m < self._matmul.m] if (column + 1) * COLUMNS > self._matmul.m else []):
                         T.buffer_store(shared, value, [first + warp, m, row])
 
     def write(
@@ -129,7 +96,7 @@ class GemvOutput:
         warps : int
             Whose sums are added up; by default all.
         """
-        matmul, threads = self.matmul, self.warps * WARP
+        matmul, threads = self._matmul, self._warps * WARP
         each = matmul.epilogue.accumulators
         rows = self._rows // each
         count = parts * matmul.m * rows
@@ -141,18 +108,18 @@ class GemvOutput:
             guards = [] if count % threads == 0 else [place < count]
             if matmul.n % self._rows or parts > 1:
                 guards.append(stored < matmul.columns)
-            written = T.alloc_local([1], "float32") if self.groups is not None else None
+            written = T.alloc_local([1], "float32") if self._groups is not None else None
             with when(guards):
-                sums = [self._total(shared, first(part), m, one, warps or self.warps) for one in self._sources(row)]
+                sums = [self._total(shared, first(part), m, one, warps or self._warps) for one in self._sources(row)]
                 head = matmul.epilogue.head
                 column = output_column(stored, head) if head else stored
                 value = self._value(sums, m, column)
                 if written is not None:
                     value = in_register(value, matmul.output_dtype)
                     T.buffer_store(written, tirx.Cast("float32", value), [0])
-                T.buffer_store(self.output, value, [m * matmul.columns + column])
-            if self.groups is not None and written is not None:
-                self.groups.write(written[0], m, stored, guards)
+                T.buffer_store(self._output, value, [m * matmul.columns + column])
+            if self._groups is not None and written is not None:
+                self._groups.write(written[0], m, stored, guards)
 
     @contextmanager
     def of_the_last(
@@ -162,7 +129,7 @@ class GemvOutput:
 
         What is emitted inside is done by the last of these blocks; the sums are those of a part's first warp then.
         """
-        m, threads = self.matmul.m, self.warps * WARP
+        m, threads = self._matmul.m, self._warps * WARP
         fours = self._rows // _TOGETHER
         count = parts * m * fours
         turns = math.ceil(count / threads)
@@ -178,7 +145,7 @@ class GemvOutput:
 
         for index in range(_TOGETHER * turns):
             T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
-        each(lambda index, at: T.buffer_store(totals, self._total(shared, at[0], at[1], at[2], self.warps), [index]))
+        each(lambda index, at: T.buffer_store(totals, self._total(shared, at[0], at[1], at[2], self._warps), [index]))
         with split.of_the_last(totals, _TOGETHER * turns):
             # Each thread overwrites what it alone has read.
             each(lambda index, at: T.buffer_store(shared, totals[index], at))
@@ -186,7 +153,7 @@ class GemvOutput:
 
     def _sources(self, row: tirx.Expr) -> list[tirx.Expr]:
         """Return the rows of W in a tile that a column of the output is made of."""
-        epilogue = self.matmul.epilogue
+        epilogue = self._matmul.epilogue
         if epilogue.head:
             # The other half of a head is 8 rows away.
             return [row, row // HEAD_UNIT * HEAD_UNIT + (row + HEAD_UNIT // 2) % HEAD_UNIT]
@@ -196,13 +163,13 @@ class GemvOutput:
         total: tirx.Expr = shared[first, m, row]
         for warp in range(1, warps):
             total = total + shared[first + warp, m, row]
-        if self.factor != 1:
-            total = total * tirx.FloatImm("float32", self.factor)
+        if self._factor != 1:
+            total = total * tirx.FloatImm("float32", self._factor)
         return in_register(total, "float32")
 
     def _value(self, sums: list[tirx.Expr], m: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
         """Return an output element; what its epilogue reads is loaded in place."""
-        epilogue = self.matmul.epilogue
+        epilogue = self._matmul.epilogue
         axes = output_axes(epilogue, m, column)
         loaded = [(load, self._loaded(load, axes, m)) for load in epilogue.loads()]
 
@@ -213,9 +180,9 @@ class GemvOutput:
 
     def _loaded(self, load: TensorLoad, axes: dict[tirx.Var, tirx.Expr], m: tirx.Expr) -> tirx.Expr:
         """Emit a load that stays behind the wait for the kernel before; a statistic is in shared memory."""
-        if self.statistics is not None and load.source.same_as(self.statistics.norm.buffer):
-            return self.statistics.statistic(m, int(load.indices[-1]))
-        buffer = self.renamed[load.source]
+        if self._statistics is not None and load.source.same_as(self._statistics.norm.buffer):
+            return self._statistics.statistic(m, int(load.indices[-1]))
+        buffer = self._renamed[load.source]
         register = T.alloc_local([1], dtype_of(buffer))
         indices = [substitute(index, axes) for index in load.indices]
         load_bytes(register.ptr_to([0]), buffer.ptr_to(indices), element_bytes(dtype_of(buffer)))

@@ -6,18 +6,13 @@ next, of the tiles that follow too, are on their way to shared memory meanwhile,
 the bytes that it multiplies, so that no lane waits for another's. A warp keeps its part of x in registers, or with
 `held` some steps of it, and loads the next one when it has used one. Norms of x are made of these registers.
 
-Weights of 16 bits stream where the target has no wgmma: kernels for those start early, and `template.py` is as fast. On
-an H100 in its sm_80 form, Llama-1B's decode step takes 0.96 of the time of `template.py` with one sequence, 0.86 with
-16 (`benchmarks/results/h100-decode-sm80.json`, with attention's shares of that time; `h200-decode-sm80.json`). Lines of
-the L2 cache that are asked for whole are 3 % of it, and x that is loaded on the way, in place of blocks that share K,
-2 %.
+Weights of 16 bits stream where the target has no wgmma: kernels for those start early, and `template.py` is as fast.
+Llama-1B's decode step then takes 0.96 of the time of `template.py` with one sequence, 0.86 with 16
+(`benchmarks/results/h100-decode-sm80.json`).
 
 With `dependent`, the copies begin before the kernel before has ended, and depend on no registers.
 With `early`, x, which has to wait for the kernel before, is asked for before the last of these steps instead of behind
 them all. With `collected`, the block's warps meet once, when all tiles are made, instead of at each tile's end.
-
-Still a call takes some 2 us more than its bytes do: x comes behind the weights that are on their way already, and a
-kernel sees the end of the one before a microsecond late.
 """
 
 from __future__ import annotations
@@ -30,58 +25,30 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import Case
-from relaxtune.schedules.templates.gemv.plan import TILE
+from relaxtune.schedules.templates.gemv.plan import TILE, GemvStreamParameters, GemvStreamPlan, make_stream_plan
 from relaxtune.schedules.templates.gemv.stream_kernel import build_gemv_stream_kernel
-from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters, GemvStreamPlan, make_stream_plan
 from relaxtune.schedules.templates.gemv.template import GemvTemplate
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _FEW_WARPS, _MANY_WARPS = 4, 16
 # Tiles, warps, depth, blocks a multiprocessor, steps asked for before x, and whether sums are collected. The first one
-# is the fastest in 14 cases on an H200 of 16 shares that do neither (6 % longer than a case's best of these, 16 % at
-# most). The next four have nearly all best times of 7 cases with up to 45 shares, where the first takes 10 % longer,
-# 14 % at most. The last ones serve a short K, and x that takes many registers.
+# is the fastest in 14 cases on an H200 of 16 shares that do neither. The next four have nearly all best times of 7 cases
+# with up to 45 shares. The last ones serve a short K, and x that takes many registers.
 _SHARES = (
     (1, 16, 2, 1, 0, False),
-    (1, 16, 4, 1, 2, True),
-    (2, 16, 3, 1, 1, True),
-    (1, 16, 4, 1, 3, False),
-    (1, 16, 4, 1, 0, False),
-    (1, 16, 2, 2, 0, False),
-    (1, 8, 4, 1, 0, False),
-    (1, 8, 4, 2, 0, False),
-    (2, 4, 4, 2, 0, False),
-    (1, 8, 2, 2, 0, False),
-    (2, 8, 2, 2, 0, False),
-    (2, 8, 4, 1, 0, False),
-    (1, _FEW_WARPS, 4, 2, 0, False),
-    (1, _FEW_WARPS, 1, 1, 0, False),
-    (1, 8, 8, 1, 3, True),
+    *((1, 16, 4, 1, 2, True), (2, 16, 3, 1, 1, True), (1, 16, 4, 1, 3, False), (1, 16, 4, 1, 0, False)),
+    *((1, 16, 2, 2, 0, False), (1, 8, 4, 1, 0, False), (1, 8, 4, 2, 0, False), (2, 4, 4, 2, 0, False)),
+    *((1, 8, 2, 2, 0, False), (2, 8, 2, 2, 0, False), (2, 8, 4, 1, 0, False)),
+    *((1, _FEW_WARPS, 4, 2, 0, False), (1, _FEW_WARPS, 1, 1, 0, False), (1, 8, 8, 1, 3, True)),
 )
-# Of 16-bit weights: tiles, warps, depth, blocks a multiprocessor, blocks that share K, and steps of x in registers:
-# those that were among the fastest of 38 to 57 for ten matmuls of Llama-1B's decode step on an H100. For 12 of 13 small
-# matmuls the first one takes 5 % more than the best of `template.py` at most, for most of them less. The last three
-# come first where all multiprocessors have work (`_is_preferred`): of 30 to 95 for eight such matmuls of 1 and 16 rows
-# on an H200, they take 0 to 3 % more than the best, and what came first before 2 to 7 %.
+# Of 16-bit weights: tiles, warps, depth, blocks a multiprocessor, blocks that share K, and steps of x in registers: the
+# fastest of 38 to 57 for ten matmuls of Llama-1B's decode step on an H100. The last three come first where all
+# multiprocessors have work (`_is_preferred`): for eight such matmuls they take 0 to 3 % more than the best.
 _PLAIN_SHARES = (
-    (1, 8, 8, 1, 1, 0),
-    (1, 8, 4, 2, 1, 0),
-    (1, 16, 3, 1, 1, 0),
-    (1, 16, 4, 1, 1, 0),
-    (1, 16, 4, 1, 4, 0),
-    (1, 16, 4, 1, 1, 4),
-    (1, 16, 4, 1, 1, 8),
-    (2, 8, 4, 1, 1, 0),
-    (2, 16, 2, 1, 1, 0),
-    (1, 8, 4, 2, 4, 0),
-    (2, 16, 2, 1, 4, 0),
-    (1, 8, 8, 1, 2, 0),
-    (1, 4, 8, 2, 1, 0),
-    (1, 8, 2, 2, 1, 0),
-    (1, _FEW_WARPS, 1, 1, 1, 0),
-    (2, 16, 2, 1, 1, 4),
-    (2, 16, 3, 1, 1, 4),
-    (1, 16, 6, 1, 1, 0),
+    *((1, 8, 8, 1, 1, 0), (1, 8, 4, 2, 1, 0), (1, 16, 3, 1, 1, 0), (1, 16, 4, 1, 1, 0), (1, 16, 4, 1, 4, 0)),
+    *((1, 16, 4, 1, 1, 4), (1, 16, 4, 1, 1, 8), (2, 8, 4, 1, 1, 0), (2, 16, 2, 1, 1, 0), (1, 8, 4, 2, 4, 0)),
+    *((2, 16, 2, 1, 4, 0), (1, 8, 8, 1, 2, 0), (1, 4, 8, 2, 1, 0), (1, 8, 2, 2, 1, 0), (1, _FEW_WARPS, 1, 1, 1, 0)),
+    *((2, 16, 2, 1, 1, 4), (2, 16, 3, 1, 1, 4), (1, 16, 6, 1, 1, 0)),
 )
 # Of the rounds that blocks make, what is left idle in the last one.
 _UNEVEN_MAX = 1.1

@@ -5,13 +5,11 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     EmitBody,
     build_function,
-    flat_view,
     keep_loads_before,
     shared_pool,
     wait_for_predecessor,
@@ -19,11 +17,11 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
-from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs, emit_products
+from relaxtune.schedules.templates.gemv.kernel import FewRowsKernel
+from relaxtune.schedules.templates.gemv.multiply import LEVELS_FACTOR, emit_offsets, emit_pairs
 from relaxtune.schedules.templates.gemv.norms import StatisticsOfRegisters
-from relaxtune.schedules.templates.gemv.output import gemv_output
-from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, TILE, WARP
-from relaxtune.schedules.templates.gemv.stream_plan import SCALES, GemvStreamPlan
+from relaxtune.schedules.templates.gemv.output import GemvOutput
+from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, LOAD_BYTES, SCALES, TILE, WARP, GemvStreamPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 
 # Elements of x in 16 bytes.
@@ -40,28 +38,18 @@ def build_gemv_stream_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: 
     return build_function(func, plan.threads, plan.parameters.dependent, begin)
 
 
-class _Kernel:
-    """One kernel under construction; the methods emit into the current IRBuilder."""
-
+class _Kernel(FewRowsKernel):
     def __init__(
         self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemvStreamPlan, params: list[tirx.Var]
     ) -> None:
-        self._matmul, self._plan, self._p = matmul, plan, plan.parameters
-        self._stored = plan.stored
-        self._x = flat_view(params[self._matmul.a])
-        self._params, self._renamed = params, dict(zip(func.params, params, strict=True))
-        read = {matmul.b} if plan.stored is None else {plan.stored.packed, plan.stored.scales}
-        self._weight = flat_view(params[matmul.b if plan.stored is None else plan.stored.packed])
-        self._scales = None if plan.stored is None else flat_view(params[plan.stored.scales])
-        # Tensors that the kernel before does not write may be read before it has ended.
-        self._early = self._p.dependent and read <= constant_params(func)
+        super().__init__(func, matmul, plan, params)
+        self._plan, self._p = plan, plan.parameters
 
     def emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
         plan, p = self._plan, self._p
         self._block = block if p.split == 1 else block // p.split
         self._share = None if p.split == 1 else block % p.split
-        self._thread, self._warp, self._lane = thread, thread // WARP, thread % WARP
-        self._group, self._part = self._lane // LANES, self._lane % LANES
+        self._place(thread)
         pool = shared_pool()
         # Every lane copies what it reads itself: 16 bytes beside those of its neighbours.
         self._ring = pool.alloc((p.depth, p.warps, p.tiles * 2, WARP * _WORDS), "uint32", align=16)
@@ -72,7 +60,7 @@ class _Kernel:
         norm = self._matmul.norm
         rows = self._matmul.m
         self._statistics = None if norm is None else StatisticsOfRegisters(norm, rows, self._params, pool, p.warps)
-        self._end = gemv_output(self._matmul, self._renamed, self._params, p, self._statistics, factor)
+        self._end = GemvOutput(self._matmul, plan, self._renamed, self._params, self._statistics, factor)
         warps, m, rows = self._end.shape
         self._shared = pool.alloc((plan.buffers * warps, m, rows), "float32", align=16)
         pool.commit()
@@ -141,8 +129,8 @@ class _Kernel:
             exists = known and plan.row_tiles >= (int(index) + later + 1) * self._p.groups
             with when([] if exists else [tile < plan.row_tiles]):
                 self._fetch_weights(tile, turn % plan.turns, slot)
-                if plan.stored is not None and self._scales is not None:
-                    self._fetch_scales(plan.stored, self._scales, tile, turn % plan.turns, slot)
+                if self._stored is not None and self._scales is not None:
+                    self._fetch_scales(self._stored, self._scales, tile, turn % plan.turns, slot)
         end_copies()
 
     def _inside(self, turn: int) -> list[tirx.Expr]:
@@ -157,7 +145,7 @@ class _Kernel:
 
     def _fetch_weights(self, tile: tirx.Expr, turn: int, slot: tirx.Expr | int) -> None:
         plan, matmul, p = self._plan, self._matmul, self._p
-        row_bytes, size = matmul.k * matmul.weight_bits // 8, 1 if self._plan.stored is not None else 2
+        row_bytes, size = matmul.k * matmul.weight_bits // 8, 1 if self._stored is not None else 2
         vector, share = LOAD_BYTES // size, row_bytes // size // p.split
         for half in range(2 * p.tiles):
             row = tile * plan.rows + self._group
@@ -171,7 +159,7 @@ class _Kernel:
                 offset = 0
             to = self._ring.ptr_to([slot, self._warp, half, self._lane * _WORDS])
             # A step is half a line of 16-bit weights, and another warp's copy has the other half.
-            copy_async(to, self._weight.ptr_to([place]), conditions, offset, lines=plan.stored is None)
+            copy_async(to, self._weight.ptr_to([place]), conditions, offset, lines=self._stored is None)
 
     def _fetch_scales(
         self, stored: Quantisation, scales: tirx.Var, tile: tirx.Expr, turn: int, slot: tirx.Expr | int
@@ -242,17 +230,9 @@ class _Kernel:
                 T.evaluate(T.cuda.warp_sync())
             self._fetch(index, turn + p.depth, slot)
             for tile in range(p.tiles):
-                rows = [self._words.ptr_to([(tile * 2 + half) * _WORDS]) for half in range(2)]
-                emit_products(
-                    self._matmul,
-                    plan.column_tiles,
-                    plan.grouped,
-                    sums.ptr_to([tile * plan.column_tiles * 4]),
-                    (rows[0], rows[1]),
-                    self._words_x.ptr_to([self._place_of_x(turn)]),
-                    (scales[tile * 2], scales[tile * 2 + 1]) if scales else None,
-                    None if self._offsets is None else self._offsets.ptr_to([turn * plan.column_tiles * 2]),
-                )
+                pair = (scales[tile * 2], scales[tile * 2 + 1]) if scales else None
+                offsets = None if self._offsets is None else self._offsets.ptr_to([turn * plan.column_tiles * 2])
+                self._products(tile, tile * 2, self._place_of_x(turn), pair, offsets)
             if plan.held < plan.turns and (plan.rounds > 1 or turn + plan.held < plan.turns):
                 self._load_x((turn + plan.held) % plan.turns)
         if self._statistics is not None:

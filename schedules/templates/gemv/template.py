@@ -36,9 +36,8 @@ from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.gpus import H200
 from relaxtune.schedules.templates.base import Case, KernelTemplate, Own, refuse_target
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
-from relaxtune.schedules.templates.gemv.few_rows import ROWS_MAX
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
-from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, load_length, make_plan
+from relaxtune.schedules.templates.gemv.plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
@@ -48,14 +47,13 @@ _INDEX_MAX = 2**31 - 1
 # Candidates, and those of them in which blocks share K.
 _CANDIDATES_MAX, _SHARED_MAX = 24, 8
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536, 32, 227_000
-# Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200. By them
-# the first candidate of a case takes 8 % longer than the best one (geometric mean), 1.5 times as long at most. For
-# another GPU, bytes from memory are scaled by its bandwidth: on paper.
+# Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200, by which
+# the first candidate takes 8 % longer than the best (geometric mean). For another GPU, bytes from memory are scaled by
+# its bandwidth: on paper.
 _BASE_US, _ROUND_US, _COPY_US, _FEW_WARPS_US = 1.9, 0.38, 0.067, 1.2
 _MEMORY, _CACHE = 4.3e6, 6.0e6
 _UNEVEN = 0.85
-# Blocks that share K, so that each reads less of x, and what each of them but the last adds. Set by hand: in one run of
-# four layers of Llama-1B's decode step for 16 sequences, 0.7 took 0.447 ms on an H200, and 1.6 took 0.436.
+# Blocks that share K, so that each reads less of x, and what each of them but the last adds: set by hand.
 _SHARES, _EXCHANGE_US = (2, 4), 1.6
 _WARPS_ENOUGH = 8
 
@@ -94,9 +92,10 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     matmul = recognise_matmul_by_rows(func)
     if isinstance(matmul, Refusal):
         return matmul
-    refusal = _refuse_norms(matmul)
-    if refusal is not None:
-        return refusal
+    if matmul.stored is not None and (matmul.norm is not None or matmul.partials is not None):
+        return Refusal("it has statistics of rows and quantised weights")
+    if matmul.partials is not None and matmul.epilogue.accumulators > 1:
+        return Refusal("it has partial sums of columns of two products each")
     if matmul.m > ROWS_MAX:
         return Refusal(f"{matmul.m} rows, expected {ROWS_MAX} at most")
     inputs = _INPUTS if matmul.stored is None else _INPUTS[:1]
@@ -113,15 +112,6 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if matmul.n * matmul.k > _INDEX_MAX:
         return Refusal("W has 2**31 elements or more, the kernel counts in 32 bits")
     return matmul
-
-
-def _refuse_norms(matmul: MatmulFunction) -> Refusal | None:
-    """Return why no kernel reads a function's statistics of rows, or writes its partial sums."""
-    if matmul.stored is not None and (matmul.norm is not None or matmul.partials is not None):
-        return Refusal("it has statistics of rows and quantised weights")
-    if matmul.partials is not None and matmul.epilogue.accumulators > 1:
-        return Refusal("it has partial sums of columns of two products each")
-    return None
 
 
 def _proposals(shares: Sequence[int]) -> Iterator[GemvParameters]:
@@ -145,15 +135,8 @@ def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, limi
     """Return a figure to order candidates by."""
     p, sm_count = plan.parameters, limits.likely_sm_count
     memory = _MEMORY * (limits.gpu or H200).bandwidth_gb_s / H200.bandwidth_gb_s
-    resident = max(
-        1,
-        min(
-            _BLOCKS_PER_SM,
-            _THREADS_PER_SM // plan.threads,
-            _REGISTERS_PER_SM // (plan.registers * plan.threads),
-            _SHARED_PER_SM // plan.shared_bytes,
-        ),
-    )
+    by_registers, by_shared = _REGISTERS_PER_SM // (plan.registers * plan.threads), _SHARED_PER_SM // plan.shared_bytes
+    resident = max(1, min(_BLOCKS_PER_SM, _THREADS_PER_SM // plan.threads, by_registers, by_shared))
     turns = plan.rounds * max(1.0, plan.blocks / (sm_count * resident))
     uneven = math.ceil(plan.blocks / sm_count) * sm_count / plan.blocks
     copies = math.ceil(matmul.m * plan.span / 8 / plan.threads) if p.staged else 0

@@ -10,8 +10,7 @@ from relaxtune.schedules.functions.quantised_matmul import matmul_of_rows
 from relaxtune.schedules.registry import apply_decision, list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, make_plan
-from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters
+from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, GemvStreamParameters, make_plan
 from relaxtune.schedules.templates.gemv.template import Gemv
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.templates.rows.plan import RowsParameters

@@ -10,9 +10,8 @@ import tvm
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import Parameters, Template
-from relaxtune.schedules.templates.gemv.plan import GemvParameters
+from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvStreamParameters
 from relaxtune.schedules.templates.gemv.stream import GemvStream
-from relaxtune.schedules.templates.gemv.stream_plan import GemvStreamParameters
 from relaxtune.schedules.templates.gemv.template import Gemv
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, MMA_SYNC, captured_cubins, kernel_code, read_cubin

@@ -8,14 +8,15 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
-from relaxtune.schedules.templates.gemv.plan import GemvParameters
-from relaxtune.schedules.templates.gemv.stream import GemvStream
-from relaxtune.schedules.templates.gemv.stream_plan import (
+from relaxtune.schedules.templates.gemv.plan import (
+    LOAD_BYTES,
     SHARED_MAX,
+    GemvParameters,
     GemvStreamParameters,
     GemvStreamPlan,
     make_stream_plan,
 )
+from relaxtune.schedules.templates.gemv.stream import GemvStream
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
@@ -54,7 +55,9 @@ def test_two_kernels_fit_into_a_multiprocessor_and_enough_is_on_its_way() -> Non
     # What a latency of 1 us takes at 4 TB/s.
     first = plan_of(LARGE, found[0])
     assert isinstance(first, GemvStreamPlan)
-    assert first.ahead * first.parameters.blocks >= 4e6
+    p = first.parameters
+    steps = min(p.depth, first.turns * first.rounds)
+    assert steps * first.threads * p.tiles * 2 * LOAD_BYTES * p.blocks >= 4e6
 
 
 def test_blocks_share_all_tiles_of_the_matrix() -> None:
