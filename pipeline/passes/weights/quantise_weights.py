@@ -27,7 +27,7 @@ from relaxtune.pipeline.precision.quantise import QuantisedMatrix, holds_scales,
 from relaxtune.schedules.cpu.packing import panel_width
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
-from relaxtune.schedules.templates.gemm_sm80.stored_weights import FEATURES, refuse_stored
+from relaxtune.schedules.templates.gemm_sm80.plan import FEATURES, refuse_stored
 from relaxtune.schedules.templates.gemv.plan import ROWS_MAX
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 
@@ -14,7 +13,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows,
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.emit.tile_order import tile_place
-from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply
+from relaxtune.schedules.templates.gemm_sm80.multiply import Multiply, WarpMultiply
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import MultiplyFloat
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import MultiplyStored
 from relaxtune.schedules.templates.gemm_sm80.plan import ROWS, WARP, GemmPlan, is_plain
@@ -70,7 +69,8 @@ class _Kernel:
         pool.commit()
         self._copies = TileCopies(matmul, plan, self._params, tiles, thread)
         self._copies.begin(row * p.block_m, column * p.block_n)
-        self._multiply = self._multiply_by(tiles, thread)
+        maker = MultiplyStored if matmul.stored else MultiplyFloat if is_plain(matmul) else Multiply
+        self._multiply: WarpMultiply = maker(matmul, plan, tiles, thread)
         self._fill()
         warp, lane = thread // WARP, thread % WARP
         first_row = row * p.block_m + warp % p.warps_m * (p.block_m // p.warps_m)
@@ -93,12 +93,6 @@ class _Kernel:
         split = SplitSum(p.split_k, blocks, plan.threads, thread, block)
         with split.of_the_last(accumulators, plan.accumulators) if p.split_k > 1 else nullcontext():
             output.write(accumulators, ragged_columns=matmul.n % p.block_n != 0, column_end=matmul.columns)
-
-    def _multiply_by(self, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> Multiply | MultiplyFloat | MultiplyStored:
-        matmul, plan = self._matmul, self._plan
-        if matmul.stored is not None:
-            return MultiplyStored(matmul.stored, plan, tiles, thread)
-        return (MultiplyFloat if is_plain(matmul) else Multiply)(matmul, plan, tiles, thread)
 
     def _fill(self) -> None:
         """Emit the loads of all stages; tiles of B that no kernel writes are read before the wait for the last one."""

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import tirx
-from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.tensor_cores import chunk_place, shared_address
-from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, FLOAT_DEPTH, ROWS, WARP, GemmPlan, fragment_words
-from relaxtune.schedules.tir.epilogue import MatmulFunction
+from relaxtune.schedules.templates.emit.tensor_cores import chunk_place
+from relaxtune.schedules.templates.gemm_sm80.multiply import WarpMultiply
+from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, FLOAT_DEPTH, ROWS, GemmPlan
 
 _BYTES = 4
 # Of 8 rows; the pattern of chunks is the same in the next 8.
@@ -68,45 +66,19 @@ __forceinline__ __device__ void {name}(float* sums, const float* a, const float*
 """
 
 
-class MultiplyFloat:
-    """Emits the work of a warp into the current IRBuilder, as `multiply.Multiply` does for tensor cores."""
+class MultiplyFloat(WarpMultiply):
+    """The work of a warp by fused multiply-adds."""
 
-    def __init__(self, matmul: MatmulFunction, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
-        self._matmul, self._rows_of_b, self._plan = matmul, matmul.b_transposed, plan
-        self._tiles, self._thread = tiles, thread
+    _register = "float32"
 
-    def begin(self) -> None:
-        """Emit the addresses of a lane in the first stage, and sums of zero."""
-        plan = self._plan
-        warp, lane = self._thread // WARP, self._thread % WARP
-        self.accumulators = T.alloc_local([plan.accumulators], "float32")
-        for index in range(plan.accumulators):
-            T.buffer_store(self.accumulators, tirx.FloatImm("float32", 0.0), [index])
-        # Two steps along K.
-        self._words_a, self._words_b = fragment_words(self._matmul, plan.m_steps, plan.n_steps)
-        self._fragments_a = T.alloc_local([2 * self._words_a], "float32")
-        self._fragments_b = T.alloc_local([2 * self._words_b], "float32")
-        self._at = T.alloc_local([3], "uint32")
-        tile_a, tile_b = self._tiles
-        for index, place in enumerate(lane_places(plan, warp, lane, rows_of_b=self._rows_of_b)):
-            address = shared_address((tile_b if index else tile_a).ptr_to([0, place]))
-            T.buffer_store(self._at, address, [index])
+    def _places(self) -> Sequence[tirx.Expr]:
+        return lane_places(self._plan, self._warp, self._lane, rows_of_b=self._matmul.b_transposed)
 
-    def load(self, half: int, stage: tirx.Expr, step: int) -> None:
-        """Emit the loads of a step's elements into one half of the registers for them."""
-        p = self._plan.parameters
-        sizes = [block * p.block_k * _BYTES for block in (p.block_m, p.block_n, p.block_n)]
-        at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(sizes)]
-        at.append(tirx.IntImm("int32", step))
-        T.evaluate(device_call(LOADS + load_source(self._plan, rows_of_b=self._rows_of_b), *self._registers(half), *at))
+    def _load_source(self) -> str:
+        return LOADS + load_source(self._plan, rows_of_b=self._matmul.b_transposed)
 
-    def multiply(self, step: int) -> None:
-        """Emit the multiplication of a step's elements."""
-        source = multiply_source(self._plan, rows_of_b=self._rows_of_b)
-        T.evaluate(device_call(source, self.accumulators.ptr_to([0]), *self._registers(step % 2)))
-
-    def _registers(self, half: int) -> tuple[tirx.Expr, tirx.Expr]:
-        return self._fragments_a.ptr_to([half * self._words_a]), self._fragments_b.ptr_to([half * self._words_b])
+    def _multiply_source(self) -> str:
+        return multiply_source(self._plan, rows_of_b=self._matmul.b_transposed)
 
 
 def lane_places(plan: GemmPlan, warp: tirx.Expr, lane: tirx.Expr, *, rows_of_b: bool) -> list[tirx.Expr]:

@@ -16,12 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import tirx
-from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place, mma_source, shared_address
-from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, WARP, GemmPlan
-from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place, mma_source
+from relaxtune.schedules.templates.gemm_sm80.multiply import WarpMultiply
+from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, STORED_DEPTH, GemmPlan, chunks_together
 from relaxtune.schedules.tir.epilogue import Quantisation
 
 _A_BYTES, _SCALE_BYTES, _CHUNK_BYTES = 2, 2, 16
@@ -99,44 +97,22 @@ __forceinline__ __device__ void {name}(float* sums, const unsigned* a, const uns
 """
 
 
-class MultiplyStored:
-    """Emits the work of a warp into the current IRBuilder, as `multiply.Multiply` does for B in halves.
+class MultiplyStored(WarpMultiply):
+    """The work of a warp that dequantises what it multiplies."""
 
-    `tiles` are the stages of A, of B's bytes and of its scales in shared memory.
-    """
+    @property
+    def _stored(self) -> Quantisation:
+        assert self._matmul.stored is not None
+        return self._matmul.stored
 
-    def __init__(self, stored: Quantisation, plan: GemmPlan, tiles: Sequence[tirx.Var], thread: tirx.Expr) -> None:
-        self._stored, self._plan = stored, plan
-        self._tiles, self._thread = tiles, thread
+    def _places(self) -> Sequence[tirx.Expr]:
+        return lane_places(self._stored, self._plan, self._warp, self._lane)
 
-    def begin(self) -> None:
-        """Emit the addresses of a lane in the first stage, and sums of zero."""
-        plan = self._plan
-        warp, lane = self._thread // WARP, self._thread % WARP
-        self.accumulators = T.alloc_local([plan.accumulators], "float32")
-        for index in range(plan.accumulators):
-            T.buffer_store(self.accumulators, tirx.FloatImm("float32", 0.0), [index])
-        # Two steps along K.
-        self._words = 8 * plan.m_steps, plan.n_steps * self._stored.bits // 4, plan.n_steps
-        self._fragments = [T.alloc_local([2 * words], "uint32") for words in self._words]
-        self._at = T.alloc_local([3], "uint32")
-        places = lane_places(self._stored, plan, warp, lane)
-        for index, (tile, place) in enumerate(zip(self._tiles, places, strict=True)):
-            T.buffer_store(self._at, shared_address(tile.ptr_to([0, place])), [index])
+    def _load_source(self) -> str:
+        return LOADS + load_source(self._stored, self._plan)
 
-    def load(self, half: int, stage: tirx.Expr, step: int) -> None:
-        """Emit the loads of a step's operands into one half of the registers for them."""
-        at = [self._at[index] + tirx.Cast("uint32", stage * size) for index, size in enumerate(self._plan.tile_bytes)]
-        at.append(tirx.IntImm("int32", step))
-        T.evaluate(device_call(LOADS + load_source(self._stored, self._plan), *self._registers(half), *at))
-
-    def multiply(self, step: int) -> None:
-        """Emit the multiplication of a step's operands."""
-        source = mma_source("float16") + PAIRS + multiply_source(self._stored, self._plan)
-        T.evaluate(device_call(source, self.accumulators.ptr_to([0]), *self._registers(step % 2)))
-
-    def _registers(self, half: int) -> list[tirx.Expr]:
-        return [held.ptr_to([half * words]) for held, words in zip(self._fragments, self._words, strict=True)]
+    def _multiply_source(self) -> str:
+        return mma_source("float16") + PAIRS + multiply_source(self._stored, self._plan)
 
 
 def lane_places(stored: Quantisation, plan: GemmPlan, warp: tirx.Expr, lane: tirx.Expr) -> tuple[tirx.Expr, ...]:

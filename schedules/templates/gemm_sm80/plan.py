@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.targets import CudaLimits
+from relaxtune.schedules.targets import CudaLimits, Feature
 from relaxtune.schedules.templates.base import Parameters, added
+from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import FLOAT8_KINDS
-from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, scale_rows
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
     has_vectors,
@@ -22,6 +22,12 @@ from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT
 
+#: Along K of a step of the kernel where B is quantised: each has one scale a column.
+STORED_DEPTH = 32
+#: Features of a GPU that the kernel needs.
+FEATURES = frozenset({Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX})
+# Of a quantised B: scales in a copy of 16 bytes, and what a lane reads along K at a time.
+_SCALES, _NEIGHBOURS = 8, 8
 WARP = 32
 # Of an instruction of tensor cores: rows, columns, depth of halves, and bytes of a row.
 ROWS, COLUMNS, DEPTH = 16, 8, 16
@@ -128,7 +134,11 @@ def make_plan(
         row_step=ROWS,
         group_warps=p.warps_m,
     )
-    rows = scale_rows(p.block_k, matmul.k, matmul.stored.group) if matmul.stored else 0
+    rows = 0
+    if matmul.stored:
+        # One row of scales where a stage lies within a group, else one for each step.
+        group = matmul.stored.group
+        rows = 1 if group >= matmul.k or group % p.block_k == 0 else p.block_k // STORED_DEPTH
     tile_bytes = (
         p.block_m * p.block_k * size,
         p.block_n * p.block_k * matmul.weight_bits // 8,
@@ -160,13 +170,30 @@ def is_plain(matmul: MatmulFunction) -> bool:
     return matmul.input_dtype == "float32"
 
 
-def fragment_words(matmul: MatmulFunction, m_steps: int, n_steps: int) -> tuple[int, int]:
-    """Return the registers of a thread for A and B of a step along K, scales of B included."""
+def fragment_words(matmul: MatmulFunction, m_steps: int, n_steps: int) -> tuple[int, ...]:
+    """Return the registers of a thread for A, B and, where B is quantised, its scales of a step along K."""
     if is_plain(matmul):
         return 2 * m_steps * FLOAT_DEPTH, 2 * n_steps * FLOAT_DEPTH
     if matmul.stored is not None:
-        return 8 * m_steps, n_steps * (matmul.stored.bits // 4 + 1)
+        return 8 * m_steps, n_steps * matmul.stored.bits // 4, n_steps
     return 4 * m_steps, 2 * n_steps
+
+
+def refuse_stored(n: int, k: int, bits: int, group: int) -> Refusal | None:
+    """Return why a matrix [K, N], quantised in groups along K, is not read as it is stored; None where it is."""
+    length = 8 * COPY_BYTES // bits
+    if k % length:
+        return Refusal(f"K is {k}, expected a multiple of {length}: rows of B start at multiples of {COPY_BYTES} bytes")
+    if n % _SCALES:
+        return Refusal(f"N is {n}, expected a multiple of {_SCALES}: scales are copied {COPY_BYTES} bytes at a time")
+    if group < k and group % STORED_DEPTH:
+        return Refusal(f"groups of {group} weights, expected a multiple of {STORED_DEPTH}: a step has one scale")
+    return None
+
+
+def chunks_together(bits: int) -> int:
+    """Return the chunks of 16 bytes of a row that four neighbouring lanes read together: 8 elements each."""
+    return 4 * _NEIGHBOURS * bits // 8 // COPY_BYTES
 
 
 def _batch(matmul: MatmulFunction, accumulators: int, available: int) -> int:

@@ -6,6 +6,7 @@ what they make is not written. Along K, zeros stand for what does not exist.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from tvm import tirx
@@ -14,8 +15,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES, TileChunks, copy_async
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import when
-from relaxtune.schedules.templates.gemm_sm80.plan import GemmPlan
-from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
+from relaxtune.schedules.templates.gemm_sm80.plan import STORED_DEPTH, GemmPlan, chunks_together
 from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
@@ -66,7 +66,7 @@ class TileCopies:
             self._scales.load(stage, k_tile)
 
 
-class _Tile:
+class _Tile(ABC):
     """A tile of `shape`, in shared memory, of a matrix."""
 
     def __init__(
@@ -84,6 +84,17 @@ class _Tile:
         self._each = COPY_BYTES // element_bytes(str(tile.ty.dtype))
         self._chunks = TileChunks(threads, thread, shape[0], shape[1] // self._each, self._each, together)
 
+    @abstractmethod
+    def _found(self, number: int, k_tile: tirx.Expr | int) -> tuple[tirx.Expr, list[tirx.Expr]]:
+        """Return the place of a chunk in the matrix, and the conditions under which it exists."""
+
+    def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        for number in range(self._chunks.count):
+            at, exists = self._found(number, k_tile)
+            with when(self._chunks.inside(number)):
+                to = self._tile.ptr_to([stage, self._chunks.place(number)])
+                copy_async(to, self._source.ptr_to([at]), exists, lines=True)
+
 
 class _Rows(_Tile):
     """Tiles of a matrix whose rows run along K: of A, and of B as [N, K]."""
@@ -96,20 +107,13 @@ class _Rows(_Tile):
             row = tirx.min(row, self._limit - 1) if ragged else row
             T.buffer_store(self._starts, row * self._depth + self._chunks.chunk * self._each, [number])
 
-    def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
-        k = k_tile * self._shape[1]
-        exists = [k + self._chunks.chunk * self._each < self._depth] if self._depth % self._shape[1] else []
-        for number in range(self._chunks.count):
-            at = self._starts[number] + k
-            # The address has to exist even where nothing is read.
-            at = tirx.Select(exists[0], at, self._starts[number] - self._chunks.chunk * self._each) if exists else at
-            with when(self._chunks.inside(number)):
-                copy_async(
-                    self._tile.ptr_to([stage, self._chunks.place(number)]),
-                    self._source.ptr_to([at]),
-                    exists,
-                    lines=True,
-                )
+    def _found(self, number: int, k_tile: tirx.Expr | int) -> tuple[tirx.Expr, list[tirx.Expr]]:
+        k, inside = k_tile * self._shape[1], self._chunks.chunk * self._each
+        if self._depth % self._shape[1] == 0:
+            return self._starts[number] + k, []
+        # The address has to exist even where nothing is read.
+        exists = k + inside < self._depth
+        return tirx.Select(exists, self._starts[number] + k, self._starts[number] - inside), [exists]
 
 
 class _Depths(_Tile):
@@ -122,19 +126,11 @@ class _Depths(_Tile):
         column = tirx.min(column, self._limit - self._each) if ragged else column
         T.buffer_store(self._start, column, [0])
 
-    def load(self, stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
-        for number in range(self._chunks.count):
-            k = k_tile * self._shape[0] + self._chunks.row + number * self._chunks.step
-            exists = [k < self._depth] if self._depth % self._shape[0] else []
-            row = tirx.Select(exists[0], k, tirx.IntImm("int32", 0)) if exists else k
-            at = row * self._limit + self._start[0]
-            with when(self._chunks.inside(number)):
-                copy_async(
-                    self._tile.ptr_to([stage, self._chunks.place(number)]),
-                    self._source.ptr_to([at]),
-                    exists,
-                    lines=True,
-                )
+    def _found(self, number: int, k_tile: tirx.Expr | int) -> tuple[tirx.Expr, list[tirx.Expr]]:
+        k = k_tile * self._shape[0] + self._chunks.row + number * self._chunks.step
+        exists = [k < self._depth] if self._depth % self._shape[0] else []
+        row = tirx.Select(exists[0], k, tirx.IntImm("int32", 0)) if exists else k
+        return row * self._limit + self._start[0], exists
 
 
 class _Scales:

@@ -32,8 +32,8 @@ from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _FEW_WARPS, _MANY_WARPS = 4, 16
 # Tiles, warps, depth, blocks a multiprocessor, steps asked for before x, and whether sums are collected. The first one
-# is the fastest in 14 cases on an H200 of 16 shares that do neither. The next four have nearly all best times of 7 cases
-# with up to 45 shares. The last ones serve a short K, and x that takes many registers.
+# is the fastest in 14 cases on an H200 of 16 shares that do neither. The next four have nearly all best times of 7
+# cases with up to 45 shares. The last ones serve a short K, and x that takes many registers.
 _SHARES = (
     (1, 16, 2, 1, 0, False),
     *((1, 16, 4, 1, 2, True), (2, 16, 3, 1, 1, True), (1, 16, 4, 1, 3, False), (1, 16, 4, 1, 0, False)),

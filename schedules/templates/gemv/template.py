@@ -47,7 +47,7 @@ _INDEX_MAX = 2**31 - 1
 # Candidates, and those of them in which blocks share K.
 _CANDIDATES_MAX, _SHARED_MAX = 24, 8
 _THREADS_PER_SM, _REGISTERS_PER_SM, _BLOCKS_PER_SM, _SHARED_PER_SM = 2048, 65536, 32, 227_000
-# Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200, by which
+# Microseconds, and bytes a microsecond from memory and from the L2 cache: fits to 435 kernels timed on an H200. By them
 # the first candidate takes 8 % longer than the best (geometric mean). For another GPU, bytes from memory are scaled by
 # its bandwidth: on paper.
 _BASE_US, _ROUND_US, _COPY_US, _FEW_WARPS_US = 1.9, 0.38, 0.067, 1.2

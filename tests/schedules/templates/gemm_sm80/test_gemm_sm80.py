@@ -12,9 +12,8 @@ from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import CudaLimits, resolve_target
 from relaxtune.schedules.targets.gpus import GPUS
 from relaxtune.schedules.templates.base import TemplateError, cuda_limits
-from relaxtune.schedules.templates.gemm_sm80.cost import predicted_us
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
+from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80, predicted_us
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from tests.schedules.templates.gemv_cases import GemvCase

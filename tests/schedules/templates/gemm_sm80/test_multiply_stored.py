@@ -16,8 +16,13 @@ from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.emit.device_function import function_name
 from relaxtune.schedules.templates.emit.tensor_cores import chunk_place
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import lane_places, load_source, multiply_source
-from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.templates.gemm_sm80.stored_weights import STORED_DEPTH, chunks_together
+from relaxtune.schedules.templates.gemm_sm80.plan import (
+    STORED_DEPTH,
+    GemmParameters,
+    GemmPlan,
+    chunks_together,
+    make_plan,
+)
 from relaxtune.schedules.templates.gemm_sm80.template import STORED_TILES
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import Quantisation
