@@ -29,17 +29,15 @@ _CLUSTERS = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15}
 _CLUSTERS_OF = 132
 # Of sizes that are not listed, the part of the multiprocessors that is used.
 _PART_USED = 0.77
-# Loading parts of B for each other cost what it saved of L2, and 0 to 5 % more; but of kernels that run into the power
-# limit it saves 2 % (Llama-1B with 2048 rows).
+# Loading parts of B for each other costs 0 to 5 % more than it saves of L2; kernels that run into the power limit gain
+# 2 %.
 _MULTICAST = 1.03
 _MULTICAST_LONG = 0.98
 _LONG_US = 50.0
 # With symbolic rows, where partial sums of rows are written, blocks that make one tile after another without turns are
-# slower in a model than blocks of one tile each. BERT-base of 8 x 512 and of 32 x 512 tokens took 1.05 and 1.02 to 1.03
-# times as long on an H100 with them in its projections to 768 columns, loads for each other among them.
+# slower in a model than blocks of one tile each: BERT-base of 8 x 512 tokens took 1.05 times as long on an H100.
 _TILES_IN_TURN = 1.15
-# And where residuals are read after the sum, for want of registers: BERT-base of 32 x 512 tokens took 1.12 times as
-# long as an artifact of that size with such tiles, of 256 x 128, and 1.05 to 1.07 with 128 x 192 (H100, other runs).
+# And where residuals are read after the sum, for want of registers.
 _LATE_RESIDUAL = 1.05
 # Bytes of an element of C as the fit counted them, whatever the dtype, and of the operands that it is of.
 _FITTED_BYTES = 2
@@ -48,22 +46,20 @@ _FITTED_BYTES = 2
 _ADDING_US = 0.0015
 _ADDING_IN_TURN = 1.5
 _INTEGER_WRITE = 2.0
-# Of sums that are handed over through global memory, and of an element of each that a warpgroup moves: a least-squares
-# fit (10 % root mean square) to 31 medians. And how much faster than others such a kernel has to look to come before
-# them: of shapes of many tiles, the model has those 8 % too slow and these 6 % too fast.
+# Of sums that are handed over through global memory, and of an element of each that a warpgroup moves: a fit to 31
+# medians. And how much faster than others such a kernel has to look to come before them.
 _STREAM_US = 3.75
 _STREAM_SUM_US = 1.02e-4
 _STREAM_DOUBT = 1.13
-# Starting a second warpgroup that has no tile: 128 x 768 x 768 by tiles of 64 x 64 took 4.4 us
-# on an H100, by one warpgroup 3.3.
+# Starting a second warpgroup that has no tile.
 _IDLE_US = 1.0
 # Columns of B in a row of shared memory of 128 bytes.
 _CHUNK_MAX = 64
 # Up to this many, a matmul waits for its weights, not for arithmetic.
 _FEW_ROWS = 64
 # Saved besides by a projection of few rows that rotates heads on half of the multiprocessors: attention over caches
-# that grow comes next, and reads and writes them on the other half meanwhile. Llama-1B's decode step of 16 rows over
-# 1024 positions took 1013 us with projections on 96 multiprocessors and 970 us with those on 64.
+# that grow comes next, and reads and writes them on the other half meanwhile (4 % of Llama-1B's decode step of 16
+# rows).
 _BESIDE_ATTENTION_US = 0.5
 _SHARED_BYTES = 233_472
 _RESERVED_BYTES = 1024
@@ -78,9 +74,7 @@ _SMALL_BLOCK_THREADS = 160
 # its fastest one (geometric mean; at most 13 %).
 # In a microsecond: multiply-adds of a multiprocessor, of 16-bit operands; bytes of the GPU from memory.
 _MULTIPLY_ADDS, _MEMORY_BYTES = 2.805e6, 4.103e6
-# From L2 to all multiprocessors; by 604 medians of an H100 (benchmarks/results/h100-model-matmuls.json; from 1024 rows
-# on, the spread of the errors falls from 9.4 to 8.4 %; kernels load 9 to 11 TB/s at most): turns of 64 rows were
-# predicted to take as long as those of 128, and took 1.25 times as long (4096 x 768 x 3072).
+# From L2 to all multiprocessors; by 604 medians of an H100 (benchmarks/results/h100-model-matmuls.json).
 _L2_BYTES = 13.5e6
 # Of a load, which a ring hides as far as it is deep; of one stage of the ring at least.
 _LATENCY_US, _STEP_US = 1.532, 0.1383
@@ -93,13 +87,11 @@ _CLUSTER_US, _SHARE_US, _SUM_US = 0.4387, 0.1201, 1.581e-4
 # Part of B's bytes that every doubling of the rows of tiles adds.
 _REREAD = 0.1958
 # Factor of the arithmetic of many rows where B as [K, N] lies in chunks of less than 64 columns of a wider tile; the
-# latter where one warpgroup multiplies at a time, set by matmuls of 1024 rows: 64 x 96 had been put first there and
-# took up to 1.32 times as long as the fastest.
+# latter where one warpgroup multiplies at a time.
 _NARROW, _NARROW_ALONE = 1.211, 1.8
 # Saved by a kernel on half of the multiprocessors, which begins beside the one before it.
 _BESIDE_US = 0.1683
-# Part of `_TILE_US` that `pingpong` does not hide behind the other warpgroup's sum, by 674 medians with pingpong among
-# them: with 1, the kernel put first of a shape takes 4 % longer with 512 rows and more, with 0.5 it takes 1.5 %.
+# Part of `_TILE_US` that `pingpong` does not hide behind the other warpgroup's sum, by 674 medians.
 _SHOWN = 0.5
 
 
@@ -114,10 +106,15 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> Callable
     Tables ask for dozens of numbers: what does not depend on it is done once.
     """
     p = plan.parameters
-    resident = _resident(plan)
+    resident = 1
+    if p.consumers == 1:
+        registers = plan.m_blocks * p.block_n // 2 + _REGISTERS_BESIDE
+        by_memory = _SHARED_BYTES // (plan.shared_bytes + _RESERVED_BYTES)
+        resident = max(1, min(by_memory, _REGISTERS // (_SMALL_BLOCK_THREADS * registers)))
     slots: float = sm_count * resident
     if p.split_k > 1:
-        slots *= _part_used(p.split_k)
+        held = _CLUSTERS.get(p.split_k)
+        slots *= _PART_USED if held is None else held * p.split_k / _CLUSTERS_OF
     # Instructions of few columns take as long as those of 64.
     work = p.block_m * max(p.block_n, 64) * ROW_BYTES // _FITTED_BYTES
     narrow = plan.chunk < _CHUNK_MAX < p.block_n and not matmul.b_transposed
@@ -163,9 +160,7 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> Callable
         write *= integer_factor
         reduce = 0.0
         if p.split_k > 1:
-            # Of shares as they would be, were they not rounded up to whole groups of sums: of 64 columns in groups of
-            # 32, two of three blocks add up a half each. Llama-1B's down projection of 128 rows took 1.1 us less so
-            # than with 64 x 64 shared by two; counted by halves, it was predicted to take 0.3 us more.
+            # Of shares as they would be, were they not rounded up to whole groups of sums.
             elements = min(p.block_m, rows) * p.block_n / accumulators / p.split_k
             reduce = _CLUSTER_US + p.split_k * (_SHARE_US + elements * _SUM_US)
         idle = _IDLE_US if p.pingpong and not in_turns else 0.0
@@ -187,19 +182,3 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> Callable
         return total * (_MULTICAST if total < _LONG_US or size < _FITTED_BYTES else _MULTICAST_LONG)
 
     return predicted
-
-
-def _part_used(cluster: int) -> float:
-    """Return the part of the multiprocessors on which clusters of some blocks fit."""
-    held = _CLUSTERS.get(cluster)
-    return _PART_USED if held is None else held * cluster / _CLUSTERS_OF
-
-
-def _resident(plan: GemmPlan) -> int:
-    """Return how many blocks a multiprocessor holds at a time."""
-    p = plan.parameters
-    if p.consumers > 1:
-        return 1
-    registers = plan.m_blocks * p.block_n // 2 + _REGISTERS_BESIDE
-    by_memory = _SHARED_BYTES // (plan.shared_bytes + _RESERVED_BYTES)
-    return max(1, min(by_memory, _REGISTERS // (_SMALL_BLOCK_THREADS * registers)))

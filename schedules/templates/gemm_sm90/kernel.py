@@ -23,9 +23,9 @@ from relaxtune.schedules.templates.gemm_sm90.plan import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
     STATISTICS_WARPS,
+    SWIZZLES,
     WARPGROUP,
     GemmPlan,
-    tensor_maps,
 )
 from relaxtune.schedules.templates.gemm_sm90.ring import Memory, Producer
 from relaxtune.schedules.templates.gemm_sm90.shared_sums import ClusterSum, StreamPart, StreamSum, StreamTiles
@@ -85,13 +85,23 @@ class _Kernel:
         else:
             self._tiles = Tiles(plan, self._sizes, block // plan.cluster, self._rank)
         self._cluster_sum = ClusterSum(plan, self._output, self._thread, self._rank)
-        self._memory = Memory(plan, self._allocate_for_output)
+        sums = self._cluster_sum if self._p.split_k > 1 else None
+        self._memory = Memory(plan, self._output, sums)
         self._producer = Producer(matmul, plan, self._tiles, self._memory, self._maps, self._rank)
         self._tile_statistics: TileStatistics | None = None
         if self._norm is not None and plan.statistics_apart:
             partials = self._params[self._norm.partials]
             self._tile_statistics = TileStatistics(matmul, self._norm, partials, plan, self._tiles, self._memory)
-        self._initialise()
+        with T.If(thread == self._p.consumers * WARPGROUP), T.Then():
+            self._producer.prefetch_maps()
+            self._memory.initialise_barriers()
+            if self._p.multicast == 1:
+                # Loads are the other proxy's, which has to see the barriers.
+                T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+                self._producer.load_early()
+        T.evaluate(T.cuda.cta_sync())
+        if self._p.multicast > 1:
+            wait_for_cluster()
         if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.launch_dependents())
         # setmaxnreg takes effect in a kernel whose registers are capped at its start.
@@ -118,38 +128,26 @@ class _Kernel:
             T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](count))
 
     def _encode_maps(self) -> tuple[tirx.Var, tirx.Var]:
-        """Emit the tensor maps of A and B."""
-        map_a, map_b = (
-            encode_tensor(
-                one.name,
-                self._params[one.param],
-                self._plan.operands.tensor_map,
-                one.sizes,
-                one.strides,
-                one.box,
-                one.swizzle,
-            )
-            for one in tensor_maps(self._matmul, self._plan)
-        )
-        return map_a, map_b
+        """Emit the tensor maps of A and B; the blocks of a `multicast` cluster load parts of B's tile.
 
-    def _allocate_for_output(self, pool: T.SMEMPool) -> None:
-        if self._p.split_k > 1:
-            self._cluster_sum.allocate(pool)
-        self._output.allocate(pool)
-
-    def _initialise(self) -> None:
-        """Emit what comes before the roles; the thread that loads begins with constant tiles of B at once."""
-        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
-            self._producer.prefetch_maps()
-            self._memory.initialise_barriers()
-            if self._p.multicast == 1:
-                # Loads are the other proxy's, which has to see the barriers.
-                T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-                self._producer.load_early()
-        T.evaluate(T.cuda.cta_sync())
-        if self._p.multicast > 1:
-            wait_for_cluster()
+        B as [K, N] is seen as chunks of columns, [N / chunk, K, chunk], where they divide it: one load brings all of a
+        tile.
+        """
+        plan, p, matmul = self._plan, self._p, self._matmul
+        chunk, size, block_k = plan.chunk, plan.operands.bytes, plan.operands.block_k
+        depth, row = (matmul.k * size,), matmul.n * size
+        a = (matmul.k, matmul.extent), depth, (block_k, plan.rows_a), 3
+        b: tuple[tuple[Size, ...], tuple[int, ...], tuple[int, ...], int]
+        if matmul.b_transposed:
+            b = (matmul.k, matmul.n), depth, (block_k, p.block_n // p.multicast), 3
+        elif plan.chunked:
+            box = chunk, plan.rows_b, p.block_n // chunk
+            b = (chunk, matmul.k, matmul.n // chunk), (row, chunk * size), box, SWIZZLES[chunk]
+        else:
+            b = (matmul.n, matmul.k), (row,), (chunk, plan.rows_b), SWIZZLES[chunk]
+        dtype = plan.operands.tensor_map
+        map_a = encode_tensor("map_a", self._params[matmul.a], dtype, *a)
+        return map_a, encode_tensor("map_b", self._params[matmul.b], dtype, *b)
 
     def _release(self, stage: tirx.Expr) -> None:
         """Emit the arrival that says that this warpgroup is done with a stage."""
@@ -265,18 +263,15 @@ class _Kernel:
             self._statistics.read(first_row, lane)
             if not plan.hold_partials:
                 self._statistics.finish()
-        self._output.begin(first_row, self._first_column(part), warp, lane, ragged_rows=self._ragged_rows)
+        # A tile may have rows that do not exist.
+        rows = self._matmul.extent
+        ragged = not isinstance(rows, int) or rows % (p.block_m * p.multicast) != 0
+        self._output.begin(first_row, self._first_column(part), warp, lane, ragged_rows=ragged)
 
     def _first_column(self, part: Part) -> tirx.Expr:
         """Return the first column of the output that this block writes."""
         first = part.column * (self._p.block_n // self._plan.shares.accumulators)
         return first + self._rank * self._plan.shares.columns if self._p.split_k > 1 else first
-
-    @property
-    def _ragged_rows(self) -> bool:
-        """Whether a tile may have rows that do not exist."""
-        rows = self._matmul.extent
-        return not isinstance(rows, int) or rows % (self._p.block_m * self._p.multicast) != 0
 
     def _finish(self, accumulators: tirx.Var, part: Part) -> None:
         if not isinstance(part, StreamPart):

@@ -18,7 +18,6 @@ from relaxtune.schedules.templates.output.output_shares import (
     shared_bytes,
 )
 from relaxtune.schedules.templates.output.row_statistics import statistics_registers
-from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT
 
@@ -66,18 +65,6 @@ class GemmParameters(Parameters):
     group: int = 1
     # Whether the blocks share the sums of all tiles evenly, wherever in a sum that cuts, instead of making tiles.
     stream_k: bool = added(default=False)
-
-
-@dataclass(frozen=True)
-class TensorMap:
-    """A tensor that TMA loads, a box at a time; axes with the contiguous one first."""
-
-    name: str  # Of the kernel's parameter.
-    param: int  # Position of the tensor among the function's parameters.
-    sizes: tuple[Size, ...]  # Elements along each axis of the tensor.
-    strides: tuple[int, ...]  # Bytes from one element to the next along each axis but the first.
-    box: tuple[int, ...]  # Elements along each axis of a box.
-    swizzle: int  # TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
 
 
 @dataclass(frozen=True)
@@ -243,26 +230,6 @@ def make_plan(
         stage_bytes=stage_bytes,
         shared_bytes=total,
     )
-
-
-def tensor_maps(matmul: MatmulFunction, plan: GemmPlan) -> tuple[TensorMap, TensorMap]:
-    """Return what the kernel of a plan loads A and B by; the blocks of a `multicast` cluster load parts of B's tile.
-
-    B as [K, N] is seen as chunks of columns, [N / chunk, K, chunk], where they divide it: one load brings all of a
-    tile.
-    """
-    p, chunk, size, block_k = plan.parameters, plan.chunk, plan.operands.bytes, plan.operands.block_k
-    depth = (matmul.k * size,)
-    a = TensorMap("map_a", matmul.a, (matmul.k, matmul.extent), depth, (block_k, plan.rows_a), 3)
-    if matmul.b_transposed:
-        box: tuple[int, ...] = (block_k, p.block_n // p.multicast)
-        return a, TensorMap("map_b", matmul.b, (matmul.k, matmul.n), depth, box, 3)
-    row = matmul.n * size
-    if plan.chunked:
-        sizes = (chunk, matmul.k, matmul.n // chunk)
-        box, strides = (chunk, plan.rows_b, p.block_n // chunk), (row, chunk * size)
-        return a, TensorMap("map_b", matmul.b, sizes, strides, box, SWIZZLES[chunk])
-    return a, TensorMap("map_b", matmul.b, (matmul.n, matmul.k), (row,), (chunk, plan.rows_b), SWIZZLES[chunk])
 
 
 def loaded_rows(rows: int, p: GemmParameters) -> int:

@@ -10,7 +10,9 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, expect_bytes, initialise_barrier, load_tile
 from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
 from relaxtune.schedules.templates.gemm_sm90.plan import STATISTICS_SLOTS, STATISTICS_WARPS, WARPGROUP, GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.shared_sums import ClusterSum
 from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
+from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT
 
@@ -22,10 +24,10 @@ class Memory:
     stage: its tiles have arrived; their consumers are done with them. `turn` has a barrier for each of two warpgroups
     that take turns to multiply. `statistics` has those of the rows of tiles, where warps make them; of each of its
     slots, `made` and `read` have a barrier: statistics are there; their readers are done with them.
-    `allocate_for_output` allocates what the output needs, between tiles and barriers.
+    What the cluster's sum, if there is one, and the output need lies between tiles and barriers.
     """
 
-    def __init__(self, plan: GemmPlan, allocate_for_output: Callable[[T.SMEMPool], None]) -> None:
+    def __init__(self, plan: GemmPlan, output: OutputTile, cluster_sum: ClusterSum | None) -> None:
         self._plan = plan
         p, operands = plan.parameters, plan.operands
         # It starts at a multiple of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
@@ -33,7 +35,9 @@ class Memory:
         pool = shared_pool()
         self.tile_a = pool.alloc((p.stages, plan.rows_a * operands.block_k), operands.tensor_map, align=1024)
         self.tile_b = pool.alloc((p.stages, p.block_n * operands.block_k), operands.tensor_map, align=1024)
-        allocate_for_output(pool)
+        if cluster_sum is not None:
+            cluster_sum.allocate(pool)
+        output.allocate(pool)
         self.full = pool.alloc((p.stages,), "uint64", align=8)
         self.empty = pool.alloc((p.stages,), "uint64", align=8)
         self.turn = pool.alloc((2,), "uint64", align=8)
