@@ -15,10 +15,11 @@ from tvm.tirx import PrimFunc
 from relaxtune.schedules.cpu.any_size.attention import AnySizeAttention
 from relaxtune.schedules.cpu.any_size.matmul import AnySizeMatmul
 from relaxtune.schedules.cpu.any_size.rows import AnySizeRows
-from relaxtune.schedules.cpu.convolution import Convolution
+from relaxtune.schedules.cpu.contraction import find_convolution
 from relaxtune.schedules.cpu.generic import Elementwise, Generic, Plain
-from relaxtune.schedules.cpu.matmul import Matmul, NormedMatmul
+from relaxtune.schedules.cpu.normed_matmul import NormedMatmul
 from relaxtune.schedules.cpu.reduction import RowReduction
+from relaxtune.schedules.cpu.tiling import ContractionRule, find_tiled_matmul
 from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.errors import TargetError, UnscheduledError
 from relaxtune.schedules.gpu.dlight_rules import cuda_rules
@@ -59,7 +60,8 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     if target.kind.name == "llvm":
         register_vector_math()
         rules = (
-            *(Elementwise(), AnySizeMatmul(), AnySizeAttention(), Matmul(), NormedMatmul(), Convolution()),
+            *(Elementwise(), AnySizeMatmul(), AnySizeAttention(), ContractionRule("cpu-matmul", find_tiled_matmul)),
+            *(NormedMatmul(), ContractionRule("cpu-convolution", find_convolution)),
             *(AnySizeRows(), RowReduction(), Generic(), Plain()),
         )
         return [(rule.name, rule) for rule in rules]
@@ -123,7 +125,8 @@ def schedule_by_rules(
                 sch = rule.apply(func, target, False)
             except (ScheduleError, tvm.error.InternalError) as error:
                 # A rule that misjudged a function must not stop the compilation: the next one is more modest.
-                logger.warning("rule %s failed on %s and is skipped: %s", rule_name, name, _last_line(error))
+                reason = str(error).strip().rpartition("\n")[2] or type(error).__name__
+                logger.warning("rule %s failed on %s and is skipped: %s", rule_name, name, reason)
                 continue
             if sch is not None:
                 return rule_name, sch
@@ -132,8 +135,3 @@ def schedule_by_rules(
         f"{', '.join(rule_name for rule_name, _ in rules)}. Its body is no nest of loops over blocks, or no "
         "rule could bind all its blocks to threads."
     )
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

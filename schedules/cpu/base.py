@@ -36,10 +36,6 @@ class CpuRule(ScheduleRule):  # type: ignore[misc]  # dlight has no type informa
 
     name = "cpu"
 
-    def is_target_available(self, target: Target) -> bool:
-        """Whether the target is a CPU."""
-        return bool(target.kind.name == "llvm")
-
 
 def cpu_limits(target: Target) -> CpuLimits:
     """Return the limits of a CPU target."""

@@ -1,4 +1,4 @@
-"""Register-tiled contractions on a CPU: the part that matmuls and convolutions share.
+"""Register-tiled contractions on a CPU, matmuls and convolutions: the roles of their loops, and the best tile.
 
     C[b..., m..., n] = sum over k... of L[b, m, k] * R[b, k, n]
 
@@ -28,7 +28,7 @@ from tvm.ir.expr import TensorLoad
 
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
-from relaxtune.schedules.tir.contraction import are_axes, index_vars
+from relaxtune.schedules.tir.contraction import are_axes, find_operands, index_vars
 from relaxtune.schedules.tir.expressions import used_vars
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
@@ -92,7 +92,7 @@ def classify(block: ScheduledBlock, left: TensorLoad, right: TensorLoad, column:
         var = iters[position]
         if position == column:
             continue
-        if var in in_right or _is_one(block, position):
+        if var in in_right or axis_extent(block, position) == 1:
             batch.append(position)
         elif var in in_left:
             rows.append(position)
@@ -103,6 +103,56 @@ def classify(block: ScheduledBlock, left: TensorLoad, right: TensorLoad, column:
     panel = find_panel(right, iters[column])
     contiguous = panel is not None or _stride_is_one(right, iters[column])
     return TiledContraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous, panel)
+
+
+def find_matmul(block: ScheduledBlock) -> TiledContraction | None:
+    """Return the roles of a matmul's loops, None when the block is not one.
+
+    ::
+
+        C[..., m, n] = sum over k of A[..., m, k] * B[..., k, n]   or  B[..., n, k]   or a packed weight, see `packing`
+
+    Every index of both operands has to be an iterator or a constant (a convolution's are sums), except those of a
+    packed weight, and the vector axis is the last one of the output, whichever operand it belongs to.
+    """
+    operands = find_operands(block.store) if block.is_reduction else None
+    spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]
+    if operands is None or not spatial:
+        return None
+    indices = [i for load in operands if not find_panel(load, block.axes[spatial[-1]]) for i in load.indices]
+    if not all(isinstance(index, Var) or not used_vars(index) for index in indices):
+        return None
+    left, right = operands
+    return classify(block, left, right, spatial[-1]) or classify(block, right, left, spatial[-1])
+
+
+def find_convolution(block: ScheduledBlock, limits: CpuLimits) -> tuple[TiledContraction, Tile] | None:
+    """Return the roles of a dense convolution's loops and its tile, None where no axis fills whole vectors.
+
+    ::
+
+        C[n, f, y, x] = sum over c, i, j of D[n, c, y * stride + i, x * stride + j] * W[f, c, i, j]
+
+    Rows are output positions and columns are filters. The filters are the vector axis: W is packed so that a panel of
+    filters is contiguous, D is broadcast, and no stride gets in the way. Where the filters do not fill whole vectors
+    and positions are contiguous (stride 1), positions are the vector axis instead. Grouped and depthwise convolutions
+    have no axis of the filters alone: positions are the vector axis where they fill whole vectors, else the generic
+    rule takes the convolution. A tile that does not divide its axis would have to be padded, which TVM does only for
+    indices without sums.
+    """
+    operands = find_operands(block.store) if block.is_reduction else None
+    if operands is None:
+        return None
+    spatial = [index for index, kind in enumerate(block.kinds) if kind == "S"]
+    for column in spatial:
+        for left, right in (operands, operands[::-1]):
+            con = classify(block, left, right, column)
+            if con is None:
+                continue
+            tile = choose_tile(con, limits, exact=True)
+            if not needs_padding(con, tile):
+                return con, tile
+    return None
 
 
 def choose_tile(con: TiledContraction, limits: CpuLimits, exact: bool = False) -> Tile:
@@ -189,10 +239,6 @@ def axis_extent(block: ScheduledBlock, position: int) -> float:
     """Return the extent of a block's iterator, infinity when symbolic."""
     extent = block.extents[position]
     return math.inf if extent is None else extent
-
-
-def _is_one(block: ScheduledBlock, position: int) -> bool:
-    return axis_extent(block, position) == 1
 
 
 def _stride_is_one(load: TensorLoad, var: Var) -> bool:

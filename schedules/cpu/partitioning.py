@@ -27,11 +27,11 @@ def narrow_partitioned(mod: IRModule) -> IRModule:
     Functions of symbolic shape, with 64-bit integer tensors, or with tensors that 32 bits cannot index stay as they
     are, and so does the module when there is nothing to narrow.
     """
-    narrowed = {
-        var: tvm.tirx.transform.ForceNarrowIndexToInt32()(IRModule({"main": func}))["main"]
-        for var, func in mod.functions_items()
-        if isinstance(func, PrimFunc) and _asks_for_partition(func) and _fits(func)
-    }
+    narrowed = {}
+    for var, func in mod.functions_items():
+        loops = find_all(func.body, tirx.For) if isinstance(func, PrimFunc) else []
+        if any(PARTITION_HINT in loop.annotations for loop in loops) and all(map(_fits, func.params)):
+            narrowed[var] = tvm.tirx.transform.ForceNarrowIndexToInt32()(IRModule({"main": func}))["main"]
     if not narrowed:
         return mod
     result = IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
@@ -40,13 +40,6 @@ def narrow_partitioned(mod: IRModule) -> IRModule:
     return result
 
 
-def _asks_for_partition(func: PrimFunc) -> bool:
-    return any(PARTITION_HINT in loop.annotations for loop in find_all(func.body, tirx.For))
-
-
-def _fits(func: PrimFunc) -> bool:
-    for param in func.params:
-        shape = static_shape(param)
-        if shape is None or str(param.dtype) in ("int64", "uint64") or math.prod(shape) > _ELEMENTS_MAX:
-            return False
-    return True
+def _fits(param: tirx.Var) -> bool:
+    shape = static_shape(param)
+    return shape is not None and str(param.dtype) not in ("int64", "uint64") and math.prod(shape) <= _ELEMENTS_MAX

@@ -138,7 +138,9 @@ def _steps_by_one(index: tirx.Expr, axis: tirx.Var) -> bool:
 def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits, in_lanes: list[SBlockRV]) -> None:
     """Put all blocks under one loop over rows, with vector loops along the row and for the results of lanes."""
     blocks = list_blocks(sch)
-    parallel = worth_parallel(_total_work(sch))
+    works = [work_of(sch, block.rv) for block in blocks]
+    known = [work for work in works if work is not None]
+    parallel = worth_parallel(sum(known) if len(known) == len(works) else None)
     inner = [sch.get_loops(block.rv)[rows:] for block in blocks]
     row_loops = [sch.fuse(*sch.get_loops(block.rv)[:rows]) for block in blocks]
     # `merge`, not `compute_at`: the latter rebuilds the inner loops and drops the bound check of a split one.
@@ -160,9 +162,3 @@ def _merge_rows(sch: Schedule, rows: int, limits: CpuLimits, in_lanes: list[SBlo
     # Last of all: a block whose initialisation was split off is no longer one that loops may be changed around.
     for rv, loop in partial:
         sch.decompose_reduction(rv, loop)
-
-
-def _total_work(sch: Schedule) -> int | None:
-    works = [work_of(sch, block.rv) for block in list_blocks(sch)]
-    known = [work for work in works if work is not None]
-    return sum(known) if len(known) == len(works) else None

@@ -22,14 +22,23 @@ from relaxtune.schedules.cpu.base import (
     vectorize_loop,
     worth_parallel,
 )
-from relaxtune.schedules.cpu.contraction import FEW_ROWS, Tile, TiledContraction, axis_extent, needs_padding
+from relaxtune.schedules.cpu.contraction import (
+    FEW_ROWS,
+    Tile,
+    TiledContraction,
+    axis_extent,
+    choose_tile,
+    find_matmul,
+    needs_padding,
+)
 from relaxtune.schedules.targets import CpuLimits
-from relaxtune.schedules.tir.blocks import Size, same_sizes, static_extent
+from relaxtune.schedules.tir.blocks import same_sizes, static_extent
 from relaxtune.schedules.tir.expressions import is_zero, used_vars
 from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
     block_facts,
     can_partition_loops,
+    find_only_reduction,
     find_path_to,
     is_canonical,
     is_costly,
@@ -37,25 +46,24 @@ from relaxtune.schedules.tir.scheduled_blocks import (
     loop_extents,
 )
 
+Found = tuple[TiledContraction, Tile]
+
 
 class ContractionRule(CpuRule):
-    """A rule for functions with one reduction, which is a contraction; rules differ in how they find its roles."""
+    """A rule for functions with one reduction, a contraction; `find` returns its roles and tile, None for any other."""
 
-    def find(self, block: ScheduledBlock, limits: CpuLimits) -> tuple[TiledContraction, Tile] | None:
-        """Return the roles of a contraction's loops and its tile, None when the block is not one for this rule."""
-        raise NotImplementedError
+    def __init__(self, name: str, find: Callable[[ScheduledBlock, CpuLimits], Found | None]) -> None:
+        super().__init__()
+        self.name, self._find = name, find
 
     def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
         """Return the schedule, None when the only reduction is none for this rule or there is not exactly one."""
         sch, limits = Schedule(func), cpu_limits(target)
-        blocks = list_blocks(sch)
-        reductions = [block for block in blocks if not block.is_spatial]
-        if len(reductions) != 1 or not all(is_canonical(sch, block) for block in blocks):
+        reduction = find_only_reduction(sch)
+        if reduction is None or self._find(reduction, limits) is None:
             return None
-        if self.find(reductions[0], limits) is None:
-            return None
-        inline_spatial(sch, keep=find_path_to(sch, reductions[0]))
-        found = self.find(next(block for block in list_blocks(sch) if block.name == reductions[0].name), limits)
+        inline_spatial(sch, keep=find_path_to(sch, reduction))
+        found = self._find(block_facts(sch, reduction.rv), limits)
         if found is None:
             return None
         done = schedule_contraction(sch, *found, limits)
@@ -63,6 +71,12 @@ class ContractionRule(CpuRule):
             if other.name not in done and other.is_spatial:
                 schedule_elementwise(sch, other, limits)
         return sch
+
+
+def find_tiled_matmul(block: ScheduledBlock, limits: CpuLimits) -> Found | None:
+    """Return the roles of a matmul's loops and its tile, None when the block is not one."""
+    con = find_matmul(block)
+    return None if con is None else (con, choose_tile(con, limits))
 
 
 def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limits: CpuLimits) -> list[str]:
@@ -73,6 +87,7 @@ def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limit
     block = con.block
     partitioned = _can_partition(con, tile) and can_partition_loops(sch)
     padded = needs_padding(con, tile) and not partitioned
+    batch = math.prod(axis_extent(block, position) for position in con.batch)
     weights = _find_dequantisation(sch, con)
     epilogue, pack = isolate(sch, con, tile.columns if padded else None)
     pack = weights or pack
@@ -85,7 +100,7 @@ def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limit
         place_pack(sch, pack, loops.panel, tile.lanes)
     if partitioned:
         sch.parallel(loops.panel)
-    elif padded and _has_many_batches(con, limits) and can_partition_loops(sch):
+    elif padded and 4 * limits.cores <= batch < math.inf and can_partition_loops(sch):
         # Every core takes whole matrices, and only the last panel of each is checked for its end.
         sch.annotate(loops.panel, PARTITION_HINT, 1)
         sch.parallel(sch.fuse(*loops.outer[:-1]))
@@ -125,11 +140,6 @@ def _can_partition(con: TiledContraction, tile: Tile) -> bool:
     return wide and con.contiguous and rows <= FEW_ROWS and batch == 1
 
 
-def _has_many_batches(con: TiledContraction, limits: CpuLimits) -> bool:
-    batch = math.prod(axis_extent(con.block, position) for position in con.batch)
-    return 4 * limits.cores <= batch < math.inf
-
-
 @dataclass(frozen=True)
 class _Loops:
     """The loops of a tiled contraction, outermost first; `panel` is in `outer`, and `row_tile` is the innermost."""
@@ -167,7 +177,9 @@ def isolate(
         right = next(at for at, read in enumerate(sch.get(block.rv).reads) if read.source.same_as(con.right.source))
         pack = sch.cache_read(block.rv, right, "global")
     if pack is not None and not con.contiguous:
-        _put_column_last(sch, con, pack)
+        column = block.axes[con.column]
+        at = next(dim for dim, index in enumerate(con.right.indices) if column in used_vars(index))
+        sch.transform_layout(pack, ("write", 0), _moved_last(at))
     if epilogue is None:
         epilogue = sch.cache_write(block.rv, 0, "global")
     return epilogue, pack
@@ -231,8 +243,12 @@ def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
         return None
     iters = [iter_var.var for iter_var in reader.stmt.iter_vars]
     whole = [size for size, kind in zip(con.block.sizes, con.block.kinds, strict=True) if kind == "S"]
-    if len(reader.sizes) != len(whole) or not all(map(_is_within, reader.sizes, whole)):
+    if len(reader.sizes) != len(whole):
         return None
+    for size, most in zip(reader.sizes, whole, strict=True):
+        numbers = isinstance(size, int) and isinstance(most, int)
+        if not (size <= most if numbers else same_sizes([size], [most])):
+            return None
     accumulator = con.block.stmt.body.buffer
     for read in reader.stmt.reads:
         if read.source.same_as(accumulator):
@@ -243,10 +259,6 @@ def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
             )
             return readers[0] if same else None
     return None
-
-
-def _is_within(size: Size, whole: Size) -> bool:
-    return size <= whole if isinstance(size, int) and isinstance(whole, int) else same_sizes([size], [whole])
 
 
 def _tile_loops(sch: Schedule, con: TiledContraction, tile: Tile) -> _Loops:
@@ -286,13 +298,6 @@ def _unroll_tile(sch: Schedule, con: TiledContraction, rv: SBlockRV, lanes: int)
     sch.vectorize(lane)
 
 
-def _put_column_last(sch: Schedule, con: TiledContraction, pack: SBlockRV) -> None:
-    """Lay the packed operand out with the vector axis innermost."""
-    column = con.block.stmt.iter_vars[con.column].var
-    at = next(dim for dim, index in enumerate(con.right.indices) if column in used_vars(index))
-    sch.transform_layout(pack, ("write", 0), _moved_last(at))
-
-
 def _moved_last(at: int) -> Callable[..., list[Var]]:
     """Return the index map that moves one axis behind all others."""
 
@@ -304,19 +309,18 @@ def _moved_last(at: int) -> Callable[..., list[Var]]:
 
 def _parallelize(sch: Schedule, con: TiledContraction, loops: _Loops, limits: CpuLimits, packs: bool) -> None:
     """Share panels among the cores; where they are few, row tiles too (not under a packed panel, which all share)."""
-    extents = [static_extent(iter_var.dom.extent) for iter_var in con.block.stmt.iter_vars]
-    known = [extent for extent in extents if extent is not None]
-    if not worth_parallel(math.prod(known) if len(known) == len(extents) else None):
+    known = [extent for extent in con.block.extents if extent is not None]
+    if not worth_parallel(math.prod(known) if len(known) == len(con.block.extents) else None):
         return
     taken = list(loops.outer)
     further = list(loops.rest)
     if loops.row_exact and con.row is not None:
         further.append(loops.row_tile)
-    while further and not packs and _jobs(sch, taken) < 4 * limits.cores:
+
+    def jobs() -> float:
+        extents = [static_extent(sch.get(loop).extent) for loop in taken]
+        return math.prod(math.inf if extent is None else extent for extent in extents)
+
+    while further and not packs and jobs() < 4 * limits.cores:
         taken.append(further.pop(0))
     sch.parallel(sch.fuse(*taken))
-
-
-def _jobs(sch: Schedule, loops: list[LoopRV]) -> float:
-    extents = [static_extent(sch.get(loop).extent) for loop in loops]
-    return math.prod(math.inf if extent is None else extent for extent in extents)

@@ -40,7 +40,9 @@ def find_crossed_axis(sch: Schedule, block: ScheduledBlock, lanes: int) -> int |
     if len(extents) < 2 or (extents[-1] is not None and extents[-1] < lanes):
         return None
     iters = [iter_var.var for iter_var in block.stmt.iter_vars]
-    for load in _plain_loads(block):
+    for load in find_all(block.stmt.body, TensorLoad):
+        if any(list_loads(index) for index in load.indices):
+            continue
         if _stride(load, iters[-1], iters) in (None, 0, 1):
             continue
         for position in reversed(range(len(iters) - 1)):
@@ -48,12 +50,6 @@ def find_crossed_axis(sch: Schedule, block: ScheduledBlock, lanes: int) -> int |
             if extent is not None and extent >= STEPS_MIN and _stride(load, iters[position], iters) == 1:
                 return position
     return None
-
-
-def _plain_loads(block: ScheduledBlock) -> list[TensorLoad]:
-    """Return the loads of a block whose indices depend on no other load."""
-    loads = find_all(block.stmt.body, TensorLoad)
-    return [load for load in loads if not any(list_loads(index) for index in load.indices)]
 
 
 def _stride(load: TensorLoad, var: tirx.Var, axes: Sequence[tirx.Var]) -> int | None:

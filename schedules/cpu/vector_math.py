@@ -148,8 +148,8 @@ def _exp(v: _Lanes, x: Expr) -> Expr:
     power = tirx.shift_left(tirx.Cast(v.int, n), tirx.const(23, v.int))
     scaled = tirx.reinterpret(v.float, tirx.reinterpret(v.int, _exp_of_rest(v, x, n)) + power)
     # NaN is not at most the highest: it comes out of the sum, as infinity does.
-    within = _select(x < v.const(_EXP_LOW), v.const(0.0), scaled)
-    return _select(x <= v.const(_EXP_HIGH), within, x + v.const(float("inf")))
+    within = tirx.Select(x < v.const(_EXP_LOW), v.const(0.0), scaled)
+    return tirx.Select(x <= v.const(_EXP_HIGH), within, x + v.const(float("inf")))
 
 
 def _exp_of_rest(v: _Lanes, x: Expr, n: Expr) -> Expr:
@@ -161,29 +161,31 @@ def _exp_of_rest(v: _Lanes, x: Expr, n: Expr) -> Expr:
 def _exp_within(v: _Lanes, x: Expr) -> Expr:
     """Return exp(x) for an |x| below 87 or NaN: nothing to clamp, and one factor 2**n does."""
     n = v.bind("n", tirx.floor(x * v.const(_LOG2_E) + v.const(0.5)))
-    return _exp_of_rest(v, x, n) * _power_of_two(v, tirx.Cast(v.int, n))
+    # 2**n by the bits of a float32: n is in [-126, 127].
+    bits = tirx.shift_left(tirx.Cast(v.int, n) + tirx.const(127, v.int), tirx.const(23, v.int))
+    return _exp_of_rest(v, x, n) * tirx.reinterpret(v.float, bits)
 
 
 def _erf(v: _Lanes, x: Expr) -> Expr:
     t = v.bind("t", tirx.abs(x))
     s = v.bind("s", x * x)
     small = v.horner(_ERF_SMALL, s) * x + x
-    bounded = v.bind("bounded", _select(t > v.const(_ERF_ONE), v.const(_ERF_ONE), t))
+    bounded = v.bind("bounded", tirx.Select(t > v.const(_ERF_ONE), v.const(_ERF_ONE), t))
     exponent = v.bind("exponent", v.const(0.0) - (v.horner(_ERF_LARGE, bounded) * bounded + bounded))
     large = v.bind("large", v.const(1.0) - _exp_within(v, exponent))
-    signed = _select(x < v.const(0.0), v.const(0.0) - large, large)
-    return _select(t < v.const(_ERF_SPLIT), small, signed)
+    signed = tirx.Select(x < v.const(0.0), v.const(0.0) - large, large)
+    return tirx.Select(t < v.const(_ERF_SPLIT), small, signed)
 
 
 def _tanh(v: _Lanes, x: Expr) -> Expr:
     t = v.bind("t", tirx.abs(x))
     s = v.bind("s", x * x)
     small = v.horner(_TANH, s) * s * x + x
-    bounded = v.bind("bounded", _select(t > v.const(_TANH_ONE), v.const(_TANH_ONE), t))
+    bounded = v.bind("bounded", tirx.Select(t > v.const(_TANH_ONE), v.const(_TANH_ONE), t))
     doubled = v.bind("doubled", bounded + bounded)
     large = v.bind("large", v.const(1.0) - v.const(2.0) / (_exp_within(v, doubled) + v.const(1.0)))
-    signed = _select(x < v.const(0.0), v.const(0.0) - large, large)
-    return _select(t < v.const(_TANH_SPLIT), small, signed)
+    signed = tirx.Select(x < v.const(0.0), v.const(0.0) - large, large)
+    return tirx.Select(t < v.const(_TANH_SPLIT), small, signed)
 
 
 def _sigmoid(v: _Lanes, x: Expr) -> Expr:
@@ -197,7 +199,7 @@ def _sinh(v: _Lanes, x: Expr) -> Expr:
     small = v.horner(_SINH, s) * s * x + x
     half = _half_exp(v, t)
     large = v.bind("large", half - v.const(0.25) / half)
-    return _select(t < v.const(_SINH_SPLIT), small, _select(x < v.const(0.0), v.const(0.0) - large, large))
+    return tirx.Select(t < v.const(_SINH_SPLIT), small, tirx.Select(x < v.const(0.0), v.const(0.0) - large, large))
 
 
 def _cosh(v: _Lanes, x: Expr) -> Expr:
@@ -222,16 +224,6 @@ def _lower_power(call: Call) -> Expr:
     square = tirx.Var("square", base.ty)
     product = {1.0: x, 2.0: square, 3.0: square * x, 4.0: square * square}[power]
     return tirx.Let(x, base, tirx.Let(square, x * x, product))
-
-
-def _select(condition: Expr, when_true: Expr, when_false: Expr) -> Expr:
-    return tirx.Select(condition, when_true, when_false)
-
-
-def _power_of_two(v: _Lanes, exponent: Expr) -> Expr:
-    """Return 2**exponent as float32 by its bits; the exponent has to be in [-126, 127]."""
-    bits = tirx.shift_left(exponent + tirx.const(127, v.int), tirx.const(23, v.int))
-    return tirx.reinterpret(v.float, bits)
 
 
 def _scalar_call(call: Call, dtype: DataType) -> Expr:

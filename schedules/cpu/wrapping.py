@@ -87,10 +87,15 @@ class _Vector:
 
 def _takes_remainder(expr: tirx.Expr, lane: tirx.Var) -> bool:
     """Whether an expression takes the remainder of the lane; of a quotient of it is harmless."""
+
+    def zero(quotient: tirx.FloorDiv) -> tirx.Expr:
+        # A quotient does not grow by the same step from lane to lane.
+        return tirx.const(0, str(quotient.ty.dtype))
+
     return any(
         isinstance(remainder.b, tirx.IntImm)
         and _can_mislead(int(remainder.b))
-        and lane in used_vars(_without_quotients(remainder.a))
+        and lane in used_vars(tvm_ffi.structural_map(remainder.a, (tirx.FloorDiv, zero)))
         for remainder in find_all(expr, tirx.FloorMod)
     )
 
@@ -98,8 +103,3 @@ def _takes_remainder(expr: tirx.Expr, lane: tirx.Var) -> bool:
 def _can_mislead(divisor: int) -> bool:
     """Whether LLVM sees a remainder by so much as an integer of few bits."""
     return divisor > _HARMLESS_DIVISOR and divisor & (divisor - 1) == 0
-
-
-def _without_quotients(expr: tirx.Expr) -> tirx.Expr:
-    """Return an expression with 0 for its quotients: they do not grow by the same step from lane to lane."""
-    return tvm_ffi.structural_map(expr, (tirx.FloorDiv, lambda quotient: tirx.const(0, str(quotient.ty.dtype))))

@@ -15,20 +15,16 @@ a symbolic one) gets its tile from a list and its rest from loop partitioning.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import ExprRV, LoopRV
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.base import PARTITION_HINT, inline_spatial, schedule_elementwise
-from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, axis_extent
-from relaxtune.schedules.cpu.convolution import find_convolution
-from relaxtune.schedules.cpu.matmul import find_matmul
-from relaxtune.schedules.cpu.tiling import finish_tile, isolate, place_pack, stage_accumulators
+from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, axis_extent, find_convolution
+from relaxtune.schedules.cpu.tiling import find_tiled_matmul, finish_tile, isolate, place_pack, stage_accumulators
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
-from relaxtune.schedules.tir.scheduled_blocks import can_partition_loops, find_path_to, is_canonical, list_blocks
+from relaxtune.schedules.tir.scheduled_blocks import can_partition_loops, find_only_reduction, find_path_to, list_blocks
 
 MAX_VECTORS = 6
 MAX_REDUCE_UNROLL = 8
@@ -38,37 +34,21 @@ MAX_PANELS = 16
 ROW_TILES = (1, 2, 4, 5, 6, 7, 8, 10, 12, 14)
 
 
-@dataclass(frozen=True)
-class Design:
-    """One of the four shapes of the loop nest."""
-
-    pack: bool
-    rows_outside: bool
-
-
-DESIGNS = tuple(Design(pack, rows_outside) for pack in (False, True) for rows_outside in (False, True))
-
-
 def contraction_designs(func: PrimFunc, limits: CpuLimits) -> list[Schedule]:
     """Return the sampled schedules of a function with one contraction, none for any other function."""
-    schedules = [_schedule(func, design, limits) for design in DESIGNS]
+    either = (False, True)
+    schedules = [_schedule(func, limits, pack=pack, rows_outside=rows) for pack in either for rows in either]
     return [sch for sch in schedules if sch is not None]
 
 
 def find_contraction(sch: Schedule, limits: CpuLimits) -> TiledContraction | None:
     """Return the only reduction of a function as a contraction, None when it is none or not the only one."""
-    blocks = list_blocks(sch)
-    reductions = [block for block in blocks if not block.is_spatial]
-    if len(reductions) != 1 or not all(is_canonical(sch, block) for block in blocks):
-        return None
-    matmul = find_matmul(reductions[0])
-    if matmul is not None:
-        return matmul
-    convolution = find_convolution(reductions[0], limits)
-    return convolution[0] if convolution is not None else None
+    reduction = find_only_reduction(sch)
+    found = None if reduction is None else find_tiled_matmul(reduction, limits) or find_convolution(reduction, limits)
+    return None if found is None else found[0]
 
 
-def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | None:
+def _schedule(func: PrimFunc, limits: CpuLimits, *, pack: bool, rows_outside: bool) -> Schedule | None:
     sch = Schedule(func)
     con = find_contraction(sch, limits)
     if con is None:
@@ -80,16 +60,16 @@ def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | N
     lanes = max(1, limits.vector_bytes // element_bytes(str(con.block.stmt.writes[0].source.dtype)))
     columns = con.block.extents[con.column]
     padded = columns is None or columns % lanes != 0
-    if design.pack and (padded or not con.contiguous or con.panel is not None):
+    if pack and (padded or not con.contiguous or con.panel is not None):
         return None  # packed in any case: the same design as without
-    epilogue, pack = isolate(sch, con, lanes if padded else None, force_pack=design.pack)
+    epilogue, packing = isolate(sch, con, lanes if padded else None, force_pack=pack)
     stage = stage_accumulators(sch, con, epilogue, padded)
-    outer, tile_loop, reduce = _tile(sch, con, design, lanes, limits.vector_registers)
+    outer, tile_loop, reduce = _tile(sch, con, rows_outside, lanes, limits.vector_registers)
     finish_tile(sch, con, tile_loop, (epilogue, stage), lanes)
-    if pack is not None:
-        place_pack(sch, pack, outer[-1], lanes)
+    if packing is not None:
+        place_pack(sch, packing, outer[-1], lanes)
     sch.parallel(sch.fuse(*outer))
-    done = {str(sch.get(rv).name_hint) for rv in (con.block.rv, epilogue, stage, pack) if rv is not None}
+    done = {str(sch.get(rv).name_hint) for rv in (con.block.rv, epilogue, stage, packing) if rv is not None}
     sch.decompose_reduction(con.block.rv, reduce)
     for other in list_blocks(sch):
         if other.name not in done and other.is_spatial and not other.name.startswith(con.block.name):
@@ -98,7 +78,7 @@ def _schedule(func: PrimFunc, design: Design, limits: CpuLimits) -> Schedule | N
 
 
 def _tile(
-    sch: Schedule, con: TiledContraction, design: Design, lanes: int, registers: int
+    sch: Schedule, con: TiledContraction, rows_outside: bool, lanes: int, registers: int
 ) -> tuple[list[LoopRV], LoopRV, LoopRV]:
     """Cut the loops of the contraction; return the parallel ones, the innermost over tiles, and the first reduction."""
     loops = sch.get_loops(con.block.rv)
@@ -122,7 +102,7 @@ def _tile(
     if con.row is not None:
         m0, m1, row = _split_rows(sch, con, loops[con.row], rows_max)
         rows, inner_rows = [m0] if m0 is not None else [], [row]
-        tiles = [m1, n1] if design.rows_outside else [n1, m1]
+        tiles = [m1, n1] if rows_outside else [n1, m1]
         sch.unroll(row)
     outer = [*batch, n0, *rows]
     sch.reorder(*outer, *rest, *tiles, *reduce, *inner_rows, vector, lane)

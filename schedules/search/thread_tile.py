@@ -25,7 +25,13 @@ from tvm.tirx import PrimFunc
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.tir.blocks import element_bytes, static_extent
 from relaxtune.schedules.tir.contraction import find_operands
-from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, can_inline, is_canonical, list_blocks
+from relaxtune.schedules.tir.scheduled_blocks import (
+    ScheduledBlock,
+    block_facts,
+    can_inline,
+    find_only_reduction,
+    list_blocks,
+)
 
 THREADS_DOWN = (2, 4, 8, 16)
 THREADS_ACROSS = (8, 16, 32)
@@ -58,14 +64,13 @@ def isolate_contraction(sch: Schedule) -> tuple[ScheduledBlock, SBlockRV] | None
     What is elementwise is inlined first. None for a function with other blocks, or whose last block reads the sums in
     another order than it writes its own output.
     """
-    blocks = list_blocks(sch)
-    reductions = [block for block in blocks if not block.is_spatial]
-    if len(reductions) != 1 or not all(is_canonical(sch, block) for block in blocks):
+    reduction = find_only_reduction(sch)
+    if reduction is None:
         return None
-    for block in blocks:
+    for block in list_blocks(sch):
         if can_inline(sch, block):
             sch.compute_inline(block.rv)
-    contraction = block_facts(sch, reductions[0].rv)
+    contraction = block_facts(sch, reduction.rv)
     spatial = contraction.kinds.count("S")
     first, *others = list_blocks(sch)
     if first.name != contraction.name or spatial < 1 or contraction.kinds != "S" * spatial + "R":
@@ -116,18 +121,15 @@ def _tile(
     chunks, steps = sch.split(reduce, [None, sample(sch, _up_to(DEPTHS, depth))])
     sch.reorder(chunks, steps, *inner)
     for load in operands:
-        copy = sch.cache_read(contraction.rv, _position(sch, contraction, load), "shared")
+        reads = sch.get(contraction.rv).reads
+        position = next(at for at, read in enumerate(reads) if read.source.same_as(load.source))
+        copy = sch.cache_read(contraction.rv, position, "shared")
         sch.compute_at(copy, chunks, preserve_unit_loops=True)
         sch.fuse(*sch.get_loops(copy)[len(sch.get_loops(contraction.rv)) - 2 - len(inner) + 1 :])
         lanes = copy_lanes(str(load.source.dtype))
         sch.annotate(copy, "meta_schedule.cooperative_fetch", sample(sch, lanes))
     root = sch.get_sblock("root")
     sch.annotate(root, "meta_schedule.unroll_explicit", sample(sch, UNROLL_STEPS))
-
-
-def _position(sch: Schedule, contraction: ScheduledBlock, load: TensorLoad) -> int:
-    reads = [read.source for read in sch.get(contraction.rv).reads]
-    return next(position for position, source in enumerate(reads) if source.same_as(load.source))
 
 
 def sample(sch: Schedule, choices: Sequence[int]) -> ExprRV:

@@ -26,16 +26,17 @@ class ScheduledBlock(Block):
 
 def list_blocks(sch: Schedule) -> list[ScheduledBlock]:
     """Return the facts of every block under the root, in program order; empty for a function without blocks."""
-    root = find_root(sch)
-    return [] if root is None else [block_facts(sch, rv) for rv in sch.get_child_blocks(root)]
-
-
-def find_root(sch: Schedule) -> SBlockRV | None:
-    """Return the root block of `main`, or None when the body is not a block (an extern call, say)."""
     body = sch.mod["main"].body
-    if not hasattr(body, "block"):
-        return None
-    return sch.get_sblock(body.block.name_hint)
+    if not hasattr(body, "block"):  # an extern call, say
+        return []
+    return [block_facts(sch, rv) for rv in sch.get_child_blocks(sch.get_sblock(body.block.name_hint))]
+
+
+def find_only_reduction(sch: Schedule) -> ScheduledBlock | None:
+    """Return the only block that is not data parallel; None where there are others, or one is not canonical."""
+    blocks = list_blocks(sch)
+    reductions = [block for block in blocks if not block.is_spatial]
+    return reductions[0] if len(reductions) == 1 and all(is_canonical(sch, block) for block in blocks) else None
 
 
 def block_facts(sch: Schedule, rv: SBlockRV) -> ScheduledBlock:
@@ -69,13 +70,8 @@ def can_inline(sch: Schedule, block: ScheduledBlock) -> bool:
     written = [index.name for index in store.indices]
     if len(set(written)) != len(written):
         return False
-    return not is_output(sch, block) and bool(sch.get_consumers(block.rv))
-
-
-def is_output(sch: Schedule, block: ScheduledBlock) -> bool:
-    """Whether the block writes a parameter of the function."""
-    params = list(sch.mod["main"].params)
-    return any(write.source.same_as(param) for write in block.stmt.writes for param in params)
+    is_output = any(store.buffer.same_as(param) for param in sch.mod["main"].params)
+    return not is_output and bool(sch.get_consumers(block.rv))
 
 
 def is_costly(block: ScheduledBlock) -> bool:

@@ -32,18 +32,16 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.any_size.attention_kernel import Attention, AttentionKernel
-from relaxtune.schedules.cpu.any_size.cut import ELEMENT_BYTES, SET_STRIDE_BYTES
 from relaxtune.schedules.cpu.any_size.emit import View
-from relaxtune.schedules.cpu.any_size.product import Product
+from relaxtune.schedules.cpu.any_size.product import ELEMENT_BYTES, SET_STRIDE_BYTES, Product
 from relaxtune.schedules.cpu.any_size.rows import Rows
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
-from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
-from relaxtune.schedules.cpu.matmul import find_matmul
+from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, find_matmul, lanes_of
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import position_of, same_sizes, shape_of
 from relaxtune.schedules.tir.contraction import are_axes
-from relaxtune.schedules.tir.expressions import depends_on, list_loads
+from relaxtune.schedules.tir.expressions import depends_on, list_loads, substitute
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, is_canonical, list_blocks
 
 _VECTORS = 2
@@ -140,13 +138,14 @@ def _rows_elsewhere(
         return None
     inner = [size for size in shape[place + 1 :] if isinstance(size, int)]
     is_known = len(inner) == len(shape) - place - 1
-    taken = is_known and (is_v or not _share_a_set(math.prod(inner)))
-    return View(value.source, block.spatial, value.indices) if taken else None
+    if not is_known or (is_q and math.prod(inner) * ELEMENT_BYTES % SET_STRIDE_BYTES == 0):
+        return None
 
+    def at(element: Sequence[tirx.Expr]) -> list[tirx.Expr]:
+        values = dict(zip(block.spatial, element, strict=True))
+        return [substitute(index, values) for index in value.indices]
 
-def _share_a_set(elements: int) -> bool:
-    """Whether rows that begin so many elements apart lie in the same set of the first cache."""
-    return elements * ELEMENT_BYTES % SET_STRIDE_BYTES == 0
+    return View(value.source, at)
 
 
 def _without_division(

@@ -14,7 +14,6 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.cpu.any_size.emit import (
     Buffers,
-    KeptRow,
     View,
     build_function,
     row_buffer,
@@ -23,7 +22,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
     wide,
 )
 from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel, Values
-from relaxtune.schedules.cpu.any_size.product import Product
+from relaxtune.schedules.cpu.any_size.product import ELEMENT_BYTES, Product
 from relaxtune.schedules.cpu.any_size.rows import Rows, RowsKernel
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.expressions import substitute
@@ -31,7 +30,6 @@ from relaxtune.schedules.tir.expressions import substitute
 # Tiles of a group read K and V from the first cache, one after another, while their scores take at most so much.
 _GROUP_TILES = 4
 _GROUP_BYTES = 128 << 10
-_ELEMENT_BYTES = 4
 # Jobs that a core has at least, where there are rows enough, when each job copies V.
 _JOBS_EACH = 4
 # Columns at the end of all rows of a group are looked at so many vectors at once.
@@ -113,7 +111,7 @@ class AttentionKernel:
         # Values by way of memory: TVM takes long to simplify quotients of quotients.
         tiles = T.Bind(unfolded((queries + (found.rows - 1)) // found.rows))
         room = T.Bind(unfolded(keys + 2 * found.first.lanes))
-        fitting = wide(_GROUP_BYTES // (found.rows * _ELEMENT_BYTES)) // room
+        fitting = wide(_GROUP_BYTES // (found.rows * ELEMENT_BYTES)) // room
         size = T.Bind(unfolded(tirx.max(tirx.min(fitting, wide(_GROUP_TILES)), wide(1))))
 
         def job(batch: Sequence[tirx.Expr], place: tirx.Expr, copied: tirx.Var | None = None) -> None:
@@ -152,14 +150,19 @@ class AttentionKernel:
         found = self._attention
         self._scores(group, self._columns_seen(group))
         with T.serial(0, group.all_rows) as row:
-            kept = KeptRow(group.scores, unfolded(row * group.length))
+            begin = unfolded(row * group.length)
+            kept = View(group.scores, lambda place: [begin + wide(place[-1])])
             at = [*group.batch, T.Bind(group.first + row)]
             numbers = self._walk.make_row(at, {**self._buffers, **dict.fromkeys(found.kept, kept)})
             if found.total is not None:
                 # Without keys there is nothing to divide.
                 divisor = tirx.Select(wide(found.keys) > 0, numbers[found.total][0], tirx.FloatImm("float32", 1.0))
                 T.buffer_store(group.totals, divisor, [row])
-        self._weigh(group, self._columns_weighed(group))
+
+        def is_weighed(row: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
+            return group.scores[row * group.length + column] != tirx.FloatImm("float32", 0.0)
+
+        self._weigh(group, self._last_column(group.all_rows, is_weighed))
 
     def _columns_seen(self, group: _Group) -> tirx.Expr:
         """Return where the columns end whose scores are read, of all rows of a group."""
@@ -174,14 +177,6 @@ class AttentionKernel:
             return tvm_ffi.structural_map(substitute(seen, at), (TensorLoad, lambda load: self._first.load(load, {})))
 
         return self._last_column(group.all_rows, is_seen)
-
-    def _columns_weighed(self, group: _Group) -> tirx.Expr:
-        """Return where the columns end that have a weight other than 0, in any row of a group."""
-
-        def is_weighed(row: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
-            return group.scores[row * group.length + column] != tirx.FloatImm("float32", 0.0)
-
-        return self._last_column(group.all_rows, is_weighed)
 
     def _last_column(self, rows: tirx.Expr, holds: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]) -> tirx.Expr:
         """Return an end of the columns for which a condition holds in any row: none from there on, perhaps some before.

@@ -14,7 +14,6 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.blocks import shape_of
-from relaxtune.schedules.tir.expressions import substitute
 
 # What LLVM's prefetch is told: to read, into the first or the second cache, data.
 INTO_FIRST, INTO_SECOND = (0, 3, 1), (0, 2, 1)
@@ -22,16 +21,14 @@ INTO_FIRST, INTO_SECOND = (0, 3, 1), (0, 2, 1)
 
 @dataclass(frozen=True)
 class View:
-    """A tensor that lies in another one: its element at `axes` is the other's at `indices`."""
+    """A tensor that lies in another one: `at` says where each of its places is."""
 
     buffer: tirx.Var
-    axes: Sequence[tirx.Var]
-    indices: Sequence[tirx.Expr]
+    at: Callable[[Sequence[tirx.Expr]], list[tirx.Expr]]
 
     def __getitem__(self, place: Sequence[tirx.Expr]) -> tirx.Expr:
         """Return an element by its place in the view."""
-        at = dict(zip(self.axes, place, strict=True))
-        return self.buffer[tuple(substitute(index, at) for index in self.indices)]
+        return self.buffer[tuple(self.at(place))]
 
 
 Buffers = dict[tirx.Var, tirx.Var | View]
@@ -41,14 +38,18 @@ def build_function(func: PrimFunc, emit: Callable[[Buffers], None]) -> PrimFunc:
     """Return a function with the parameters and attributes of another; `emit` gets its buffers by the other's."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("main")
-        emit(dict(zip(func.params, map(_declared, func.params), strict=True)))
+        buffers: Buffers = {}
+        for param in func.params:
+            shape = shape_of(param)
+            buffers[param] = T.arg(param.name, param if shape is None else T.Buffer(list(shape), str(param.dtype)))
+        emit(buffers)
     made = builder.get().without_attr("global_symbol")
     for key, value in func.attrs.items() if func.attrs else ():
         made = made.with_attr(key, value)
     return made
 
 
-def share_jobs(sizes: Sequence[Size], body: Callable[[list[tirx.Expr]], None]) -> None:
+def share_jobs(sizes: Sequence[Size], body: Callable[[list[tirx.Expr]], object]) -> None:
     """Run a body on all cores for each place of a space, given along each axis."""
     with T.parallel(0, wide(math.prod(sizes))) as job:
         body(places(job, sizes))
@@ -64,29 +65,6 @@ def places(number: tirx.Expr, sizes: Sequence[Size]) -> list[tirx.Expr]:
         found.append(T.Bind(number % size if count else number))
         number = number // size
     return found[::-1]
-
-
-@dataclass(frozen=True)
-class KeptRow:
-    """The row of a tensor that is being made, kept from an element of a buffer on."""
-
-    buffer: tirx.Var
-    begin: tirx.Expr
-
-
-def read_place(place: tirx.Var | KeptRow, indices: Sequence[tirx.Expr]) -> tirx.Expr:
-    """Return an element of a tensor; of a kept row, the one of the last index."""
-    if isinstance(place, KeptRow):
-        return place.buffer[place.begin + wide(indices[-1])]
-    return place[tuple(indices)]
-
-
-def write_place(place: tirx.Var | KeptRow, value: tirx.Expr, indices: Sequence[tirx.Expr]) -> None:
-    """Store an element of a tensor; of a kept row, the one of the last index."""
-    if isinstance(place, KeptRow):
-        T.buffer_store(place.buffer, value, [place.begin + wide(indices[-1])])
-    else:
-        T.buffer_store(place, value, list(indices))
 
 
 def row_buffer(elements: int) -> tirx.Var:
@@ -111,8 +89,3 @@ def wide(number: Size) -> tirx.Expr:
     if isinstance(number, int):
         return tirx.IntImm("int64", number)
     return number if str(number.ty.dtype).startswith("int64") else tirx.Cast("int64", number)
-
-
-def _declared(param: tirx.Var) -> tirx.Var:
-    shape = shape_of(param)
-    return T.arg(param.name, param if shape is None else T.Buffer(list(shape), str(param.dtype)))

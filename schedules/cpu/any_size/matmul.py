@@ -32,17 +32,15 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.any_size.cut import ELEMENT_BYTES, SET_STRIDE_BYTES, find_cut
 from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel
-from relaxtune.schedules.cpu.any_size.product import Product
+from relaxtune.schedules.cpu.any_size.product import ELEMENT_BYTES, SET_STRIDE_BYTES, Product, find_cut
 from relaxtune.schedules.cpu.any_size.tile_kernel import fills_tiles
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
-from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, lanes_of
-from relaxtune.schedules.cpu.matmul import find_matmul
+from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, find_matmul, lanes_of
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import position_of, written_params
-from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, is_canonical, list_blocks
+from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, find_only_reduction, list_blocks
 
 # Vectors of columns that no panel and no size gives: two hide the latency of the multiply-add behind 14 rows.
 _VECTORS = 2
@@ -59,16 +57,13 @@ class AnySizeMatmul(CpuRule):
     def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
         """Return the kernel as a schedule of nothing more to do, None for any other function."""
         sch, limits = Schedule(func), cpu_limits(target)
-        blocks = list_blocks(sch)
-        products = [block for block in blocks if not block.is_spatial]
-        if len(products) != 1 or not all(is_canonical(sch, block) for block in blocks):
+        product = find_only_reduction(sch)
+        if product is None:
             return None
         inline_spatial(sch)
-        blocks = list_blocks(sch)
-        product = next(block for block in blocks if not block.is_spatial)
-        con = find_matmul(product)
+        con = find_matmul(block_facts(sch, product.rv))
         epilogue = None if con is None else find_epilogue(sch, con)
-        if con is None or len(blocks) != (1 if epilogue is None else 2):
+        if con is None or len(list_blocks(sch)) != (1 if epilogue is None else 2):
             return None
         found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
         return None if found is None else Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))

@@ -99,24 +99,21 @@ class ProductKernel:
         rows = T.Bind(unfolded(self._product.row_count))
         with T.If(is_worth_tiles(rows)):
             with T.Then():
-                TileKernel(self._product, rows, self._left_of, self._right_of, self._finish_row).emit()
+                self._tiles(rows).emit()
             with T.Else():
                 self._emit_rows()
 
-    def _left_of(self, row: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
-        con = self._product.con
-        return self.load(con.left, {**self._row_of_one(row), self._product.block.axes[con.reduce[0]]: k})
-
-    def _right_of(self, panel: tirx.Expr, k: tirx.Expr, column: tirx.Expr) -> tirx.Expr:
-        return self.buffers[self._product.con.right.source][panel, k, column]
-
-    def _finish_row(self, row: tirx.Expr, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
-        self._finish(self._row_of_one(row), start, sums, at)
-
-    def _row_of_one(self, number: tirx.Expr) -> Values:
-        """Return the place of a row of a batch of one."""
-        axes = self._product.block.axes
-        return {**{axes[axis]: wide(0) for axis in self._product.con.batch}, **self._row(number)}
+    def _tiles(self, rows: tirx.Expr) -> TileKernel:
+        """Return the kernel for the tile unit, which has a batch of one."""
+        con, axes = self._product.con, self._product.block.axes
+        batch: Values = {axes[axis]: wide(0) for axis in con.batch}
+        return TileKernel(
+            self._product,
+            rows,
+            lambda row, k: self.load(con.left, {**batch, **self._row(row), axes[con.reduce[0]]: k}),
+            lambda panel, k, column: self.buffers[con.right.source][panel, k, column],
+            lambda row, start, sums, at: self._finish({**batch, **self._row(row)}, start, sums, at),
+        )
 
     def _emit_rows(self) -> None:
         """Write the loops of vectors."""
@@ -319,17 +316,12 @@ class ProductKernel:
 
     def _finish(self, values: Values, start: tirx.Expr, sums: tirx.Var, at: tirx.Expr) -> None:
         """Store the epilogue of one row, whose sums begin at a place of their buffer."""
-        lanes, column = self._product.lanes, self._product.block.axes[self._product.con.column]
+        product = self._product
+        lanes, column = product.lanes, product.block.axes[product.con.column]
 
         def finish(vector: tirx.Expr | int, lane: tirx.Expr) -> None:
             offset = vector * lanes + lane
             self.store(sums[at + offset], {**values, column: start + offset})
-
-        self._columns_of_tile(start, finish)
-
-    def _columns_of_tile(self, start: tirx.Expr, finish: Callable[[tirx.Expr | int, tirx.Expr], None]) -> None:
-        """Run a body for the columns of a tile that are columns of C."""
-        product = self._product
 
         def whole() -> None:
             with T.serial(0, product.vectors) as vector, T.vectorized(0, product.lanes) as lane:

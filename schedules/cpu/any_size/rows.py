@@ -26,13 +26,11 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.cpu.any_size.emit import (
     Buffers,
-    KeptRow,
+    View,
     build_function,
-    read_place,
     row_buffer,
     share_jobs,
     wide,
-    write_place,
 )
 from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.reduction import count_shared_rows
@@ -141,7 +139,7 @@ class RowsKernel:
         return build_function(self._rows.func, self._emit)
 
     def make_row(
-        self, places: list[tirx.Expr], buffers: Mapping[tirx.Var, tirx.Var | KeptRow]
+        self, places: list[tirx.Expr], buffers: Mapping[tirx.Var, tirx.Var | View]
     ) -> Mapping[tirx.Var, tirx.Var]:
         """Make the row of some places along the leading axes, all of whose tensors are in `buffers`.
 
@@ -165,14 +163,9 @@ class RowsKernel:
         return self._kept
 
     def _emit(self, buffers: Buffers) -> None:
-        found, known = self._rows, dict(buffers)
-        if found.wide is not None:
-            known[found.wide] = buffers[found.blocks[-1].store.buffer]
-
-        def job(places: list[tirx.Expr]) -> None:
-            self.make_row(places, known)
-
-        share_jobs(found.rows, job)
+        found = self._rows
+        wide_one = {} if found.wide is None else {found.wide: buffers[found.blocks[-1].store.buffer]}
+        share_jobs(found.rows, lambda places: self.make_row(places, {**buffers, **wide_one}))
 
     def _element(self, block: ScheduledBlock, known: Values) -> Callable[[tirx.Expr], None]:
         """Return what makes the element of a block at a column."""
@@ -238,7 +231,7 @@ class RowsKernel:
             if instead is not None and load.source.same_as(instead[0]):
                 return instead[1]
             kept = self._kept.get(load.source)
-            return kept[0] if kept is not None else read_place(self._buffers[load.source], load.indices)
+            return kept[0] if kept is not None else self._buffers[load.source][tuple(load.indices)]
 
         return tvm_ffi.structural_map(substitute(expr, values), (TensorLoad, replaced))
 
@@ -248,4 +241,8 @@ class RowsKernel:
             T.buffer_store(kept, value, [0])
             return
         indices = [substitute(index, values) for index in block.store.indices]
-        write_place(self._buffers[block.store.buffer], value, indices)
+        into = self._buffers[block.store.buffer]
+        if isinstance(into, View):
+            T.buffer_store(into.buffer, value, into.at(indices))
+        else:
+            T.buffer_store(into, value, indices)

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm.s_tir import Schedule
 
-from relaxtune.schedules.cpu.contraction import choose_tile
-from relaxtune.schedules.cpu.matmul import find_matmul
+from relaxtune.schedules.cpu.contraction import choose_tile, find_matmul
 from relaxtune.schedules.cpu.packing import pack_weight, panel_width
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.search.space import list_designs
