@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tvm import s_tir, tirx
 
 from relaxtune.schedules.marks import SOURCES_ATTR
-from relaxtune.schedules.tir.blocks import child_statements, list_statements
+from relaxtune.schedules.tir.blocks import child_statements, holds_block
 
 # Code made without loops to bind (sorts, scans, templates) names its threads in statements of these kinds.
 _LAUNCHES = ("thread_extent", "virtual_thread")
@@ -45,22 +45,14 @@ def _launches(stmt: tirx.Stmt) -> int:
 def _unbound(stmt: tirx.Stmt, *, bound: bool) -> Iterator[str]:
     if isinstance(stmt, s_tir.SBlockRealize):
         body = stmt.block.body
-        if _holds_block(body):
+        if holds_block(body):
             yield from _unbound(body, bound=bound)
-        elif not bound and not _launches_threads(body):
+        elif not bound and not _launches(body):
             yield str(stmt.block.name_hint)
         return
     bound = bound or _is_launch(stmt)
     for part in child_statements(stmt):
         yield from _unbound(part, bound=bound)
-
-
-def _holds_block(stmt: tirx.Stmt) -> bool:
-    return any(isinstance(inner, s_tir.SBlockRealize) for inner in list_statements(stmt))
-
-
-def _launches_threads(stmt: tirx.Stmt) -> bool:
-    return any(_is_launch(inner) for inner in list_statements(stmt))
 
 
 def _is_launch(stmt: tirx.Stmt) -> bool:

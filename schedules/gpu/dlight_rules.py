@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 
 import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Var
 from tvm.ir.expr import TensorLoad
-from tvm.s_tir import SBlock, SBlockRealize, Schedule, ScheduleError, dlight
+from tvm.s_tir import SBlock, Schedule, ScheduleError, dlight
 from tvm.s_tir.dlight.analysis import SBlockInfo, get_root_block, normalize_prim_func
 from tvm.s_tir.dlight.base import ScheduleRule, try_inline
 from tvm.s_tir.schedule import SBlockRV
@@ -35,8 +36,19 @@ logger = logging.getLogger(__name__)
 
 def without_unit_reductions(func: PrimFunc) -> PrimFunc:
     """Return a function whose sums, products, maxima and minima over one place are assignments."""
+
+    def assigned(block: SBlock) -> SBlock:
+        body = _assigned(block)
+        if body is None:
+            return block
+        axes = [tirx.IterVar(axis.dom, axis.var, tirx.IterVar.DataPar, axis.thread_tag) for axis in block.iter_vars]
+        return SBlock(
+            axes, block.reads, block.writes, block.name_hint, body, None, block.alloc_buffers, block.match_buffers,
+            block.annotations,
+        )  # fmt: skip
+
     units = [block.stmt for block in list_blocks(func) if _assigned(block.stmt) is not None]
-    return func.with_body(_rewritten(func.body)) if units else func
+    return func.with_body(tvm_ffi.structural_map(func.body, (SBlock, assigned))) if units else func
 
 
 def _assigned(block: SBlock) -> tirx.BufferStore | None:
@@ -50,29 +62,6 @@ def _assigned(block: SBlock) -> tirx.BufferStore | None:
     if not isinstance(value, BINARY) or not isinstance(value.a, TensorLoad) or not value.a.source.same_as(store.buffer):
         return None
     return tirx.BufferStore(store.buffer, type(value)(start.value, value.b), store.indices)
-
-
-def _rewritten(stmt: tirx.Stmt) -> tirx.Stmt:
-    if isinstance(stmt, tirx.SeqStmt):
-        return tirx.SeqStmt([_rewritten(part) for part in stmt.seq])
-    if isinstance(stmt, tirx.For):
-        body = _rewritten(stmt.body)
-        return tirx.For(stmt.loop_var, stmt.min, stmt.extent, stmt.kind, body, stmt.thread_binding, stmt.annotations)
-    if isinstance(stmt, SBlockRealize):
-        return SBlockRealize(stmt.iter_values, stmt.predicate, _block(stmt.block))
-    return stmt
-
-
-def _block(block: SBlock) -> SBlock:
-    body, start, axes = _assigned(block), None, block.iter_vars
-    if body is None:
-        body, start = _rewritten(block.body), block.init
-    else:
-        axes = [tirx.IterVar(axis.dom, axis.var, tirx.IterVar.DataPar, axis.thread_tag) for axis in axes]
-    return SBlock(
-        axes, block.reads, block.writes, block.name_hint, body, start, block.alloc_buffers, block.match_buffers,
-        block.annotations,
-    )  # fmt: skip
 
 
 # dlight's rules check their assumptions with Python's asserts and whatever their Python code runs into.
@@ -196,12 +185,8 @@ def _follows(sch: Schedule, reduction: SBlockInfo, following: SBlockInfo) -> boo
     kept = sch.get(get_root_block(sch)).alloc_buffers
     if len(written) != 1 or not any(buffer.same_as(written[0]) for buffer in kept):
         return False
-    return _reads_once(sch.get(following.block_rv), written[0])
-
-
-def _reads_once(block: SBlock, buffer: tirx.Var) -> bool:
-    """Whether each element of a block reads one element of a buffer, and no other one reads that."""
-    read = [region.region for region in block.reads if region.source.same_as(buffer)]
+    block = sch.get(following.block_rv)
+    read = [region.region for region in block.reads if region.source.same_as(written[0])]
     if len(read) != 1 or any(axis.extent != 1 for axis in read[0]):
         return False
     places = [axis.min for axis in read[0]]

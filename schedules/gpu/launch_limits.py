@@ -37,15 +37,16 @@ def exceeded_limit(func: tirx.PrimFunc, target: Target) -> str | None:
 
     Extents that are known at run time alone are taken to fit.
     """
-    exceeded = _exceeded(func, target, compact=False)
+    exceeded = _exceeded(_lowered(func), target)
     # Shrinking buffers to the part that is used takes long.
-    return None if exceeded is None else _exceeded(func, target, compact=True)
+    compact = s_tir.transform.CompactBufferAllocation()
+    return None if exceeded is None else _exceeded(_lowered(func, compact), target)
 
 
-def _exceeded(func: tirx.PrimFunc, target: Target, *, compact: bool) -> str | None:
+def _exceeded(lowered: tirx.PrimFunc, target: Target) -> str | None:
     memory = {"shared": int(target.attrs["max_shared_memory_per_block"]) - _REDUCTION_BYTES, "local": _LOCAL_BYTES_MAX}
     threads_max = int(target.attrs["max_threads_per_block"])
-    for launch in _launches(_lowered(func, compact=compact).body):
+    for launch in _launches(lowered.body):
         for thread, extent in launch.extents.items():
             if extent > _EXTENTS_MAX[thread]:
                 return f"{extent} along {thread}, and {_EXTENTS_MAX[thread]} are the most"
@@ -60,15 +61,15 @@ def _exceeded(func: tirx.PrimFunc, target: Target, *, compact: bool) -> str | No
     return None
 
 
-def _lowered(func: tirx.PrimFunc, *, compact: bool) -> tirx.PrimFunc:
-    """Return the function with buffers where TVM allocates them, of their size there if `compact`."""
+def _lowered(func: tirx.PrimFunc, *further: tvm.transform.Pass) -> tirx.PrimFunc:
+    """Return the function with buffers where TVM allocates them."""
     passes = [
         s_tir.transform.LowerCrossThreadReduction(),
         s_tir.transform.LowerInitBlock(),
         s_tir.transform.PlanAndUpdateBufferAllocationLocation(),
         s_tir.transform.ConvertBlocksToOpaque(),
         s_tir.transform.UnifyThreadBinding(),
-        *([s_tir.transform.CompactBufferAllocation()] if compact else []),
+        *further,
         s_tir.transform.LowerOpaqueBlock(),
     ]
     return tvm.transform.Sequential(passes)(tvm.IRModule({"main": func}))["main"]

@@ -11,21 +11,23 @@ Operands are in dynamic shared memory; their rows must begin at multiples of 16 
 or, for the kinds that end in `_turned`, [n, k].
 """
 
-# The annotations of the functions below are TVMScript, which must see values and not their text.
+from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
-import tvm
+from tvm import tirx
 from tvm.s_tir import TensorIntrin
-from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx import PrimFunc
+from tvm.tirx.script import builder as T
 
 TILE = 16
 HALVES = ("float16", "bfloat16")
 INPUTS = (*HALVES, "float32")
 SHARED = "shared.dyn"
-
+# Scope and dtype of sums.
+_SUMS = ("wmma.accumulator", "float32")
 
 # By the kind of the intrinsic that loads an operand: scope and layout of its fragments, and the wrapper (see above).
 _OPERANDS = {
@@ -51,162 +53,90 @@ def intrinsic_name(kind: str, dtype: str) -> str:
 @cache
 def register_intrinsics() -> None:
     """Register the intrinsics in this process; schedules that use them cannot be replayed before."""
+
+    def register(
+        kind: str, dtype: str, block: str, tiles: Sequence[tuple[str, str]], value: Callable[..., tirx.Expr],
+        call: Callable[..., tirx.Expr],
+    ) -> None:  # fmt: skip
+        described = _function(tiles, lambda buffers: _store_each(buffers, block, value), strided=False)
+        called = _function(tiles, lambda buffers: T.evaluate(call(*buffers)), strided=True)
+        TensorIntrin.register(intrinsic_name(kind, dtype), described, called)
+
+    def element(source: tirx.Buffer, _target: tirx.Buffer, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
+        return source[i, j]
+
     for dtype in INPUTS:
+        left, right = ((fragment_scope(kind, dtype), dtype) for kind in ("load_a", "load_b"))
         for kind in _OPERANDS:
-            call = partial(_load_call, kind)
-            TensorIntrin.register(intrinsic_name(kind, dtype), *_copy(dtype, SHARED, fragment_scope(kind, dtype), call))
-        TensorIntrin.register(intrinsic_name("multiply", dtype), *_multiply(dtype, turned=False))
-        TensorIntrin.register(intrinsic_name("multiply_turned", dtype), *_multiply(dtype, turned=True))
-    TensorIntrin.register(intrinsic_name("fill", "float32"), *_fill())
-    TensorIntrin.register(
-        intrinsic_name("store", "float32"), *_copy("float32", "wmma.accumulator", SHARED, _store_call)
-    )
+            tiles = ((SHARED, dtype), (fragment_scope(kind, dtype), dtype))
+            register(kind, dtype, "copy", tiles, element, partial(_load_call, kind))
+        for turned, kind in ((False, "multiply"), (True, "multiply_turned")):
+            register(kind, dtype, "", (left, right, _SUMS), partial(_product, turned), _multiply_call)
+    zero = T.float32(0)
+    register("fill", "float32", "init", (_SUMS,), lambda *_: zero, _fill_call)
+    register("store", "float32", "copy", (_SUMS, (SHARED, "float32")), element, _store_call)
 
 
-def _fragment(buffer: tvm.tirx.Buffer, stride: tvm.ir.Expr) -> tvm.ir.Expr:
-    per_row = stride // TILE
-    return buffer.elem_offset // stride // TILE * per_row + buffer.elem_offset % stride // TILE
-
-
-def _load_call(
-    kind: str, source: tvm.tirx.Buffer, target: tvm.tirx.Buffer, source_stride: tvm.ir.Expr, target_stride: tvm.ir.Expr
-) -> tvm.ir.Expr:
-    _, layout, wrapper = _OPERANDS[kind]
-    return T.tvm_load_matrix_sync(
-        target.data,
-        TILE,
-        TILE,
-        TILE,
-        _fragment(target, target_stride),
-        source.access_ptr("r", ptr_type=source.dtype),
-        source_stride if str(source.dtype) in HALVES else T.call_extern("int32", wrapper, source_stride),
-        layout,
-        dtype="void",
-    )
-
-
-def _store_call(
-    source: tvm.tirx.Buffer, target: tvm.tirx.Buffer, source_stride: tvm.ir.Expr, target_stride: tvm.ir.Expr
-) -> tvm.ir.Expr:
-    return T.tvm_store_matrix_sync(
-        source.data,
-        TILE,
-        TILE,
-        TILE,
-        _fragment(source, source_stride),
-        target.access_ptr("w", ptr_type=target.dtype),
-        target_stride,
-        "row_major",
-        dtype="void",
-    )
-
-
-def _copy(dtype: str, source: str, target: str, call: Callable[..., tvm.ir.Expr]) -> tuple[PrimFunc, PrimFunc]:
-    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def described(a: T.handle, c: T.handle) -> None:
-        A = T.match_buffer(a, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=source)
-        C = T.match_buffer(c, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=target)
-        with T.sblock("root"):
-            T.reads(A[0:TILE, 0:TILE])
-            T.writes(C[0:TILE, 0:TILE])
-            for i, j in T.grid(TILE, TILE):
-                with T.sblock("copy"):
-                    vi, vj = T.axis.remap("SS", [i, j])
-                    C[vi, vj] = A[vi, vj]
-
-    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def called(a: T.handle, c: T.handle) -> None:
-        a1 = T.int32()
-        a0 = T.int32()
-        c1 = T.int32()
-        c0 = T.int32()
-        A = T.match_buffer(a, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=source, strides=[a1, a0])
-        C = T.match_buffer(c, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=target, strides=[c1, c0])
-        with T.sblock("root"):
-            T.reads(A[0:TILE, 0:TILE])
-            T.writes(C[0:TILE, 0:TILE])
-            T.evaluate(call(A, C, a1, c1))
-
-    return described, called
-
-
-def _fill() -> tuple[PrimFunc, PrimFunc]:
-    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def described(c: T.handle) -> None:
-        C = T.match_buffer(c, (TILE, TILE), "float32", align=64, offset_factor=TILE, scope="wmma.accumulator")
-        with T.sblock("root"):
-            T.reads()
-            T.writes(C[0:TILE, 0:TILE])
-            for i, j in T.grid(TILE, TILE):
-                with T.sblock("init"):
-                    vi, vj = T.axis.remap("SS", [i, j])
-                    C[vi, vj] = T.float32(0)
-
-    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def called(c: T.handle) -> None:
-        c1 = T.int32()
-        c0 = T.int32()
-        C = T.match_buffer(
-            c, (TILE, TILE), "float32", align=64, offset_factor=TILE, scope="wmma.accumulator", strides=[c1, c0]
-        )
-        with T.sblock("root"):
-            T.reads()
-            T.writes(C[0:TILE, 0:TILE])
-            T.evaluate(T.tvm_fill_fragment(C.data, TILE, TILE, TILE, _fragment(C, c1), T.float32(0), dtype="void"))
-
-    return described, called
-
-
-def _multiply(dtype: str, *, turned: bool) -> tuple[PrimFunc, PrimFunc]:
-    left, right = fragment_scope("load_a", dtype), fragment_scope("load_b", dtype)
-
-    def product(
-        a: tvm.tirx.Buffer, b: tvm.tirx.Buffer, i: tvm.tirx.Var, j: tvm.tirx.Var, k: tvm.tirx.Var
-    ) -> tvm.ir.Expr:
-        left, right = a[i, k], b[j, k] if turned else b[k, j]
-        return left * right if dtype == "float32" else T.Cast("float32", left) * T.Cast("float32", right)
-
-    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def described(a: T.handle, b: T.handle, c: T.handle) -> None:
-        A = T.match_buffer(a, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=left)
-        B = T.match_buffer(b, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=right)
-        C = T.match_buffer(c, (TILE, TILE), "float32", align=64, offset_factor=TILE, scope="wmma.accumulator")
-        with T.sblock("root"):
-            T.reads(C[0:TILE, 0:TILE], A[0:TILE, 0:TILE], B[0:TILE, 0:TILE])
-            T.writes(C[0:TILE, 0:TILE])
-            for i, j, k in T.grid(TILE, TILE, TILE):
-                with T.sblock(""):
-                    vi, vj, vk = T.axis.remap("SSR", [i, j, k])
-                    C[vi, vj] = C[vi, vj] + product(A, B, vi, vj, vk)
-
-    @T.prim_func(s_tir=True)  # type: ignore[untyped-decorator]
-    def called(a: T.handle, b: T.handle, c: T.handle) -> None:
-        a1 = T.int32()
-        a0 = T.int32()
-        b1 = T.int32()
-        b0 = T.int32()
-        c1 = T.int32()
-        c0 = T.int32()
-        A = T.match_buffer(a, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=left, strides=[a1, a0])
-        B = T.match_buffer(b, (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=right, strides=[b1, b0])
-        C = T.match_buffer(
-            c, (TILE, TILE), "float32", align=64, offset_factor=TILE, scope="wmma.accumulator", strides=[c1, c0]
-        )
-        with T.sblock("root"):
-            T.reads(C[0:TILE, 0:TILE], A[0:TILE, 0:TILE], B[0:TILE, 0:TILE])
-            T.writes(C[0:TILE, 0:TILE])
-            T.evaluate(
-                T.tvm_mma_sync(
-                    C.data,
-                    _fragment(C, c1),
-                    A.data,
-                    _fragment(A, a1),
-                    B.data,
-                    _fragment(B, b1),
-                    C.data,
-                    _fragment(C, c1),
-                    dtype="void",
-                )
+def _function(
+    tiles: Sequence[tuple[str, str]], emit: Callable[[list[tirx.Buffer]], None], *, strided: bool
+) -> PrimFunc:
+    """Return a function of tiles of some scopes and dtypes, which reads all and writes the last one."""
+    with IRBuilder() as builder, T.prim_func(s_tir=True):
+        T.func_name("main")
+        buffers = [
+            T.match_buffer(
+                T.arg(f"tile_{number}", T.handle()), (TILE, TILE), dtype, align=64, offset_factor=TILE, scope=scope,
+                strides=[T.int32(), T.int32()] if strided else None,
             )
+            for number, (scope, dtype) in enumerate(tiles)
+        ]  # fmt: skip
+        *read, written = (buffer[0:TILE, 0:TILE] for buffer in buffers)
+        with T.sblock("root"):
+            T.reads(*([written, *read] if len(tiles) == 3 else read))
+            T.writes(written)
+            emit(buffers)
+    return builder.get()
 
-    return described, called
+
+def _store_each(buffers: list[tirx.Buffer], block: str, value: Callable[..., tirx.Expr]) -> None:
+    """Store each element of the last buffer; of three, it is a sum over a third axis."""
+    axes = "SSR" if len(buffers) == 3 else "SS"
+    with T.grid(*(TILE for _ in axes)) as loops, T.sblock(block):
+        places = T.axis.remap(axes, list(loops))
+        T.buffer_store(buffers[-1], value(*buffers, *places), places[:2])
+
+
+def _product(
+    turned: bool, a: tirx.Buffer, b: tirx.Buffer, c: tirx.Buffer, i: tirx.Var, j: tirx.Var, k: tirx.Var
+) -> tirx.Expr:
+    left, right = a[i, k], b[j, k] if turned else b[k, j]
+    product = left * right if str(a.dtype) == "float32" else T.Cast("float32", left) * T.Cast("float32", right)
+    return c[i, j] + product
+
+
+def _fragment(buffer: tirx.Buffer) -> tirx.Expr:
+    stride = buffer.strides[0]
+    return buffer.elem_offset // stride // TILE * (stride // TILE) + buffer.elem_offset % stride // TILE
+
+
+def _load_call(kind: str, source: tirx.Buffer, target: tirx.Buffer) -> tirx.Expr:
+    _, layout, wrapper = _OPERANDS[kind]
+    stride, pointer = source.strides[0], source.access_ptr("r", ptr_type=source.dtype)
+    wrapped = stride if str(source.dtype) in HALVES else T.call_extern("int32", wrapper, stride)
+    shape = (TILE, TILE, TILE)
+    return T.tvm_load_matrix_sync(target.data, *shape, _fragment(target), pointer, wrapped, layout, dtype="void")
+
+
+def _store_call(source: tirx.Buffer, target: tirx.Buffer) -> tirx.Expr:
+    stride, pointer = target.strides[0], target.access_ptr("w", ptr_type=target.dtype)
+    shape = (TILE, TILE, TILE)
+    return T.tvm_store_matrix_sync(source.data, *shape, _fragment(source), pointer, stride, "row_major", dtype="void")
+
+
+def _fill_call(c: tirx.Buffer) -> tirx.Expr:
+    return T.tvm_fill_fragment(c.data, TILE, TILE, TILE, _fragment(c), T.float32(0), dtype="void")
+
+
+def _multiply_call(a: tirx.Buffer, b: tirx.Buffer, c: tirx.Buffer) -> tirx.Expr:
+    fragments = [part for buffer in (c, a, b, c) for part in (buffer.data, _fragment(buffer))]
+    return T.tvm_mma_sync(*fragments, dtype="void")

@@ -132,8 +132,7 @@ def tensor_tile_designs(func: PrimFunc, target: Target) -> list[Schedule]:
     found = []
     for design in _list_designs(matmul, limits):
         sch = Schedule(func)
-        isolated = isolate_contraction(sch)
-        if isolated is not None:
+        if isolated := isolate_contraction(sch):
             _tile(sch, isolated[0].rv, isolated[1], matmul, design)
             found.append(sch)
     return found
@@ -154,21 +153,17 @@ def _prepare(func: PrimFunc, target: Target) -> _Matmul | None:
     if not has_tensor_tiles(target):
         return None
     matmul = _recognise(func, tf32=bool(func.attrs and func.attrs.get(TF32_ATTR, False)))
-    # With wgmma, halves have a template, which is faster.
-    if matmul is None or (Feature.WGMMA in target_features(target) and _has_template(func, matmul)):
-        return None
-    return matmul
+    if matmul is None or Feature.WGMMA not in target_features(target):
+        return matmul
+    # With wgmma, halves in rows of multiples of 16 bytes have a template, `gemm_sm90`, which is faster.
+    aligned = matmul.left_lanes == matmul.right_lanes == LOAD_BYTES // element_bytes(matmul.dtype)
+    has_template = matmul.dtype in HALVES and aligned and not isinstance(recognise_matmul(func), Refusal)
+    return None if has_template else matmul
 
 
 def _recognise(func: PrimFunc, *, tf32: bool) -> _Matmul | None:
     isolated = isolate_contraction(Schedule(func))
     return None if isolated is None else _find_matmul(isolated[0], tf32=tf32)
-
-
-def _has_template(func: PrimFunc, matmul: _Matmul) -> bool:
-    """Whether `schedules.templates.gemm_sm90.template` takes a function: halves in rows of multiples of 16 bytes."""
-    aligned = matmul.left_lanes == matmul.right_lanes == LOAD_BYTES // element_bytes(matmul.dtype)
-    return matmul.dtype in HALVES and aligned and not isinstance(recognise_matmul(func), Refusal)
 
 
 def _find_matmul(contraction: ScheduledBlock, *, tf32: bool) -> _Matmul | None:
@@ -184,7 +179,9 @@ def _find_matmul(contraction: ScheduledBlock, *, tf32: bool) -> _Matmul | None:
     plain = _is_read_by(left, batch, row, reduce) and (turned or _is_read_by(right, batch, reduce, column))
     if not plain or dtype != str(right.source.dtype) or not (dtype in HALVES or (tf32 and dtype == "float32")):
         return None
-    lanes = [_copy_lanes(load, dtype) for load in operands]
+    # Elements of each row's start on that are aligned together; 0 where rows have no static length.
+    lengths = [static_extent(load.source.shape[-1]) for load in operands]
+    lanes = [0 if length is None else math.gcd(length, LOAD_BYTES // element_bytes(dtype)) for length in lengths]
     known = [extent for extent in extents if extent is not None]
     if len(known) < len(extents) or 0 in lanes:
         return None
@@ -200,12 +197,6 @@ def _is_read_by(load: TensorLoad, batch: Sequence[tirx.Var], row: tirx.Var, colu
     rest = iter(batch)
     in_order = all(any(index.same_as(var) for var in rest) for index in leading)
     return bool(in_order and before.same_as(row) and last.same_as(column))
-
-
-def _copy_lanes(load: TensorLoad, dtype: str) -> int:
-    """Return how many elements of each row's start on are aligned together; 0 where rows have no static length."""
-    length = static_extent(load.source.shape[-1])
-    return 0 if length is None else math.gcd(length, LOAD_BYTES // element_bytes(dtype))
 
 
 def _list_designs(matmul: _Matmul, limits: CudaLimits) -> list[_Design]:

@@ -11,7 +11,7 @@ for nothing older than sm_75.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from relaxtune.schedules.errors import TargetError
@@ -45,7 +45,7 @@ _HOPPER = _ADA | {Feature.DEPENDENT_LAUNCH, Feature.CLUSTERS, Feature.TMA}
 
 
 @dataclass(frozen=True)
-class _Row:
+class Capabilities:
     """Shared memory that a block may opt in to, in KiB; a usual GPU; features of `sm_N`, of `sm_Na` besides.
 
     Of a GPU that is not in the table of GPUs, `usual` is the multiprocessors alone.
@@ -56,37 +56,39 @@ class _Row:
     features: frozenset[Feature]
     exact: frozenset[Feature] = frozenset()
 
+    @property
+    def shared_bytes_optin(self) -> int:
+        """Bytes of shared memory that a block may opt in to."""
+        return self.optin_kib * 1024
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """A usual GPU; None where no more than its multiprocessors is known."""
+        return self.usual if isinstance(self.usual, Gpu) else None
+
+    @property
+    def multiprocessors(self) -> int:
+        """Those of a usual GPU."""
+        return self.usual.multiprocessors if isinstance(self.usual, Gpu) else self.usual
+
 
 # The GPU named is assumed where the target is not this machine's own.
 _ROWS = {
-    75: _Row(64, 40, _TURING),  # T4
-    80: _Row(163, A100, _AMPERE),
-    86: _Row(99, A10, _AMPERE),
-    87: _Row(163, 16, _AMPERE),  # Jetson AGX Orin
-    88: _Row(99, 16, _AMPERE),  # as Orin
-    89: _Row(99, L40S, _ADA | _CORES),
-    90: _Row(227, H200, _HOPPER, frozenset({Feature.WGMMA})),
-    100: _Row(227, 148, _HOPPER),  # B200
-    103: _Row(227, 148, _HOPPER),  # as B200
-    110: _Row(227, 20, _HOPPER),  # Jetson Thor
-    120: _Row(99, RTX_5090, _HOPPER | _CORES),
-    121: _Row(99, 48, _HOPPER | _CORES),  # GB10
+    75: Capabilities(64, 40, _TURING),  # T4
+    80: Capabilities(163, A100, _AMPERE),
+    86: Capabilities(99, A10, _AMPERE),
+    87: Capabilities(163, 16, _AMPERE),  # Jetson AGX Orin
+    88: Capabilities(99, 16, _AMPERE),  # as Orin
+    89: Capabilities(99, L40S, _ADA | _CORES),
+    90: Capabilities(227, H200, _HOPPER, frozenset({Feature.WGMMA})),
+    100: Capabilities(227, 148, _HOPPER),  # B200
+    103: Capabilities(227, 148, _HOPPER),  # as B200
+    110: Capabilities(227, 20, _HOPPER),  # Jetson Thor
+    120: Capabilities(99, RTX_5090, _HOPPER | _CORES),
+    121: Capabilities(99, 48, _HOPPER | _CORES),  # GB10
 }
 # From here on the native code of a device has the suffix `a`.
 _EXACT_FROM = 90
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """The features of an architecture, bytes of shared memory that a block may opt in to, a usual GPU's.
-
-    `gpu` is None where no more than its multiprocessors is known.
-    """
-
-    features: frozenset[Feature]
-    shared_bytes_optin: int
-    multiprocessors: int
-    gpu: Gpu | None
 
 
 def capabilities_of(arch: str) -> Capabilities:
@@ -102,11 +104,7 @@ def capabilities_of(arch: str) -> Capabilities:
     if row is None:
         known = ", ".join(f"sm_{known}" for known in _ROWS)
         raise TargetError(f"CUDA architecture {arch!r} is not known; expected one of {known} (a suffix `a` is kept).")
-    features = row.features | (row.exact if suffix == "a" else frozenset())
-    usual = row.usual
-    if isinstance(usual, Gpu):
-        return Capabilities(features, row.optin_kib * 1024, usual.multiprocessors, usual)
-    return Capabilities(features, row.optin_kib * 1024, usual, None)
+    return replace(row, features=row.features | row.exact) if suffix == "a" else row
 
 
 def lowest_with(*features: Feature) -> str:
@@ -121,13 +119,13 @@ def lowest_with(*features: Feature) -> str:
 
 def native_arch(compute_version: str) -> str:
     """Return the architecture of a device by its compute capability, such as 9.0; the suffix `a` unlocks wgmma."""
-    number = int(compute_version.replace(".", ""))
+    number = _number_of(compute_version)
     return f"sm_{number}{'a' if number >= _EXACT_FROM else ''}"
 
 
 def is_of(arch: str, compute_version: str) -> bool:
     """Whether devices of a compute capability have an architecture, whatever its suffix."""
-    return _parts(arch)[0] == int(compute_version.replace(".", ""))
+    return _parts(arch)[0] == _number_of(compute_version)
 
 
 def runs_on(arch: str, compute_version: str) -> bool:
@@ -136,7 +134,7 @@ def runs_on(arch: str, compute_version: str) -> bool:
     It does on that one and on later minor versions of the same major one, with the suffix `a` on exactly that one
     (CUDA C++ Programming Guide 13.0, "Binary Compatibility").
     """
-    (number, suffix), device = _parts(arch), int(compute_version.replace(".", ""))
+    (number, suffix), device = _parts(arch), _number_of(compute_version)
     return device == number if suffix == "a" else device // 10 == number // 10 and device >= number
 
 
@@ -145,7 +143,7 @@ def translates_to(arch: str, compute_version: str) -> bool:
 
     It does for that compute capability and for every later one (the same guide, "PTX Compatibility").
     """
-    return int(compute_version.replace(".", "")) >= _parts(arch)[0]
+    return _number_of(compute_version) >= _parts(arch)[0]
 
 
 def device_runs(arch: str, compute_version: str, *, portable: bool) -> bool:
@@ -157,15 +155,15 @@ def device_runs(arch: str, compute_version: str, *, portable: bool) -> bool:
 
 def shared_bytes_on(arch: str, compute_version: str) -> int:
     """Return the shared memory that a block of an architecture's code may opt in to on a device."""
-    row = _ROWS.get(int(compute_version.replace(".", "")))
     own = capabilities_of(arch).shared_bytes_optin
-    return own if row is None else min(own, row.optin_kib * 1024)
+    row = _ROWS.get(_number_of(compute_version))
+    return own if row is None else min(own, row.shared_bytes_optin)
 
 
 def shared_bytes_everywhere(arch: str) -> int:
     """Return the shared memory that a block may opt in to on every device that translates an architecture's PTX."""
     number, _ = _parts(arch)
-    return min(row.optin_kib * 1024 for known, row in _ROWS.items() if known >= number)
+    return min(row.shared_bytes_optin for known, row in _ROWS.items() if known >= number)
 
 
 def virtual_arch(arch: str) -> str:
@@ -176,6 +174,10 @@ def virtual_arch(arch: str) -> str:
 def without_suffix(arch: str) -> str:
     """Return the architecture whose PTX runs on later ones, too: `sm_90` of `sm_90a`."""
     return f"sm_{_parts(arch)[0]}"
+
+
+def _number_of(compute_version: str) -> int:
+    return int(compute_version.replace(".", ""))
 
 
 def _parts(arch: str) -> tuple[int, str]:

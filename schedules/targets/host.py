@@ -66,7 +66,8 @@ def cache_sizes(sys_cpu: Path = SYS_CPU) -> CacheSizes:
     for index in sorted((sys_cpu / f"cpu{usable_cpus()[0]}" / "cache").glob("index*")):
         level, kind, size = _read(index / "level"), _read(index / "type"), _read(index / "size")
         if level is not None and size is not None and kind != "Instruction":
-            sizes[int(level)] = _parse_size(size)
+            factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(size[-1].upper())  # 32K, 1M
+            sizes[int(level)] = int(size[:-1]) * factor if factor else int(size)
     return CacheSizes(sizes.get(1), sizes.get(2))
 
 
@@ -130,12 +131,6 @@ def _quota_in(group: Path) -> int | None:
     if len(fields) != 2 or not all(field.isdecimal() and int(field) for field in fields):
         return None
     return math.ceil(int(fields[0]) / int(fields[1]))
-
-
-def _parse_size(text: str) -> int:
-    """Return the bytes of a cache size as /sys writes it, such as 32K or 1M."""
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1].upper())
-    return int(text[:-1]) * factor if factor else int(text)
 
 
 def _read(path: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +23,13 @@ from relaxtune.schedules.targets.capabilities import (
     without_suffix,
 )
 from relaxtune.schedules.targets.gpus import Gpu, find_gpu, get_gpu
-from relaxtune.schedules.targets.host import cache_sizes, correct_features, is_vector_feature, physical_cores
+from relaxtune.schedules.targets.host import (
+    CacheSizes,
+    cache_sizes,
+    correct_features,
+    is_vector_feature,
+    physical_cores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +170,11 @@ def _resolve(text: str) -> ResolvedTarget:
         named: dict[str, object] = {PLANNED_FOR: get_gpu(gpu).name} if "@" in text else {}
         resolved = _cuda_resolved(arch, f"given as {text}", _host_target(), named)
     elif text.startswith("{"):
-        resolved = _resolve_config(_parse_json(text), "given as JSON")
+        try:
+            config: dict[str, object] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise TargetError(f"target {text!r} is not valid JSON ({error}). Accepted: {ACCEPTED_FORMS}.") from error
+        resolved = _resolve_config(config, "given as JSON")
     elif text in list_tags():
         resolved = _resolve_config(json.loads(str(list_tags()[text])), f"TVM tag {text}")
     else:
@@ -323,34 +333,22 @@ def _cpu_limits(target: Target) -> CpuLimits:
     features = codegen.llvm_get_cpu_features(target)
     arm = "neon" in features or "sve" in features
     local = str(target.attrs.get("mcpu", "")) == str(codegen.llvm_get_system_cpu())
-    caches = cache_sizes() if local else None
+    caches = cache_sizes() if local else CacheSizes()
+    # By an x86's features, since TVM calls all of them 512 bits wide. LLVM's -1 is "unknown"; every target that runs
+    # transformers has 16-byte vectors.
+    width = max(16, int(codegen.llvm_get_vector_width(target)) // 8)
+    if "sse2" in features:
+        width = 64 if "avx512f" in features else 32 if "avx2" in features else 16
     linux = "linux" in str(target.attrs.get("mtriple", codegen.llvm_get_system_triple()))
     return CpuLimits(
-        vector_bytes=_vector_bytes(target, features),
+        vector_bytes=width,
         cores=int(target.attrs.get("num-cores", physical_cores() if local else 1)),
         # Intel SDM volume 1, 15.1.2: ZMM0-31 with AVX-512, else 16; Arm ARM C1.2.5: V0-31.
         vector_registers=32 if arm or "avx512f" in features else 16,
-        l1_bytes=caches.l1_bytes if caches else None,
-        l2_bytes=caches.l2_bytes if caches else None,
+        l1_bytes=caches.l1_bytes,
+        l2_bytes=caches.l2_bytes,
         has_tiles=linux and all(name in features for name in _TILES),
     )
-
-
-def _vector_bytes(target: Target, features: Container[str]) -> int:
-    """Return the bytes of a vector register; of an x86 by its features, since TVM calls all of them 512 bits wide."""
-    if "sse2" in features:
-        return 64 if "avx512f" in features else 32 if "avx2" in features else 16
-    width_bits = int(codegen.llvm_get_vector_width(target))
-    # -1 is LLVM's "unknown"; every target that runs transformers has 16-byte vectors.
-    return width_bits // 8 if width_bits > 0 else 16
-
-
-def _parse_json(text: str) -> dict[str, object]:
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TargetError(f"target {text!r} is not valid JSON ({error}). Accepted: {ACCEPTED_FORMS}.") from error
-    return dict(config)
 
 
 def _make_target(config: dict[str, object], source: str) -> Target:

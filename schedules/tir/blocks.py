@@ -77,7 +77,8 @@ class Block:
     @property
     def reduced_sizes(self) -> tuple[int, ...]:
         """The sizes of the reduction axes, which must be static."""
-        return self._sizes("R")
+        axes = zip(self._iter_vars, self.kinds, strict=True)
+        return tuple(int(axis.dom.extent) for axis, kind in axes if kind == "R")
 
     @property
     def stores(self) -> tuple[tirx.BufferStore, ...]:
@@ -103,14 +104,10 @@ class Block:
         """Whether both are the same block of one function."""
         return bool(self.stmt.same_as(other.stmt))
 
-    def _sizes(self, wanted: str) -> tuple[int, ...]:
-        axes = zip(self._iter_vars, self.kinds, strict=True)
-        return tuple(int(axis.dom.extent) for axis, kind in axes if kind == wanted)
-
 
 def list_blocks(func: tirx.PrimFunc) -> list[Block]:
     """Return the compute blocks of a PrimFunc in execution order; the root block and empty blocks are left out."""
-    blocks = [block for block in _all_blocks(func) if block.axes or not _holds_block(block.stmt)]
+    blocks = [block for block in _all_blocks(func) if block.axes or not holds_block(block.stmt)]
     return [block for block in blocks if block.stores]
 
 
@@ -240,5 +237,6 @@ def _all_blocks(func: tirx.PrimFunc) -> list[Block]:
     return [Block(stmt) for stmt in list_statements(func.body) if isinstance(stmt, SBlockRealize)]
 
 
-def _holds_block(stmt: tirx.Stmt) -> bool:
+def holds_block(stmt: tirx.Stmt) -> bool:
+    """Whether a block stands in a statement."""
     return any(isinstance(inner, SBlockRealize) for inner in list_statements(stmt))
