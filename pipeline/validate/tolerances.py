@@ -197,7 +197,9 @@ def kernel_tolerance(func: tirx.PrimFunc, output: int | None = None) -> KernelTo
         for store in block.stores
     ]
     products = [
-        _eps(contraction.acc_dtype) / 2 * contraction.k for block in blocks if (contraction := find_contraction(block))
+        _eps(str(contraction.output.dtype)) / 2 * contraction.k
+        for block in blocks
+        if (contraction := find_contraction(block))
     ]
     return KernelTolerance(
         rtol=max(_ROUNDINGS * coarsest, _INTRINSICS_RTOL),

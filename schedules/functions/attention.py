@@ -236,7 +236,11 @@ class AttentionSpec:
             document = _with_sizes(json.loads(text), variables or {})
             layouts = {role: HeadLayout(**document[role]) for role in ("query", "key", "value", "output")}
             bias = ScoreBias(**document["bias"]) if document["bias"] is not None else None
-            growth = _growth_from(document.pop("growth")) if "growth" in document else None
+            growth = None
+            if "growth" in document:
+                roles = document.pop("growth")
+                past = roles.pop("past")
+                growth = CacheGrowth(past, **{role: HeadLayout(**layout) for role, layout in roles.items()})
             document.setdefault("value_dim", document["head_dim"])
             return cls(**{**document, **layouts, "bias": bias, "growth": growth})
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError, SyntaxError) as error:
@@ -265,11 +269,6 @@ def _with_sizes(document: dict[str, Any], variables: Mapping[str, tirx.Var]) -> 
         return parse_size(given, variables) if isinstance(given, str) and name != "kind" else given
 
     return {name: value(name, given) for name, given in document.items()}
-
-
-def _growth_from(document: dict[str, Any]) -> CacheGrowth:
-    past = document.pop("past")
-    return CacheGrowth(past, **{role: HeadLayout(**layout) for role, layout in document.items()})
 
 
 def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:

@@ -11,7 +11,6 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import (
     AttentionError,
     AttentionSpec,
-    CacheGrowth,
     HeadLayout,
     Param,
     shapes_of,
@@ -62,7 +61,15 @@ def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
         which = "the last" if spec.growth is None else "the third from the last"
         raise AttentionError(f"the output is parameter {spec.output.param}, expected {which}, {first}.")
     if spec.growth is not None:
-        _check_growth(spec, spec.growth, params)
+        past = spec.growth.past
+        if not is_positive(past) or not is_positive(spec.keys - past):
+            raise AttentionError(f"the caches have {past} positions, expected 1 to {spec.keys - 1}.")
+        # K and V are the last parameters, and all of them.
+        for role, layout, param in (("key", spec.key, first + 1), ("value", spec.value, first + 2)):
+            if layout.param != param:
+                raise AttentionError(f"the {role} that is written is parameter {layout.param}, expected {param}.")
+            sizes_written = (spec.batch, spec.kv_heads, spec.keys, spec.width(role))
+            _check_written(role, layout, sizes_written, shapes_of(params)[param])
     for role, layout in spec.layouts().items():
         steps = [layout.batch_stride, layout.head_stride, layout.position_stride, 1]
         extents = (spec.batch, spec.heads_of(role), spec.positions(role), spec.width(role))
@@ -83,17 +90,6 @@ def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
             raise AttentionError(f"the bias is of kind {bias.kind!r}, expected 'add' or 'keep'.")
     shape = shapes_of(params)[first]
     _check_written("output", spec.output, (spec.batch, spec.heads, spec.queries, spec.value_dim), shape)
-
-
-def _check_growth(spec: AttentionSpec, growth: CacheGrowth, params: Sequence[Param]) -> None:
-    """Check that K and V are the last parameters, and all of them."""
-    if not is_positive(growth.past) or not is_positive(spec.keys - growth.past):
-        raise AttentionError(f"the caches have {growth.past} positions, expected 1 to {spec.keys - 1}.")
-    for role, layout, param in (("key", spec.key, len(params) - 2), ("value", spec.value, len(params) - 1)):
-        if layout.param != param:
-            raise AttentionError(f"the {role} that is written is parameter {layout.param}, expected {param}.")
-        sizes = (spec.batch, spec.kv_heads, spec.keys, spec.width(role))
-        _check_written(role, layout, sizes, shapes_of(params)[param])
 
 
 def _check_inside(

@@ -47,11 +47,12 @@ def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.Pri
     # K and V follow the output among the parameters; nothing reads the output's place.
     tensors = [*inputs, *grown[:1], *grown]
     weights = _weights(spec, tensors)
-    total = _row_sums(spec, weights)
+    dims = (spec.batch, spec.heads, spec.queries, spec.value_dim)
+    over = te.reduce_axis((0, spec.keys), name="j")
+    total = te.compute(dims[:3], lambda b, h, i: te.sum(weights[b, h, i, over], axis=over), name="total")
     dtype = params[spec.value.param][1]
     last = te.reduce_axis((0, spec.keys), name="j")
     zero = tirx.const(0.0, "float32")
-    dims = (spec.batch, spec.heads, spec.queries, spec.value_dim)
 
     def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
         bounds = _bounds(spec, b, h, j=last.var) | {d: spec.value_dim}
@@ -155,12 +156,6 @@ def _score(
     if not seen:
         return score
     return tirx.Select(tirx.all(*seen), score, _MINUS_INFINITY)
-
-
-def _row_sums(spec: AttentionSpec, weights: te.Tensor) -> te.Tensor:
-    last = te.reduce_axis((0, spec.keys), name="j")
-    dims = (spec.batch, spec.heads, spec.queries)
-    return te.compute(dims, lambda b, h, i: te.sum(weights[b, h, i, last], axis=last), name="total")
 
 
 def _element(

@@ -21,7 +21,7 @@ Loads = tuple[TensorLoad, TensorLoad]
 
 @dataclass(frozen=True)
 class Contraction:
-    """A matmul as written in TIR: sizes, whether A is stored k-major (`trans_a`) and B n-major (`trans_b`), dtypes."""
+    """A matmul as written in TIR: sizes, whether A is stored k-major (`trans_a`) and B n-major (`trans_b`), buffers."""
 
     batch: int
     m: int
@@ -32,9 +32,6 @@ class Contraction:
     a: tirx.Var
     b: tirx.Var
     output: tirx.Var
-    a_dtype: str
-    b_dtype: str
-    acc_dtype: str
     is_conv: bool
 
 
@@ -101,9 +98,6 @@ def find_contraction(block: Block) -> Contraction | None:
         a=a.source,
         b=b.source,
         output=stores[0].buffer,
-        a_dtype=str(a.source.dtype),
-        b_dtype=str(b.source.dtype),
-        acc_dtype=str(stores[0].buffer.dtype),
         is_conv=is_conv,
     )
 

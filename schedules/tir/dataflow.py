@@ -212,15 +212,12 @@ class _Reader:
 
     def _expand(self, expr: tirx.Expr, at: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
         if isinstance(expr, TensorLoad):
-            return self._value(expr.source, [self._index(index, at) for index in expr.indices])
+            return self._value(expr.source, [self._analyzer.simplify(self._expand(one, at)) for one in expr.indices])
         if isinstance(expr, tirx.Var):
             return at.get(expr, expr)
         if is_branch(expr):
             return rebuild_branch(expr, lambda operand: self._expand(operand, at), self._analyzer)
         return rebuild(expr, lambda operand: self._expand(operand, at))
-
-    def _index(self, index: tirx.Expr, at: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
-        return self._analyzer.simplify(self._expand(index, at))
 
     def _load(self, buffer: tirx.Var, indices: Sequence[tirx.Expr]) -> tirx.Expr:
         shape, position = shape_of(buffer), position_of(self._func, buffer)

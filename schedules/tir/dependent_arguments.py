@@ -8,7 +8,6 @@ from tvm.ir.expr import TensorLoad
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.tir.blocks import position_of
-from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, find_all
 from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.row_norm import SHIFT
@@ -42,17 +41,9 @@ def column_sums_of_weights(func: tirx.PrimFunc) -> dict[str, tuple[int, int]]:
 
     for product in find_all(matmul.epilogue.value, tirx.Mul):
         for shift, sums in ((product.a, product.b), (product.b, product.a)):
-            if _is_shift(shift, matmul) and isinstance(sums, TensorLoad):
+            loads = isinstance(shift, TensorLoad) and isinstance(sums, TensorLoad)
+            if loads and shift.source.same_as(matmul.norm.buffer) and constant_value(shift.indices[-1]) == SHIFT:
                 position = position_of(func, sums.source)
                 if position is not None:
                     found[str(position)] = (matmul.b, 1 if matmul.b_transposed else 0)
     return found
-
-
-def _is_shift(expr: tirx.Expr, matmul: MatmulFunction) -> bool:
-    return (
-        matmul.norm is not None
-        and isinstance(expr, TensorLoad)
-        and expr.source.same_as(matmul.norm.buffer)
-        and constant_value(expr.indices[-1]) == SHIFT
-    )

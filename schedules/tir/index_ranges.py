@@ -12,7 +12,7 @@ from tvm import tirx
 
 from relaxtune.schedules.tir.blocks import is_buffer, list_statements, static_shape, written_params
 from relaxtune.schedules.tir.contraction import find_factors
-from relaxtune.schedules.tir.expressions import list_loads
+from relaxtune.schedules.tir.expressions import is_branch, list_loads
 
 # In the place of a bound: all integers of 8 bits, negative ones too.
 ALL_BYTES = 0
@@ -36,7 +36,12 @@ def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
         if position not in outputs and is_buffer(param) and _is_integer(str(param.dtype))
     }
     stores = [stmt for stmt in list_statements(func.body) if isinstance(stmt, tirx.BufferStore)]
-    sources = _integer_sources(stores, set(positions))
+    # Buffer -> the integer parameters that its values are made of; the parameters stand for themselves.
+    sources: dict[tvm.ir.Var, set[tvm.ir.Var]] = {param: {param} for param in positions}
+    for store in stores:
+        if _is_integer(str(store.buffer.dtype)):
+            found = {param for load in list_loads(store.value) for param in sources.get(load.source, set())}
+            sources.setdefault(store.buffer, set()).update(found)
     bounds: dict[int, int] = {}
     for store in stores:
         accesses = [(store.buffer, list(store.indices))]
@@ -50,26 +55,14 @@ def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
                     for param in sources.get(load.source, set()):
                         position = positions[param]
                         bounds[position] = min(bounds.get(position, bound), bound)
-    factors = {positions[param] for param in positions if any(_is_factor(param, store) for store in stores)}
-    unknown = {position: ALL_BYTES if position in factors else _UNKNOWN_BOUND for position in positions.values()}
+    # Integers of 8 bits that are multiplied into a sum in int32.
+    sums = [store for store in stores if str(store.buffer.dtype) == "int32"]
+    factors = {load.source for store in sums for factor in find_factors(store) or () for load in list_loads(factor)}
+    unknown = {
+        position: ALL_BYTES if param in factors and str(param.dtype) in _BYTES else _UNKNOWN_BOUND
+        for param, position in positions.items()
+    }
     return {position: bounds.get(position, unknown[position]) for position in sorted(positions.values())}
-
-
-def _is_factor(param: tvm.ir.Var, store: tirx.BufferStore) -> bool:
-    """Whether a statement multiplies integers of 8 bits into a sum in int32."""
-    if str(param.dtype) not in _BYTES or str(store.buffer.dtype) != "int32":
-        return False
-    return any(load.source.same_as(param) for factor in find_factors(store) or () for load in list_loads(factor))
-
-
-def _integer_sources(stores: list[tirx.BufferStore], params: set[tvm.ir.Var]) -> dict[tvm.ir.Var, set[tvm.ir.Var]]:
-    """Return for each buffer the integer parameters its values are made of; the parameters stand for themselves."""
-    sources: dict[tvm.ir.Var, set[tvm.ir.Var]] = {param: {param} for param in params}
-    for store in stores:
-        if _is_integer(str(store.buffer.dtype)):
-            found = {param for load in list_loads(store.value) for param in sources.get(load.source, set())}
-            sources.setdefault(store.buffer, set()).update(found)
-    return sources
 
 
 def _coefficient(index: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> int | None:
@@ -78,7 +71,7 @@ def _coefficient(index: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> int | None:
         return 1
     if isinstance(index, tirx.Cast):
         return _coefficient(index.value, load)
-    if isinstance(index, (tirx.Add, tirx.Sub)):
+    if isinstance(index, (tirx.Add, tirx.Sub, tirx.Min, tirx.Max)):
         sides = [_coefficient(side, load) for side in (index.a, index.b) if _contains(side, load)]
         return sides[0] if len(sides) == 1 else None
     if isinstance(index, tirx.Mul):
@@ -87,9 +80,6 @@ def _coefficient(index: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> int | None:
                 inner = _coefficient(side, load)
                 return inner * int(factor.value) if inner else None
         return None
-    if isinstance(index, (tirx.Min, tirx.Max)):
-        sides = [_coefficient(side, load) for side in (index.a, index.b) if _contains(side, load)]
-        return sides[0] if len(sides) == 1 else None
     branches = _branches(index)
     if branches is not None:
         found = {_coefficient(branch, load) for branch in branches if _contains(branch, load)}
@@ -101,9 +91,7 @@ def _branches(expr: tvm.ir.Expr) -> tuple[tvm.ir.Expr, tvm.ir.Expr] | None:
     """Return the two values of a conditional, the form in which negative indices are wrapped around."""
     if isinstance(expr, tirx.Select):
         return expr.true_value, expr.false_value
-    if isinstance(expr, tvm.ir.Call) and str(getattr(expr.op, "name", "")).endswith("if_then_else"):
-        return expr.args[1], expr.args[2]
-    return None
+    return (expr.args[1], expr.args[2]) if is_branch(expr) else None
 
 
 def _contains(expr: tvm.ir.Expr, load: tvm.ir.TensorLoad) -> bool:

@@ -103,8 +103,10 @@ def _core(func: tirx.PrimFunc, block: Block) -> Core | Refusal:
     if block.init is None or constant_value(block.init.value) != 0:
         return Refusal(f"the sum of block {name} does not start at 0")
     reduced, spatial = block.reduced, block.spatial
-    operands = _operands(store)
-    if operands is None or len(reduced) != 1 or "O" in block.kinds:
+    # A cast to float32 around each operand is removed; not casts of casts: the inner one may round.
+    factors = (one.value if isinstance(one, tirx.Cast) else one for one in find_factors(store) or ())
+    operands = [factor for factor in factors if isinstance(factor, TensorLoad)]
+    if len(operands) != 2 or len(reduced) != 1 or "O" in block.kinds:
         return Refusal(f"block {name} is not a sum of products of two operands over one axis")
     if not are_axes(store.indices, spatial):
         return Refusal(f"block {name} does not write its axes in their order")
@@ -136,16 +138,6 @@ def _core(func: tirx.PrimFunc, block: Block) -> Core | Refusal:
     if not same_sizes(block.sizes, (*shape_a[:-1], n, k)) or k != shape_a[-1]:
         return Refusal(f"block {name} sums over a part of an operand")
     return positions[0], positions[1], transposed, (math.prod(shape_a[:-1]), n, k)
-
-
-def _operands(store: tirx.BufferStore) -> tuple[TensorLoad, TensorLoad] | None:
-    """Return the loads of x and y in `C[...] = C[...] + x * y`, a cast to float32 around each removed."""
-    factors = find_factors(store)
-    if factors is None:
-        return None
-    # Not casts of casts: the inner one may round.
-    x, y = (factor.value if isinstance(factor, tirx.Cast) else factor for factor in factors)
-    return (x, y) if isinstance(x, TensorLoad) and isinstance(y, TensorLoad) else None
 
 
 def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) -> tuple[int, Epilogue] | Refusal:
@@ -182,7 +174,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) 
     given = [*func.params] if norm is None else [*func.params, norm.buffer]
 
     def inlined(form: Epilogue) -> Epilogue | Refusal:
-        value = _Inliner(given, matmul.store.buffer, producers, form).value()
+        value = _inlined_value(given, matmul.store.buffer, producers, form)
         return value if isinstance(value, Refusal) else replace(form, value=value)
 
     found = inlined(Epilogue(accumulator, accumulator, axes, shape, second if gated else None))
@@ -213,48 +205,35 @@ def _is_of_heads(epilogue: Epilogue, load: TensorLoad, norm: RowNorm | None) -> 
     return alone and Analyzer().can_prove_equal(last, place)
 
 
-class _Inliner:
-    def __init__(
-        self,
-        given: Sequence[tirx.Var],
-        matmul: tirx.Var,
-        producers: Mapping[tirx.Var, tirx.BufferStore],
-        form: Epilogue,
-    ) -> None:
-        self._given = given
-        self._matmul = matmul
-        self._producers = producers
-        self._form = form
-        self._refusal: Refusal | None = None
+def _inlined_value(
+    given: Sequence[tirx.Var], matmul: tirx.Var, producers: Mapping[tirx.Var, tirx.BufferStore], form: Epilogue
+) -> tirx.Expr | Refusal:
+    """Return the last producer's value over a form's accumulators and buffers that are given."""
+    refused: list[Refusal] = []
 
-    def value(self) -> tirx.Expr | Refusal:
-        last = list(self._producers.values())[-1]
-        value = self._expand(last.value)
-        return self._refusal or value
-
-    def _expand(self, expr: tirx.Expr) -> tirx.Expr:
-        return tvm_ffi.structural_map(expr, (TensorLoad, self._load))
-
-    def _load(self, load: TensorLoad) -> tirx.Expr:
-        if load.source.same_as(self._matmul):
-            return self._accumulator_of(load)
-        store = self._producers.get(load.source)
+    def inlined(load: TensorLoad) -> tirx.Expr:
+        if load.source.same_as(matmul):
+            return accumulator_of(load)
+        store = producers.get(load.source)
         if store is None:
-            if not any(load.source.same_as(buffer) for buffer in self._given):
-                self._refusal = Refusal(f"the epilogue reads {load.source.name}, which nothing computes before it")
+            if not any(load.source.same_as(buffer) for buffer in given):
+                refused.append(Refusal(f"the epilogue reads {load.source.name}, which nothing computes before it"))
             return load
         inner = dict(zip(store.indices, load.indices, strict=True))
-        return self._expand(substitute(store.value, inner))
+        return tvm_ffi.structural_map(substitute(store.value, inner), (TensorLoad, inlined))
 
-    def _accumulator_of(self, load: TensorLoad) -> tirx.Var:
-        form, analyzer = self._form, Analyzer()
+    def accumulator_of(load: TensorLoad) -> tirx.Var:
         if form.second is None:
             if same_position(load.indices, form.axes, form.shape):
                 return form.accumulator
         elif same_position(load.indices[:-1], form.axes[:-1], form.shape[:-1]):
             columns = form.product_columns(form.axes[-1])
             for column, accumulator in zip(columns, (form.accumulator, form.second), strict=True):
-                if analyzer.can_prove_equal(load.indices[-1], column):
+                if Analyzer().can_prove_equal(load.indices[-1], column):
                     return accumulator
-        self._refusal = Refusal("the epilogue reads the matmul's result at another position than it writes")
+        refused.append(Refusal("the epilogue reads the matmul's result at another position than it writes"))
         return form.accumulator
+
+    *_, last = producers.values()
+    value = tvm_ffi.structural_map(last.value, (TensorLoad, inlined))
+    return refused[-1] if refused else value

@@ -16,6 +16,7 @@ from tvm.ir.expr import TensorLoad
 from relaxtune.schedules.tir.blocks import Size, position_of, shape_of
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import find_all, list_loads, rebuild
+from relaxtune.schedules.tir.rotated_matmul import float32_product
 from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, partial_sums, row_statistics
 
 Visit = Callable[[tirx.Expr], tirx.Expr]
@@ -179,8 +180,8 @@ class _Builder:
         group : int or None
             Columns of a group of the partial sums that become an output; those that are one stay.
         """
-        epilogue = self._matmul.epilogue
-        product = normalise(self._product())
+        m, epilogue = self._matmul, self._matmul.epilogue
+        product = normalise(float32_product(self.inputs[m.a], self.inputs[m.b], turned=m.b_transposed))
 
         def value(*index: tirx.Var) -> tirx.Expr:
             *row, column = index
@@ -205,24 +206,12 @@ class _Builder:
 
         result = te.compute(_sizes(epilogue.shape), value, name="epilogue")
         inputs = [self.inputs[position] for position in sorted(self.inputs)]
-        partials = self._matmul.partials
+        partials = m.partials
         group = partials.group if partials is not None else group
         outputs = [*([] if statistics is None else [statistics]), result]
         if group is not None:
             outputs.insert(0, partial_sums(result, group))
         return te.create_prim_func([*inputs, *self._more, *outputs], index_dtype_override="int64")
-
-    def _product(self) -> te.Tensor:
-        m = self._matmul
-        a, b = self.inputs[m.a], self.inputs[m.b]
-        over = te.reduce_axis((0, _index(m.k)), name="k")
-
-        def element(*index: tirx.Var) -> tirx.Expr:
-            *row, column = index
-            right = b[column, over] if m.b_transposed else b[over, column]
-            return te.sum(a(*row, over).astype("float32") * right.astype("float32"), axis=over)
-
-        return te.compute((*a.shape[:-1], _index(m.n)), element, name="product")
 
 
 def _index(value: int) -> tirx.IntImm:

@@ -123,11 +123,8 @@ def find_partial_sums(func: tirx.PrimFunc, blocks: Sequence[Block]) -> PartialSu
 
 def find_row_norm(func: tirx.PrimFunc, blocks: Sequence[Block]) -> RowNorm | None:
     """Return the statistics that some of a function's blocks compute, None when there are none."""
-    for block in blocks:
-        found = _statistics_of(func, blocks, block)
-        if found is not None:
-            return found
-    return None
+    found = (_statistics_of(func, blocks, block) for block in blocks)
+    return next((norm for norm in found if norm is not None), None)
 
 
 def _statistics_of(func: tirx.PrimFunc, blocks: Sequence[Block], block: Block) -> RowNorm | None:

@@ -105,9 +105,9 @@ def _contraction_fields(
         "k": contraction.k,
         "trans_a": contraction.trans_a,
         "trans_b": contraction.trans_b,
-        "a": [names[contraction.a], contraction.a_dtype],
-        "b": [names[contraction.b], contraction.b_dtype],
-        "acc_dtype": contraction.acc_dtype,
+        "a": [names[contraction.a], str(contraction.a.dtype)],
+        "b": [names[contraction.b], str(contraction.b.dtype)],
+        "acc_dtype": str(contraction.output.dtype),
         "out_dtype": str(output.dtype),
         "prologue": [_block_fields(block, names) for block in blocks[:position]],
         "epilogue": [_epilogue_fields(block, names) for block in blocks[position + 1 :]],
@@ -173,14 +173,10 @@ def _text(expr: tvm.ir.Expr, names: dict[tvm.ir.Var, str]) -> str:
         arguments = expr.args
         name = _operator(expr) if isinstance(expr.op, tvm.ir.Op) else "call"
     else:
-        arguments = _children(expr)
+        fields = (getattr(expr, name, None) for name in ("condition", "a", "b", "value", "true_value", "false_value"))
+        arguments = [child for child in fields if isinstance(child, tvm.ir.Expr)]
         name = _operator(expr)
     return f"{name}({','.join(_text(argument, names) for argument in arguments)})"
-
-
-def _children(expr: tvm.ir.Expr) -> list[tvm.ir.Expr]:
-    fields = (getattr(expr, name, None) for name in ("condition", "a", "b", "value", "true_value", "false_value"))
-    return [child for child in fields if isinstance(child, tvm.ir.Expr)]
 
 
 def _canonical_names(func: tirx.PrimFunc, blocks: list[Block]) -> dict[tvm.ir.Var, str]:
