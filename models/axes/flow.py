@@ -82,8 +82,11 @@ class AxisFlow(AxisFacts):
             first = len(self.at_least)
             for inner in branch.node:
                 self._follow(inner)
-            asked = [(self.resolve(size), self.resolve(least), label) for size, least, label in self.at_least[first:]]
-            self.at_least[first:] = asked
+            # The condition is known on the device alone, so that calls which run the other branch keep these, too.
+            where = f" in a branch of If {node.name or node.output[0]!r}"
+            self.at_least[first:] = [
+                (self.resolve(size), self.resolve(least), label + where) for size, least, label in self.at_least[first:]
+            ]
             results.append([self._known.get(value.name, UNKNOWN).shape for value in branch.output])
             self._known, self.solved, self.constants = known, solved, constants
         same = len(results) == 2 and results[0] == results[1] and None not in results[0]

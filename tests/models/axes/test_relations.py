@@ -123,6 +123,25 @@ def test_table_bounds_a_sum_of_lengths(tmp_path: Path) -> None:
     run(model, dims)
 
 
+def test_bound_of_a_branch_says_that_a_branch_asks_for_it(tmp_path: Path) -> None:
+    node = helper.make_node
+    then = [
+        node("Shape", ["x"], ["count"]),
+        node("Slice", ["table", "zero", "count", "zero"], ["rows"]),
+        node("Add", ["x", "rows"], ["then"]),
+    ]
+    branches = {
+        f"{name}_branch": helper.make_graph(nodes, name, [], [helper.make_tensor_value_info(name, FLOAT, None)])
+        for name, nodes in (("then", then), ("else", [node("Neg", ["x"], ["else"])]))
+    }
+    path = save(tmp_path, [node("If", ["c"], ["y"], name="choice", **branches)],
+                {"x": (FLOAT, ["n"]), "c": (TensorProto.BOOL, [])},
+                rank=1, zero=np.array([0]), table=np.ones(8, "float32"))  # fmt: skip
+    (relation,) = load_model(path).relations
+    assert str(relation) == "n (x[0]) <= 8, by table 'table' in a branch of If 'choice'"
+    assert relation.problem({"n": 9}) == "axis 'n' has size 9, table 'table' in a branch of If 'choice' takes 8 at most"
+
+
 def test_sizes_are_small_and_keep_what_is_given() -> None:
     assert axis_sizes(load_model("bert-tiny")) == {}
     shapes = {spec.name: ("batch", "sequence") for spec in get_preset("bert-tiny").inputs}
