@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import tvm
@@ -71,100 +72,70 @@ _KERNEL = re.compile(r"^extern \"C\" __global__[^;{]*\{", re.MULTILINE)
 OnLog = Callable[[str], None]
 
 
-def compile_with_nvrtc(
-    code: str,
-    arch: str,
-    include: tuple[Path, ...],
-    *,
-    fast_math: bool = False,
-    portable: bool = False,
-    on_log: OnLog | None = None,
-) -> bytes:
-    """Return the cubin that NVRTC makes of TVM's CUDA source.
+@dataclass(frozen=True)
+class CompileOptions:
+    """How CUDA source is compiled, by either compiler."""
 
-    Parameters
-    ----------
-    code : str
-        The source.
-    arch : str
-        Such as `sm_90a`.
-    include : tuple of Path
-        Folders of CUDA's headers and of libcu++.
-    fast_math : bool
-        See `FAST_MATH`.
-    portable : bool
-        Whether PTX of the same compilation is kept beside the machine code, in a fat binary.
-    on_log : callable or None
-        Told the registers, shared memory and spills of the kernels, in ptxas' words.
+    include: tuple[Path, ...]  # Folders of CUDA's headers and of libcu++.
+    fast_math: bool = False  # See `FAST_MATH`.
+    portable: bool = False  # Whether PTX of the same compilation is kept beside the machine code, in a fat binary.
+    on_log: OnLog | None = None  # Called with the registers, shared memory and spills of the kernels, in ptxas' words.
+
+    def arguments(self) -> list[str]:
+        """Return the options that both compilers take."""
+        return [
+            *(f"-I{folder}" for folder in self.include),
+            *(f"-U{name}" for name in _UNDEFINED),
+            f"--ptxas-options={_REGISTERS}",
+            *([f"--ptxas-options={_VERBOSE}"] if self.on_log else []),
+            *([_FAST_MATH_OPTION] if self.fast_math else []),
+        ]
+
+
+def compile_with_nvrtc(code: str, arch: str, options: CompileOptions) -> bytes:
+    """Return the cubin that NVRTC makes of TVM's CUDA source, for an architecture such as `sm_90a`.
 
     Raises
     ------
     LoweringError
         NVRTC refused the source; the message has its errors.
     """
-    options = [
+    arguments = [
         f"--gpu-architecture={arch}",
         "-default-device",
         # For __int128_t, which nvcc has by default.
         "--device-int128",
-        *(f"-I{folder}" for folder in include),
-        *(f"-U{name}" for name in _UNDEFINED),
         *(f"-D{name}=" for name in _EMPTY),
-        f"--ptxas-options={_REGISTERS}",
-        *([f"--ptxas-options={_VERBOSE}"] if on_log else []),
-        *([_FAST_MATH_OPTION] if fast_math else []),
+        *options.arguments(),
     ]
-    return _nvrtc(prepare_source(code), options, arch, portable, on_log)
+    return _nvrtc(prepare_source(code), arguments, arch, options.portable, options.on_log)
 
 
-def compile_with_nvcc(
-    code: str,
-    arch: str,
-    nvcc: Path,
-    include: tuple[Path, ...],
-    *,
-    fast_math: bool = False,
-    portable: bool = False,
-    on_log: OnLog | None = None,
-) -> bytes:
-    """Return the cubin that nvcc makes of TVM's CUDA source; parameters as for `compile_with_nvrtc`.
+def compile_with_nvcc(code: str, arch: str, nvcc: Path, options: CompileOptions) -> bytes:
+    """Return the cubin that nvcc makes of TVM's CUDA source.
 
     Raises
     ------
     LoweringError
         nvcc refused the source or cannot be run; the message has its errors.
     """
+    virtual = virtual_arch(arch)
+    form = ["--cubin", f"-arch={arch}"]
+    if options.portable:
+        form = ["--fatbin", f"-gencode=arch={virtual},code=[{arch},{virtual}]"]
     with temporary_folder() as folder:
         source, cubin = Path(folder) / "kernels.cu", Path(folder) / "kernels.cubin"
         source.write_text(with_fragments(code))
-        command = [
-            str(nvcc),
-            *(_nvcc_portable(arch) if portable else ("--cubin", f"-arch={arch}")),
-            "-O3",
-            *(f"-I{path}" for path in include),
-            *(f"-U{name}" for name in _UNDEFINED),
-            "--expt-relaxed-constexpr",
-            f"--ptxas-options={_REGISTERS}",
-            *([f"--ptxas-options={_VERBOSE}"] if on_log else []),
-            *([_FAST_MATH_OPTION] if fast_math else []),
-            "-o",
-            str(cubin),
-            str(source),
-        ]
+        arguments = [*form, "-O3", "--expt-relaxed-constexpr", *options.arguments(), "-o", str(cubin), str(source)]
         try:
-            outcome = run_compiler(command, cubin.parent, timeout_s=_NVCC_TIMEOUT_S)
+            outcome = run_compiler([str(nvcc), *arguments], cubin.parent, timeout_s=_NVCC_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as e:
             raise LoweringError(f"nvcc ({nvcc}) could not be run: {e}") from e
         if outcome.returncode != 0:
             raise _refused("nvcc", arch, told_of("nvcc", outcome.returncode, outcome.stdout + outcome.stderr))
-        if on_log is not None:
-            on_log(outcome.stderr)
+        if options.on_log is not None:
+            options.on_log(outcome.stderr)
         return cubin.read_bytes() if cubin.is_file() else b""
-
-
-def _nvcc_portable(arch: str) -> tuple[str, ...]:
-    virtual = virtual_arch(arch)
-    return "--fatbin", f"-gencode=arch={virtual},code=[{arch},{virtual}]"
 
 
 def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, on_log: OnLog | None) -> bytes:

@@ -17,16 +17,21 @@ import logging
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 import tvm_ffi
 
-from relaxtune.pipeline.codegen.cuda_compile import ELF_MAGIC, OnLog, compile_with_nvcc, compile_with_nvrtc
+from relaxtune.pipeline.codegen.cuda_compile import (
+    ELF_MAGIC,
+    CompileOptions,
+    OnLog,
+    compile_with_nvcc,
+    compile_with_nvrtc,
+)
 from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
 from relaxtune.pipeline.codegen.fat_binary import FAT_MAGIC
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
@@ -82,28 +87,47 @@ class CudaToolchain:
 
 @dataclass(frozen=True)
 class CubinRequest:
-    """CUDA source and how it is to be compiled; see `compile_cubin`."""
+    """CUDA source and how it is to be compiled: for an architecture such as `sm_90a`, with its PTX if `portable`."""
 
     code: str
     arch: str
     toolchain: CudaToolchain
-    fast_math: bool
-    portable: bool
+    fast_math: bool = False
+    portable: bool = False
 
     def compile(self, on_log: OnLog | None = None) -> bytes:
-        """Return the cubin, compiled in this process."""
-        return compile_cubin(
-            self.code, self.arch, self.toolchain, fast_math=self.fast_math, portable=self.portable, on_log=on_log
-        )
+        """Return the cubin, compiled in this process; a fat binary if `portable`.
 
-
-# Its `compile` is what compiles for TVM in a thread, where that is not the thread itself.
-_THREAD = threading.local()
-
-
-def compile_elsewhere(by: Callable[[CubinRequest], bytes | None]) -> None:
-    """Have all that TVM compiles in this thread from now on compiled by `by`; by the thread where that returns None."""
-    _THREAD.compile = by
+        Raises
+        ------
+        LoweringError
+            The compiler refused the source (the message has its last lines), or made wrong code of it
+            (`pipeline.codegen.wgmma_check`).
+        """
+        arch, toolchain = self.arch, self.toolchain
+        root = toolchain.root / "include"
+        # libcu++ has its own folder since CUDA 13.
+        include = tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
+        options = CompileOptions(include, self.fast_math, self.portable, on_log)
+        if toolchain.kind is CompilerKind.NVRTC:
+            cubin = compile_with_nvrtc(self.code, arch, options)
+        else:
+            cubin = compile_with_nvcc(self.code, arch, toolchain.root / "bin" / "nvcc", options)
+        if self.portable and cubin.startswith(FAT_MAGIC):
+            # No architecture with wgmma has PTX that is kept.
+            return cubin
+        if not cubin.startswith(ELF_MAGIC):
+            raise LoweringError(
+                f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}"
+            )
+        early = count_early_reads(cubin)
+        if early:
+            raise LoweringError(
+                f"{toolchain.kind.value} ({toolchain.source}) made wrong code for {arch}: {early} instructions read "
+                "results of wgmma before the wait for them; use another version of the CUDA compiler, or other kernels "
+                "(--routes without template)"
+            )
+        return cubin
 
 
 def find_toolchain() -> CudaToolchain:
@@ -118,8 +142,11 @@ def find_toolchain() -> CudaToolchain:
     binding = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
     if binding and roots:
         return CudaToolchain(CompilerKind.NVRTC, roots[0], f"cuda-bindings, headers of {roots[0]}")
-    nvcc = _find_nvcc()
-    if nvcc is not None:
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(TOOLKIT / "bin"))
+    if found is not None:
+        # A wrapper on the path lies outside the toolkit whose headers are needed; nvcc itself knows its place.
+        installed = TOOLKIT / "bin" / "nvcc"
+        nvcc = installed if installed.is_file() else Path(found).resolve()
         return CudaToolchain(CompilerKind.NVCC, nvcc.parent.parent, f"{nvcc}")
     headers = (
         f"CUDA headers in {roots[0]}"
@@ -135,8 +162,10 @@ def find_toolchain() -> CudaToolchain:
 @contextmanager
 def cuda_compiler(
     arch: str, *, fast_math: bool = False, portable: bool = False, on_log: OnLog | None = None
-) -> Iterator[CudaToolchain]:
+) -> Iterator[CubinRequest]:
     """Make TVM compile CUDA source to a cubin for `arch` inside the block, with or without a GPU.
+
+    Gives what it asks of the compiler for each source, without one.
 
     Parameters
     ----------
@@ -158,18 +187,9 @@ def cuda_compiler(
     logger.info("CUDA compiler: %s for %s (%s)", toolchain.kind.value, arch, toolchain.source)
     ensure_cuda_runtime()
 
-    def compile_source(code: str) -> bytes:
-        request = CubinRequest(code, arch, toolchain, fast_math, portable)
-        elsewhere = getattr(_THREAD, "compile", None)
-        # nvcc is a process of its own; what the compiler says is told here.
-        if elsewhere is not None and toolchain.kind is CompilerKind.NVRTC and on_log is None:
-            cubin: bytes | None = elsewhere(request)
-            if cubin is not None:
-                return cubin
-        return request.compile(on_log)
-
-    with registered(COMPILE_CALLBACK, compile_source):
-        yield toolchain
+    request = CubinRequest("", arch, toolchain, fast_math, portable)
+    with registered(COMPILE_CALLBACK, lambda code: replace(request, code=code).compile(on_log)):
+        yield request
 
 
 @contextmanager
@@ -181,46 +201,6 @@ def registered(name: str, function: Callable[..., object]) -> Iterator[None]:
         yield
     finally:
         tvm_ffi.register_global_func(name, original, override=True)
-
-
-def compile_cubin(
-    code: str,
-    arch: str,
-    toolchain: CudaToolchain,
-    *,
-    fast_math: bool = False,
-    portable: bool = False,
-    on_log: OnLog | None = None,
-) -> bytes:
-    """Return the cubin of CUDA source for an architecture such as `sm_90a`, in a fat binary with its PTX if `portable`.
-
-    Raises
-    ------
-    LoweringError
-        The compiler refused the source (the message has its last lines), or made wrong code of it
-        (`pipeline.codegen.wgmma_check`).
-    """
-    root = toolchain.root / "include"
-    # libcu++ has its own folder since CUDA 13.
-    include = tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
-    if toolchain.kind is CompilerKind.NVRTC:
-        cubin = compile_with_nvrtc(code, arch, include, fast_math=fast_math, portable=portable, on_log=on_log)
-    else:
-        nvcc = toolchain.root / "bin" / "nvcc"
-        cubin = compile_with_nvcc(code, arch, nvcc, include, fast_math=fast_math, portable=portable, on_log=on_log)
-    if portable and cubin.startswith(FAT_MAGIC):
-        # No architecture with wgmma has PTX that is kept.
-        return cubin
-    if not cubin.startswith(ELF_MAGIC):
-        raise LoweringError(f"{toolchain.kind.value} gave no cubin for {arch}: its output starts with {cubin[:8]!r}")
-    early = count_early_reads(cubin)
-    if early:
-        raise LoweringError(
-            f"{toolchain.kind.value} ({toolchain.source}) made wrong code for {arch}: {early} instructions read "
-            "results of wgmma before the wait for them; use another version of the CUDA compiler, or other kernels "
-            "(--routes without template)"
-        )
-    return cubin
 
 
 def start() -> Callable[[object], bytes]:
@@ -284,15 +264,6 @@ def _load_stand_in() -> None:
         reason = outcome.stderr if outcome.returncode else load_library(str(library), [])
         if reason is not None:
             raise LoweringError(f"the stand-in for {DRIVER} could not be made with {compiler}: {reason.strip()}")
-
-
-def _find_nvcc() -> Path | None:
-    found = shutil.which("nvcc") or shutil.which("nvcc", path=str(TOOLKIT / "bin"))
-    if found is None:
-        return None
-    # A wrapper on the path lies outside the toolkit whose headers are needed; nvcc itself knows its place.
-    installed = TOOLKIT / "bin" / "nvcc"
-    return installed if installed.is_file() else Path(found).resolve()
 
 
 def _has_headers(root: Path) -> bool:

@@ -88,20 +88,17 @@ def load_library(name: str, folders: list[Path]) -> str | None:
 
 def pypi_folders(distribution: str) -> list[Path]:
     """Return the folders in which an installed distribution has shared libraries."""
-    try:
-        files = importlib.metadata.files(distribution) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    return sorted({Path(str(file.locate())).parent for file in files if ".so" in file.name})
+    return sorted({file.parent for file in _files_of(distribution) if ".so" in file.name})
 
 
 def pypi_root(distribution: str) -> Path | None:
     """Return the folder of an installed CUDA distribution that has `include/` in it, None when it is not installed."""
+    headers = (file.parent.parent for file in _files_of(distribution) if file.name == "cuda_runtime.h")
+    return next(headers, None)
+
+
+def _files_of(distribution: str) -> list[Path]:
     try:
-        files = importlib.metadata.files(distribution) or []
+        return [Path(str(file.locate())) for file in importlib.metadata.files(distribution) or []]
     except importlib.metadata.PackageNotFoundError:
-        return None
-    for file in files:
-        if file.name == "cuda_runtime.h":
-            return Path(str(file.locate())).parent.parent
-    return None
+        return []

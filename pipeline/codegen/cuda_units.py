@@ -18,14 +18,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import tvm
 import tvm_ffi
 from tvm.ir import IRModule
 
-from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest, compile_elsewhere, registered
+from relaxtune.pipeline.codegen.cuda_compile import OnLog
+from relaxtune.pipeline.codegen.cuda_compiler import CompilerKind, CubinRequest, registered
 from relaxtune.pipeline.workers.fork_server import Forks, ForkServer
 from relaxtune.pipeline.workers.pool import WorkerPool
 from relaxtune.pipeline.workers.replies import WorkerError
@@ -68,19 +69,21 @@ def write_unit(unit: IRModule, target: tvm.target.Target) -> UnitSource:
     return written[0]
 
 
-def compile_unit(written: UnitSource, worker: Worker) -> tvm.runtime.Module:
+def compile_unit(written: UnitSource, asked: CubinRequest, on_log: OnLog | None, worker: Worker) -> tvm.runtime.Module:
     """Return the module of a unit, its cubin made by a worker; by this process where the worker makes none.
 
-    Making it here says what is wrong, or works.
+    Making it here says what is wrong, or works. nvcc is a process of its own; what the compiler says is told here.
     """
-    compile_elsewhere(partial(_ask, worker))
-    module: tvm.runtime.Module = _create()(written.source, written.format, written.functions, {})
+    request = replace(asked, code=written.source.decode())
+    here = request.toolchain.kind is not CompilerKind.NVRTC or on_log is not None
+    cubin = (None if here else _ask(worker, request)) or request.compile(on_log)
+    module: tvm.runtime.Module = _create()(cubin, "cubin", written.functions, {written.format: request.code})
     return module
 
 
 @contextmanager
-def units_side_by_side() -> Iterator[None]:
-    """Make TVM compile the CUDA kernels of a module side by side inside the block."""
+def units_side_by_side(asked: CubinRequest, on_log: OnLog | None) -> Iterator[None]:
+    """Make TVM compile the CUDA kernels of a module side by side inside the block, as `cuda_compiler` asks for each."""
     build = tvm_ffi.get_global_func(_BUILD)
     # TVM keeps who compiles from the first call on.
     _create()
@@ -91,7 +94,7 @@ def units_side_by_side() -> Iterator[None]:
             return build(mod, target)
 
         def begin(unit: IRModule) -> Future[tvm.runtime.Module]:
-            return pool.submit(partial(compile_unit, write_unit(unit, target)))
+            return pool.submit(partial(compile_unit, write_unit(unit, target), asked, on_log))
 
         with target, _workers(len(units)) as pool:
             first, *others = [one.result() for one in [begin(unit) for unit in units]]
@@ -150,10 +153,10 @@ def split_units(mod: IRModule) -> list[IRModule]:
     kernels = sorted(mod.functions_items(), key=lambda item: item[0].name_hint)
     if len(kernels) < KERNELS_MIN:
         return [mod]
-    kernels.sort(key=lambda item: _number(item[0].name_hint), reverse=True)
+
+    def number(item: tuple[tvm.ir.GlobalVar, tvm.ir.BaseFunc]) -> int:
+        numbered = _NUMBERED.search(item[0].name_hint)
+        return int(numbered[1]) if numbered else 0
+
+    kernels.sort(key=number, reverse=True)
     return [IRModule({var: kernel}, attrs=mod.attrs) for var, kernel in kernels]
-
-
-def _number(name: str) -> int:
-    numbered = _NUMBERED.search(name)
-    return int(numbered[1]) if numbered else 0

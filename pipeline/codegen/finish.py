@@ -72,11 +72,10 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
     if target.kind.name != "cuda":
         yield
         return
+    arch, fast_math, portable = str(target.attrs["arch"]), uses_fast_math(target), is_portable(target)
     with (
-        cuda_compiler(
-            str(target.attrs["arch"]), fast_math=uses_fast_math(target), portable=is_portable(target), on_log=on_log
-        ),
-        units_side_by_side(),
+        cuda_compiler(arch, fast_math=fast_math, portable=portable, on_log=on_log) as asked,
+        units_side_by_side(asked, on_log),
     ):
         yield
 

@@ -70,7 +70,7 @@ def prepared_source(monkeypatch: pytest.MonkeyPatch) -> str:
         return b""
 
     monkeypatch.setattr(cuda_compile, "_nvrtc", compile_)
-    cuda_compile.compile_with_nvrtc(SOURCE, "sm_90a", ())
+    cuda_compile.compile_with_nvrtc(SOURCE, "sm_90a", cuda_compile.CompileOptions(()))
     return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
 

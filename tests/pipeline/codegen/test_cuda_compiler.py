@@ -12,7 +12,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.codegen import cuda_compiler, cuda_libraries
-from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, CompilerKind, compile_cubin, find_toolchain
+from relaxtune.pipeline.codegen.cuda_compiler import COMPILE_CALLBACK, CompilerKind, CubinRequest, find_toolchain
 from relaxtune.pipeline.codegen.cuda_libraries import load_library, pypi_folders, pypi_root
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
@@ -115,14 +115,14 @@ def test_the_callback_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_cubin_is_for_the_architecture_asked_for(arch: str) -> None:
-    cubin = compile_cubin(KERNEL, arch, find_toolchain())
+    cubin = CubinRequest(KERNEL, arch, find_toolchain()).compile()
     assert elf_machine(cubin) == EM_CUDA
     assert arch.encode() in cubin
 
 
 def test_a_compile_error_shows_the_compilers_words() -> None:
     with pytest.raises(LoweringError, match=r"did not compile the kernels for sm_90a:(.|\n)*no_such_name"):
-        compile_cubin("__global__ void broken() { no_such_name(); }", "sm_90a", find_toolchain())
+        CubinRequest("__global__ void broken() { no_such_name(); }", "sm_90a", find_toolchain()).compile()
 
 
 def test_nvcc_is_taken_where_the_binding_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_nvcc_is_taken_where_the_binding_is_missing(monkeypatch: pytest.MonkeyPa
     toolchain = find_toolchain()
     assert (toolchain.kind, toolchain.root) == (CompilerKind.NVCC, tmp_path)
     with pytest.raises(LoweringError, match="nvcc did not compile the kernels"):
-        compile_cubin(KERNEL, "sm_90a", toolchain)
+        CubinRequest(KERNEL, "sm_90a", toolchain).compile()
 
 
 def test_no_toolchain_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_no_toolchain_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_an_output_that_is_no_cubin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_compiler, "compile_with_nvrtc", lambda *_, **__: b"//ptx of some sort")
     with pytest.raises(LoweringError, match=r"gave no cubin for sm_90a: its output starts with b'//ptx of'"):
-        compile_cubin(KERNEL, "sm_90a", find_toolchain())
+        CubinRequest(KERNEL, "sm_90a", find_toolchain()).compile()
 
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,14 @@ import pytest
 from tvm.backend.cuda.codegen.header import header_generator
 
 from relaxtune.pipeline.codegen import cuda_compile, cuda_source
-from relaxtune.pipeline.codegen.cuda_compile import FAST_MATH, compile_with_nvcc, compile_with_nvrtc, uses_fast_math
-from relaxtune.pipeline.codegen.cuda_compiler import TOOLKIT, compile_cubin, find_toolchain
+from relaxtune.pipeline.codegen.cuda_compile import (
+    FAST_MATH,
+    CompileOptions,
+    compile_with_nvcc,
+    compile_with_nvrtc,
+    uses_fast_math,
+)
+from relaxtune.pipeline.codegen.cuda_compiler import TOOLKIT, CubinRequest, find_toolchain
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.workers.machine_faults import is_of_memory
@@ -43,17 +49,17 @@ def header(*tags: str) -> str:
     return str(header_generator(list(tags)))
 
 
-def include() -> tuple[Path, ...]:
+def options(*, fast_math: bool = False) -> CompileOptions:
     root = find_toolchain().root / "include"
-    return tuple(folder for folder in (root, root / "cccl") if folder.is_dir())
+    return CompileOptions(tuple(folder for folder in (root, root / "cccl") if folder.is_dir()), fast_math)
 
 
 @pytest.mark.parametrize("code", [header("fp16") + KERNEL, header() + TRAITS], ids=["half", "traits"])
 def test_light_headers_give_the_machine_code_of_the_real_ones(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare_source(code).headers
-    light = machine_code(compile_with_nvrtc(code, "sm_90a", include()))
+    light = machine_code(compile_with_nvrtc(code, "sm_90a", options()))
     monkeypatch.setattr(cuda_compile, "prepare_source", lambda text: DeviceSource(prepare_source(text).code, {}))
-    assert machine_code(compile_with_nvrtc(code, "sm_90a", include())) == light
+    assert machine_code(compile_with_nvrtc(code, "sm_90a", options())) == light
     assert set(light) == {"kernel"}
 
 
@@ -64,7 +70,7 @@ def test_kernels_optimised_side_by_side_have_the_same_machine_code(monkeypatch: 
     found = []
     for cores in (1, 4):
         monkeypatch.setattr(cuda_compile.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
-        found.append(machine_code(compile_with_nvrtc(code, "sm_90a", include())))
+        found.append(machine_code(compile_with_nvrtc(code, "sm_90a", options())))
     assert found[0] == found[1]
     assert set(found[0]) == {"kernel", "other"}
 
@@ -74,7 +80,7 @@ def test_kernels_optimised_side_by_side_have_the_same_machine_code(monkeypatch: 
 )
 def test_every_header_block_compiles(tags: tuple[str, ...]) -> None:
     code = header(*tags) + 'extern "C" __global__ void kernel(int* x) { x[0] += 1; }'
-    assert "kernel" in machine_code(compile_with_nvrtc(code, "sm_90a", include()))
+    assert "kernel" in machine_code(compile_with_nvrtc(code, "sm_90a", options()))
 
 
 def test_barriers_are_dropped_when_nothing_uses_them() -> None:
@@ -93,7 +99,7 @@ def test_other_headers_of_libcu_take_the_real_type_traits() -> None:
 
 def test_tensor_maps_have_the_size_of_the_drivers() -> None:
     code = header() + 'static_assert(sizeof(CUtensorMap) == 128 && alignof(CUtensorMap) == 64, "");'
-    compile_with_nvrtc(code + KERNEL.replace("half", "float").replace("__float2float", ""), "sm_90a", include())
+    compile_with_nvrtc(code + KERNEL.replace("half", "float").replace("__float2float", ""), "sm_90a", options())
 
 
 # Sums in a register array, in a loop and in a branch, through a function that takes references.
@@ -121,10 +127,10 @@ def test_large_arrays_of_registers_are_variables_with_the_same_machine_code(monk
     prepared = prepare_source(ARRAYS).code
     assert "sums_ptr[" not in prepared
     assert "alignas(64) float few[2];" in prepared
-    made = machine_code(compile_with_nvrtc(ARRAYS, "sm_90a", include()))
+    made = machine_code(compile_with_nvrtc(ARRAYS, "sm_90a", options()))
     monkeypatch.setattr(cuda_source, "_ELEMENTS_MIN", 17)
     assert "alignas(64) float sums_ptr[16];" in prepare_source(ARRAYS).code
-    assert machine_code(compile_with_nvrtc(ARRAYS, "sm_90a", include())) == made
+    assert machine_code(compile_with_nvrtc(ARRAYS, "sm_90a", options())) == made
 
 
 @pytest.mark.parametrize(
@@ -158,20 +164,20 @@ def test_fast_math_is_an_attribute_of_the_target_and_changes_division() -> None:
     assert (uses_fast_math(plain), uses_fast_math(fast)) == (False, True)
     assert FAST_MATH in str(fast)
     code = header("fp16") + KERNEL
-    exact = machine_code(compile_with_nvrtc(code, "sm_90a", include()))["kernel"]
-    approximate = machine_code(compile_with_nvrtc(code, "sm_90a", include(), fast_math=True))["kernel"]
+    exact = machine_code(compile_with_nvrtc(code, "sm_90a", options()))["kernel"]
+    approximate = machine_code(compile_with_nvrtc(code, "sm_90a", options(fast_math=True)))["kernel"]
     assert len(approximate) < len(exact)
 
 
 def test_a_compile_error_is_shown() -> None:
     with pytest.raises(LoweringError, match=r"nvrtc did not compile the kernels for sm_90a:(.|\n)*no_such_name"):
-        compile_cubin("__global__ void broken() { no_such_name(); }", "sm_90a", find_toolchain())
+        CubinRequest("__global__ void broken() { no_such_name(); }", "sm_90a", find_toolchain()).compile()
 
 
 def test_a_compile_error_is_shown_before_the_warnings_that_come_after_it() -> None:
     unused = "\n".join(f"static __device__ int unused_{number}() {{ return 0; }}" for number in range(20))
     with pytest.raises(LoweringError, match=r"sm_90a:\n.*error.*no_such_name(.|\n)*1 error detected"):
-        compile_cubin("__global__ void broken() { no_such_name(); }\n" + unused, "sm_90a", find_toolchain())
+        CubinRequest("__global__ void broken() { no_such_name(); }\n" + unused, "sm_90a", find_toolchain()).compile()
 
 
 def test_full_memory_is_told_although_the_log_holds_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +191,7 @@ def test_full_memory_is_told_although_the_log_holds_warnings(monkeypatch: pytest
     monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", without_memory)
     unused = "\n".join(f"static __device__ int unused_{number}() {{ return 0; }}" for number in range(20))
     with pytest.raises(LoweringError, match=r"sm_90a:\nerror: NVRTC_ERROR_OUT_OF_MEMORY(.|\n)*unused") as caught:
-        compile_cubin(unused, "sm_90a", find_toolchain())
+        CubinRequest(unused, "sm_90a", find_toolchain()).compile()
     assert is_of_memory(str(caught.value))
 
 
@@ -194,11 +200,13 @@ def test_nvcc_compiles_the_same_source() -> None:
     nvcc = TOOLKIT / "bin" / "nvcc"
     folder = TOOLKIT / "include"
     code = header("fp16") + KERNEL
-    assert set(machine_code(compile_with_nvcc(code, "sm_90a", nvcc, (folder, folder / "cccl")))) == {"kernel"}
+    assert set(machine_code(compile_with_nvcc(code, "sm_90a", nvcc, CompileOptions((folder, folder / "cccl"))))) == {
+        "kernel"
+    }
     with pytest.raises(LoweringError, match=r"nvcc did not compile the kernels for sm_90a:(.|\n)*no_such_name"):
-        compile_with_nvcc("__global__ void broken() { no_such_name(); }", "sm_90a", nvcc, (folder,))
+        compile_with_nvcc("__global__ void broken() { no_such_name(); }", "sm_90a", nvcc, CompileOptions((folder,)))
 
 
 def test_nvcc_that_cannot_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(LoweringError, match=r"nvcc \(.*\) could not be run"):
-        compile_with_nvcc(KERNEL, "sm_90a", tmp_path / "nvcc", ())
+        compile_with_nvcc(KERNEL, "sm_90a", tmp_path / "nvcc", CompileOptions(()))

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import tvm
 
-from relaxtune.pipeline.codegen import cuda_compiler
-from relaxtune.pipeline.codegen.cuda_compiler import CudaToolchain
+from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.schedules.fallback import apply_fallback
@@ -31,13 +30,14 @@ def test_a_kernel_outside_every_thread_is_refused() -> None:
 
 def test_the_toolchain_makes_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
     cubins: list[bytes] = []
-    compile_cubin = cuda_compiler.compile_cubin
+    made = CubinRequest.compile
 
-    def keep(code: str, arch: str, toolchain: CudaToolchain, **options: object) -> bytes:
-        cubins.append(compile_cubin(code, arch, toolchain, **options))
+    def keep(request: CubinRequest, on_log: object) -> bytes:
+        assert on_log is None
+        cubins.append(made(request))
         return cubins[-1]
 
-    monkeypatch.setattr(cuda_compiler, "compile_cubin", keep)
+    monkeypatch.setattr(CubinRequest, "compile", keep)
     with device_toolchain(CUDA), CUDA:
         tvm.compile(finish_kernels(apply_fallback(add_one_mod(), CUDA), CUDA), CUDA)
     (cubin,) = cubins

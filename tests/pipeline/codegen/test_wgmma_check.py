@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from relaxtune.pipeline.codegen import cuda_compiler
-from relaxtune.pipeline.codegen.cuda_compiler import compile_cubin, find_toolchain
+from relaxtune.pipeline.codegen.cuda_compiler import CubinRequest, find_toolchain
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
 from relaxtune.pipeline.errors import LoweringError
 
@@ -89,12 +89,15 @@ def test_multiplications_may_follow_each_other_without_a_wait() -> None:
     assert count_early_reads(cubin(MULTIPLY_24, END_GROUP_24, MULTIPLY_24, END_GROUP_24, WAIT_ALL)) == 0
 
 
+ONE = 'extern "C" __global__ void one(float* x) { *x += 1.0f; }'
+
+
 def test_kernel_without_wgmma_has_no_early_reads() -> None:
-    data = compile_cubin('extern "C" __global__ void one(float* x) { *x += 1.0f; }', "sm_90a", find_toolchain())
+    data = CubinRequest(ONE, "sm_90a", find_toolchain()).compile()
     assert count_early_reads(data) == 0
 
 
 def test_compiler_that_makes_such_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_compiler, "count_early_reads", lambda _: 3)
     with pytest.raises(LoweringError, match=r"3 instructions read results of wgmma before the wait .* another version"):
-        compile_cubin('extern "C" __global__ void one(float* x) { *x += 1.0f; }', "sm_90a", find_toolchain())
+        CubinRequest(ONE, "sm_90a", find_toolchain()).compile()
