@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import relax, tirx
+from tvm.relax.utils import copy_with_new_vars
 from tvm.target import codegen
 
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.device_choice import missing_features
 from relaxtune.pipeline.artifact.entries import DeterminismEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.artifact.variants import with_variants
 from relaxtune.pipeline.codegen.cuda_graph import (
     capture_whole_function,
     computes_sizes,
@@ -27,7 +27,7 @@ from relaxtune.pipeline.codegen.cuda_graph import (
 )
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels, pass_context
 from relaxtune.pipeline.codegen.kernel_hash import kernel_hash
-from relaxtune.pipeline.codegen.planned_memory import planned_bytes, with_maxima, with_sizes_in_order
+from relaxtune.pipeline.codegen.planned_memory import calling, planned_bytes, with_maxima, with_sizes_in_order
 from relaxtune.pipeline.codegen.token_list import with_token_list
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
@@ -142,7 +142,7 @@ def compile_module(
         inputs at fixed addresses, and its outputs stay valid until the next run. None is made of a module that computes
         sizes.
     variants : sequence of sequences of KernelChoice
-        Other choices of some functions each; every variant is an entry of its own (`pipeline.artifact.variants`).
+        Other choices of some functions each; every variant is an entry of its own (`pipeline.artifact.compile`).
     like : CompiledModule or None
         The model with other choices. If these make the same kernels, its code is taken.
 
@@ -194,7 +194,11 @@ def _compiled(
     with _timed(seconds, "plan_memory"), pass_context(graph), target.target:
         mod, planned = _plan_memory(mod, target, graph, lowered.graph.name)
     with _timed(seconds, "codegen"), device_toolchain(target.target), pass_context(graph), target.target:
-        executable = _generate(mod, target, lowered.graph.name)
+        try:
+            executable = relax.build(mod, target.target, relax_pipeline=None, tir_pipeline=tir_pipeline_for(mod))
+        except TVM_ERRORS as e:
+            what = f"{lowered.graph.name} for {target.kind} {target.arch}"
+            raise _CodeError(f"code generation of {what} failed: {e}") from e
     return CompiledModule(
         lowered,
         tuple(choices),
@@ -208,6 +212,45 @@ def _compiled(
         determinism,
         tuple(map(tuple, variants)),
     )
+
+
+def entry_of(number: int) -> str:
+    """Return the name of the function that runs a variant, counted from 0."""
+    return f"main_{number}"
+
+
+def with_variants(
+    mod: tvm.ir.IRModule, variants: Sequence[Sequence[KernelChoice]], unscheduled: tvm.ir.IRModule
+) -> tvm.ir.IRModule:
+    """Return the module with an entry for each variant: `main` with some of its kernels made in another way.
+
+    What differs is compiled, and the rest shared: comparing a dozen kernels inside a model takes one compilation, one
+    copy of the weights, and the time of the kernels that are new.
+
+    Parameters
+    ----------
+    mod : tvm.ir.IRModule
+        `main` calls PrimFuncs, scheduled as they were chosen for it.
+    variants : sequence of sequences of KernelChoice
+        Of each variant, the choices in which it differs; they keep the names of `main`'s functions.
+    unscheduled : tvm.ir.IRModule
+        The same functions before they were scheduled: what a choice of the fallback starts from.
+
+    Raises
+    ------
+    ValueError
+        A choice is of a function that the module does not have.
+    """
+    builder = relax.BlockBuilder(mod)
+    for number, variant in enumerate(variants):
+        others = {}
+        for choice in variant:
+            old = mod.get_global_var(choice.function)
+            made = choice.scheduled if choice.scheduled is not None else unscheduled[choice.function]
+            others[old] = builder.add_func(made, f"{choice.function}_{entry_of(number)}")
+        entry = copy_with_new_vars(calling(mod["main"], others))
+        builder.add_func(entry.with_attr("global_symbol", entry_of(number)), entry_of(number))
+    return builder.get()
 
 
 def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.ir.IRModule:
@@ -251,13 +294,6 @@ def _plan_memory(
         return tvm.transform.Sequential(passes[shapes + 1 :])(sizes), planned_bytes(mod)
     except TVM_ERRORS as e:
         raise LoweringError(f"memory of {name} for {target.kind} {target.arch} cannot be planned: {e}") from e
-
-
-def _generate(mod: tvm.ir.IRModule, target: ResolvedTarget, name: str) -> relax.VMExecutable:
-    try:
-        return relax.build(mod, target.target, relax_pipeline=None, tir_pipeline=tir_pipeline_for(mod))
-    except TVM_ERRORS as e:
-        raise _CodeError(f"code generation of {name} for {target.kind} {target.arch} failed: {e}") from e
 
 
 @contextmanager

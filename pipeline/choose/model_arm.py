@@ -10,11 +10,10 @@ import numpy as np
 
 from relaxtune.models import OnnxModel, unpadded_inputs
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module
+from relaxtune.pipeline.artifact.compile import CompiledModule, compile_module, entry_of
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.artifact.variants import entry_of
 from relaxtune.pipeline.bench.measure import Arm, module_arm
 from relaxtune.pipeline.prepare import PreparedModel
 

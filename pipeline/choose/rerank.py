@@ -2,7 +2,7 @@
 
 A kernel timed alone may mislead: in the model its neighbours leave other data in the caches, other kernels beside it on
 the device, and fewer or more multiprocessors to the one that starts while it ends. So for each of the hottest tasks the
-runners-up, and the untuned default, are compiled beside the model as tuned (`pipeline.artifact.variants`). One
+runners-up, and the untuned default, are compiled beside the model as tuned (`pipeline.artifact.compile`). One
 experiment on all of them (`pipeline.experiment`) finds those that surely make the model faster. Gains do not add up:
 where several tasks have one, the best alone, the best two, and so on are compared again, and the combination that
 saves most ships.

@@ -37,6 +37,7 @@ from tvm.relax.utils import copy_with_new_vars
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL
 from relaxtune.pipeline.codegen.planned_memory import entries, largest_shape, maxima_of
 from relaxtune.schedules.marks import DEPENDENT_LAUNCH, LAUNCH_ATTR
+from relaxtune.schedules.tir.blocks import static_shape
 
 # Read by RewriteCUDAGraph: parameters from this position on are at fixed addresses.
 NUM_INPUT = "num_input"
@@ -70,9 +71,9 @@ def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule
     """
     builder = relax.BlockBuilder(mod)
     for var, main in entries(mod):
-        fixed = all(_static_shape(param) is not None for param in main.params[:inputs])
+        fixed = all(static_shape(param) is not None for param in main.params[:inputs])
         views, value = _view_outputs(main.body, maxima_of(main))
-        blocks = [*main.body.blocks, *_block(views)]
+        blocks = [*main.body.blocks, *([relax.BindingBlock(views)] if views else [])]
         function = relax.Function(main.params, relax.SeqExpr(blocks, value), main.ret_ty, main.is_pure, main.attrs)
         builder.update_func(var, function.with_attr(NUM_INPUT, 0 if fixed else inputs))
     return relax.transform.Normalize()(builder.get())
@@ -161,18 +162,6 @@ def _view_outputs(body: relax.SeqExpr, maxima: Mapping[str, int]) -> tuple[list[
     tuple_var = relax.Var("outputs", whole.ty)
     bindings.append(relax.VarBinding(tuple_var, relax.Tuple(outputs)))
     return bindings, tuple_var
-
-
-def _block(bindings: list[relax.VarBinding]) -> list[relax.BindingBlock]:
-    return [relax.BindingBlock(bindings)] if bindings else []
-
-
-def _static_shape(value: relax.Expr) -> list[int] | None:
-    """Return a tensor's shape when all its sizes are numbers; empty for a scalar."""
-    shape = getattr(value.ty, "shape", None)
-    if shape is None or not all(isinstance(size, tirx.IntImm) for size in shape):
-        return None
-    return [int(size) for size in shape]
 
 
 # Kernels with dependent launch (PTX's griddepcontrol) start while the one before them ends. Before they wait for it,

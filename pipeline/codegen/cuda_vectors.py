@@ -66,13 +66,10 @@ def _lanes_that_fit(leaf: s_tir.SBlockRealize, loop: tirx.For) -> int:
         return 1
     if extent <= _INDEX_LANES_MAX:
         return extent
-    return math.gcd(extent, *(divisor for index in leaf.iter_values for divisor in _divisors(index, loop.loop_var)))
-
-
-def _divisors(index: tirx.Expr, var: tirx.Var) -> list[int]:
-    """Return the numbers that something with the variable is divided by in an index."""
-    nodes = (*find_all(index, tirx.FloorDiv), *find_all(index, tirx.FloorMod))
-    return [int(node.b) for node in nodes if isinstance(node.b, tirx.IntImm) and depends_on(node.a, [var])]
+    kinds, indices = (tirx.FloorDiv, tirx.FloorMod), leaf.iter_values
+    divisions = [node for index in indices for kind in kinds for node in find_all(index, kind)]
+    divided = [node for node in divisions if isinstance(node.b, tirx.IntImm) and depends_on(node.a, [loop.loop_var])]
+    return math.gcd(extent, *(int(node.b) for node in divided))
 
 
 def _vectorised(stmt: tirx.Stmt, loop: tirx.For | None) -> Iterator[tuple[s_tir.SBlockRealize, tirx.For]]:

@@ -6,7 +6,6 @@ candidate and an artifact are linked with them alike: an artifact needs no Pytho
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,8 +21,6 @@ from relaxtune.pipeline.workers.linking import run_compiler
 from relaxtune.pipeline.workers.machine_faults import told_of
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
-
-logger = logging.getLogger(__name__)
 
 # As C whichever compiler it is: linking needs a C++ compiler only.
 _FLAGS = ("-x", "c", "-std=c11", "-O2", "-fPIC", "-c")
@@ -74,9 +71,6 @@ def _compiled(compiler: str, source: Path) -> bytes:
         made = Path(directory) / f"{source.stem}.o"
         command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
         finished = run_compiler(command, Path(directory))
-        if finished.returncode < 0:
-            logger.warning("compiling %s failed and is tried once more: it was killed from outside", source.name)
-            finished = run_compiler(command, Path(directory))
         if finished.returncode != 0:
             told = told_of(compiler, finished.returncode, finished.stderr)
             raise LoweringError(f"the compiler failed on {source.name}: {told}")

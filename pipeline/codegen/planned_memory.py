@@ -64,7 +64,7 @@ def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | N
 
 
 def entries(mod: tvm.ir.IRModule) -> list[tuple[tvm.ir.GlobalVar, relax.Function]]:
-    """Return `main` and its variants (`pipeline.artifact.variants`), all there is before graphs are lifted out."""
+    """Return `main` and its variants (`pipeline.artifact.compile`), all there is before graphs are lifted out."""
     return [(var, function) for var, function in mod.functions_items() if isinstance(function, relax.Function)]
 
 
@@ -93,22 +93,11 @@ def with_sizes_in_order(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
         else:
             same[var] = first
             del result[var]
-    return _calling(result, same) if same else result
-
-
-def _calling(mod: tvm.ir.IRModule, others: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tvm.ir.IRModule:
-    """Return the module with other functions called in the place of some."""
-
-    @relax.expr_functor.mutator
-    class Replace(relax.PyExprMutator):  # type: ignore[misc]
-        def visit_global_var_(self, op: tvm.ir.GlobalVar) -> tvm.ir.GlobalVar:
-            return others.get(op, op)
-
-    result, replace = (
-        tvm.ir.IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos),
-        Replace(),
-    )
-    for var, function in mod.functions_items():
-        if isinstance(function, relax.Function):
-            result[var] = replace.visit_expr(function)
+    for var, function in entries(result) if same else ():
+        result[var] = calling(function, same)
     return result
+
+
+def calling(function: relax.Function, others: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> relax.Function:
+    """Return a function that calls other functions in the place of some."""
+    return tvm_ffi.structural_map(function, (tvm.ir.GlobalVar, lambda var: others.get(var, var)))

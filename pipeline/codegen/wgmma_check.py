@@ -12,7 +12,6 @@ Encodings: as nvdisasm 13.5 prints the 16-byte instructions of sm_90a; compared 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
 # Low 12 bits of an instruction, with A in shared memory and in registers: HGMMA of 16 bits, QGMMA of float8, IGMMA of
 # 8-bit integers.
@@ -74,7 +73,16 @@ def count_early_reads(cubin: bytes) -> int:
     cubin : bytes
         An ELF file of machine code for sm_90a; of other architectures, code without wgmma gives 0.
     """
-    return sum(_count(code) for code in _kernels(cubin))
+    # ELF-64 sections named .text.*, headers of 64 bytes, `e_shoff` at 0x28.
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    count, names = struct.unpack_from("<HH", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * index) for index in range(count)]
+    strings = headers[names][4]
+    return sum(
+        _count(cubin[offset : offset + size])
+        for name, _, _, _, offset, size in headers
+        if cubin.startswith(b".text.", strings + name)
+    )
 
 
 def _count(code: bytes) -> int:
@@ -107,14 +115,3 @@ def _eights(opcode: int, field: int) -> int:
         return field + 1
     place = field // 3
     return place + 1 if place < 4 else 2 * place - 2
-
-
-def _kernels(cubin: bytes) -> Iterator[bytes]:
-    """Return the machine code of each kernel: ELF-64 sections named .text.*, headers of 64 bytes, `e_shoff` at 0x28."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    count, names = struct.unpack_from("<HH", cubin, 0x3C)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, table + 64 * index) for index in range(count)]
-    strings = headers[names][4]
-    for name, _, _, _, offset, size in headers:
-        if cubin.startswith(b".text.", strings + name):
-            yield cubin[offset : offset + size]

@@ -14,11 +14,10 @@ import tvm
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs
-from relaxtune.pipeline.artifact.compile import compile_module
+from relaxtune.pipeline.artifact.compile import compile_module, entry_of
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.artifact.variants import entry_of
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower

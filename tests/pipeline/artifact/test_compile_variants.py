@@ -12,11 +12,10 @@ from tvm import relax
 
 from relaxtune.models import OnnxModel
 from relaxtune.models.inputs import random_inputs
-from relaxtune.pipeline.artifact.compile import apply_choices, compile_module
+from relaxtune.pipeline.artifact.compile import apply_choices, compile_module, entry_of, with_variants
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.artifact.variants import entry_of, with_variants
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
