@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import platform
 import shutil
 import time
@@ -46,13 +45,10 @@ from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.policy import PolicyEntry, policy_entry
-from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.workers.linking import linker_in
 from relaxtune.schedules.libraries.vendors import libraries_of
 from relaxtune.schedules.targets.resolve import vector_features
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,8 +90,14 @@ def write_artifact(
         named = [share_weights(weights, one.compiled.lowered.weights, one.bucket.name) for one in buckets]
         for number, one in enumerate(buckets):
             link_seconds += _link(one.compiled, directory / _bucket_file(number))
-        if beside is not None and not buckets and _same_arrays(compiled.lowered.weights, beside[0].lowered.weights):
-            _link_file(beside[1] / PARAMS_FILE, directory / PARAMS_FILE)
+        others = beside[0].lowered.weights if beside is not None and not buckets else {}
+        mine = compiled.lowered.weights
+        if beside and mine and mine.keys() == others.keys() and all(mine[name] is others[name] for name in mine):
+            source, file = beside[1] / PARAMS_FILE, directory / PARAMS_FILE
+            try:
+                file.hardlink_to(source)
+            except OSError:  # a file system without second names
+                shutil.copyfile(source, file)
         elif weights:
             write_weights(weights, directory / PARAMS_FILE)
         manifest = build_manifest(compiled, link_seconds)
@@ -150,18 +152,6 @@ def _bucket_entry(number: int, one: CompiledBucket, weights: tuple[str, ...]) ->
     )
 
 
-def _same_arrays(some: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]) -> bool:
-    return bool(some) and some.keys() == others.keys() and all(array is others[name] for name, array in some.items())
-
-
-def _link_file(source: Path, destination: Path) -> None:
-    """Give a file a second name; where the file system has none, copy it."""
-    try:
-        destination.hardlink_to(source)
-    except OSError:
-        shutil.copyfile(source, destination)
-
-
 def write_weights(weights: Mapping[str, np.ndarray], path: Path) -> None:
     """Write the weights beside the code; a full disk is an OSError, as for every other file, and not the library's."""
     try:
@@ -198,7 +188,9 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
             arch=target.arch,
             config=str(target.target),
             cpu_features=tuple(sorted(vector_features(host))),
-            libraries=_libraries(compiled),
+            libraries=(CUDART, DRIVER, *(one.file for one in libraries_of(_library_sources(compiled))))
+            if target.kind == "cuda"
+            else (),
             cuda_graph=compiled.cuda_graph,
             ptx_cuda=compiler_release() if target.portable else None,
         ),
@@ -269,12 +261,6 @@ def _kernel_entry(compiled: CompiledModule, choice: KernelChoice) -> KernelEntry
     )
 
 
-def _libraries(compiled: CompiledModule) -> tuple[str, ...]:
-    if compiled.target.kind != "cuda":
-        return ()
-    return (CUDART, DRIVER, *(library.file for library in libraries_of(_library_sources(compiled))))
-
-
 def _library_sources(compiled: CompiledModule) -> list[Path]:
     every = chain(compiled.choices, *compiled.variants)
     scheduled = [choice.scheduled for choice in every if choice.scheduled is not None]
@@ -284,26 +270,17 @@ def _library_sources(compiled: CompiledModule) -> list[Path]:
 def _link(compiled: CompiledModule, path: Path) -> float:
     started = time.perf_counter()
     try:
-        try:
-            _export(compiled, path)
-        except RuntimeError as e:
-            # The compiler, or the linker that it calls, may have been killed from outside: no fault of the module.
-            logger.warning("linking %s failed and is tried once more: %s", MODULE_FILE, last_line(e))
-            _export(compiled, path)
+        with temporary_folder() as directory:
+            objects = compile_library_objects(_library_sources(compiled), Path(directory))
+            # TVM's own folder for the objects would be left by a killed run, and swept by none.
+            compiled.executable.export_library(
+                str(path),
+                fcompile=linker_in(Path(directory)),
+                workspace_dir=str(directory),
+                addons=[str(made) for made in objects],
+            )
     except (RuntimeError, ValueError, FileNotFoundError) as e:
         raise LoweringError(
             f"linking {MODULE_FILE} failed: {e}. It needs a C++ compiler on the path (Debian: apt install g++)"
         ) from e
     return time.perf_counter() - started
-
-
-def _export(compiled: CompiledModule, path: Path) -> None:
-    with temporary_folder() as directory:
-        objects = compile_library_objects(_library_sources(compiled), Path(directory))
-        # TVM's own folder for the objects would be left by a killed run, and swept by none.
-        compiled.executable.export_library(
-            str(path),
-            fcompile=linker_in(Path(directory)),
-            workspace_dir=str(directory),
-            addons=[str(made) for made in objects],
-        )

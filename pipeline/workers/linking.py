@@ -5,6 +5,7 @@ They write into `$TMPDIR`, and a killed run would leave what lies there under na
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ from pathlib import Path
 
 from tvm.support import cc
 
-from relaxtune.pipeline.workers.machine_faults import told_of
+from relaxtune.pipeline.workers.machine_faults import is_of_the_machine, told_of
+
+logger = logging.getLogger(__name__)
 
 
 def run_compiler(
@@ -20,15 +23,26 @@ def run_compiler(
 ) -> subprocess.CompletedProcess[str]:
     """Return a finished compiler or linker that was given `text`, and whose temporary files lay in a folder.
 
+    One that was killed from outside, or a part of which was, is started once more.
+
     Raises
     ------
     OSError, subprocess.TimeoutExpired
         It cannot be started; it took longer than `timeout_s`.
     """
     environment = {**os.environ, "TMPDIR": str(folder)}
-    return subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
-    )
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False
+        )
+
+    done = run()
+    error = told_of(command[0], done.returncode, done.stderr)
+    if done.returncode == 0 or not is_of_the_machine(error):
+        return done
+    logger.warning("a compiler failed and is tried once more: %s", error)
+    return run()
 
 
 def linker_in(folder: Path) -> Callable[..., None]:
