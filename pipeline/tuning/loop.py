@@ -163,6 +163,7 @@ class TuningLoop:
         begins_near = bool(state.near.traces) and not state.near_begun
         size = self._at_most(FIRST_INFORMED if begins_near else self._round_size)
         state.near_begun = state.searching = True
+        self._tasks.changed(state)
         lessons, state.lessons = state.lessons, []
         self._searches.submit(
             SearchRequest(
@@ -211,6 +212,7 @@ class TuningLoop:
         self._in_flight += len(candidates)
         state.on_way |= {one.key for one in candidates}
         state.round_size = len(candidates)
+        self._tasks.changed(state)
         self._evaluator.submit([one.handed_in(spec) for one in candidates])
 
     # Answers.

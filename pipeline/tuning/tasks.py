@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
-import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tasks.similar_shapes import NearRecords
@@ -34,6 +35,20 @@ _HOPELESS = 2.0
 _SECONDS_MIN = 1e-3
 # How the reason begins where a task ended for what it promises.
 SETTLED = "settled"
+# What the choice of a task depends on: with a row for each, a choice among 20,000 is a few vector operations.
+_ROW = np.dtype(
+    [
+        ("us", float),  # Of all its calls in one inference, with the best kernel known.
+        ("rounds", int),
+        ("seconds", float),
+        ("gain_us", float),
+        ("size", float),
+        ("begins_near", bool),
+        ("in_flight", int),
+        ("free", bool),  # It is open, and its search is not running.
+        ("may_settle", bool),  # It may end for what it promises: all candidates of its templates are back.
+    ]
+)
 
 
 @dataclass(eq=False)
@@ -78,9 +93,7 @@ class TaskState:
     contenders: list[Candidate] = field(default_factory=list)
     final_of: int | None = None  # Its valid candidates when its final was held; None before.
     reported: bool = False  # It is over, and `Tasks.take_settled` returns it.
-    # Its expected gain, and its part of the sums of `Tasks`, as of the last `Tasks.changed`.
-    gain_us: float = math.inf
-    counted: tuple[float, int, float] = (0.0, 0, 0.0)
+    row: int = -1  # Its place among the `Tasks`.
 
     @property
     def start(self) -> TaskStart:
@@ -175,10 +188,6 @@ class TaskState:
         experience = (earlier - latency) / min(rounds, _WINDOW) if earlier is not None else 0.0
         return self.task.weight * ((1 - _HOPE) * experience + _HOPE * latency / rounds)
 
-    def hoped_gain_us(self, more: int) -> float:
-        """Return the microseconds that a round may save after so many more, at least one, that saved nothing."""
-        return self.task.weight * _HOPE * (self.best_us or self.before_us or 0.0) / (len(self.progress) + more)
-
     def round_seconds(self, usual: float) -> float:
         """Return the seconds of a round of this task; `usual` for one that had none."""
         return self.seconds / self.rounds if self.rounds else usual
@@ -208,8 +217,8 @@ class Tasks:
         self._bounds: dict[str, float | None] = {}
         self._closed: str | None = None
         self._settled: list[TaskState] = []
-        # Sums over all tasks: microseconds of one inference of all models, rounds, seconds.
-        self._us, self._rounds, self._seconds = 0.0, 0, 0.0
+        self._rows = np.zeros(0, _ROW)
+        self._us = 0.0  # The sum of a column of them.
 
     @property
     def states(self) -> Sequence[TaskState]:
@@ -230,8 +239,12 @@ class Tasks:
 
     def add(self, states: Iterable[TaskState]) -> None:
         """Take in more tasks."""
-        for state in states:
-            self._by_hash[state.task.workload_hash] = state
+        added = {state.task.workload_hash: state for state in states}
+        for row, state in enumerate(added.values(), len(self)):
+            state.row = row
+        self._by_hash |= added
+        self._rows = np.concatenate([self._rows, np.zeros(len(added), _ROW)])
+        for state in added.values():
             self.changed(state)
 
     @property
@@ -242,37 +255,46 @@ class Tasks:
     def choose(self, in_flight_max: float = 0.0) -> TaskState | None:
         """Return the open task whose next round promises most: time saved in all models per second of tuning.
 
-        Tasks that begin with one candidate of a near shape come first. Tasks that are not worth another round end.
+        Tasks that begin with one candidate of a near shape come first, and the larger kernel among equal promises.
+        Tasks that are not worth another round end.
 
         Parameters
         ----------
         in_flight_max : float
-            A task with more candidates on their way is passed over.
+            Tasks with more candidates in flight are skipped.
         """
-        usual, least_us = self._usual_seconds, self._min_gain * self.model_us
-        eligible = [
-            one
-            for one in self._by_hash.values()
-            if one.ended is None and one.ready and one.in_flight <= in_flight_max and one.open and not one.searching
-        ]
-        weak = [one for one in eligible if one.gain_us < least_us and one.idle]
-        for state in weak:
-            self.changed(state)
-        if weak:
-            eligible = [one for one in eligible if one.ended is None]
-        return max(eligible, key=lambda one: _promise(one, usual), default=None)
+        rows, states = self._rows, self.states
+        for row in np.flatnonzero(rows["may_settle"] & (rows["gain_us"] < self._min_gain * self.model_us)):
+            self.changed(states[int(row)])
+        chosen = np.flatnonzero(rows["free"] & (rows["in_flight"] <= in_flight_max))
+        if not chosen.size:
+            return None
+        own_s = rows["seconds"] / np.maximum(rows["rounds"], 1)
+        round_s = np.maximum(np.where(rows["rounds"] > 0, own_s, self._usual_seconds), _SECONDS_MIN)
+        for score in (rows["begins_near"], rows["gain_us"] / round_s, rows["size"]):
+            chosen = chosen[score[chosen] == score[chosen].max()]
+        return states[int(chosen[0])]
 
     def changed(self, state: TaskState) -> None:
-        """Look at a task of which something was decided or came back: its rank changes, it may end, or be over."""
-        us, rounds, seconds = state.counted
+        """Take in what was decided about a task, handed in or came back: its rank changes, it may end, or be over."""
         known_us = state.task.weight * (state.best_us or state.before_us or 0.0)
-        state.counted = known_us, state.rounds, state.seconds
-        self._us += known_us - us
-        self._rounds += state.rounds - rounds
-        self._seconds += state.seconds - seconds
-        state.gain_us = state.expected_gain_us()
-        if state.open and state.idle:
-            state.ended = self._reason_to_end(state) or self._closed
+        self._us += known_us - float(self._rows[state.row]["us"])
+        gain_us = state.expected_gain_us()
+        may_end = state.open and state.idle
+        may_settle = may_end and (state.templates is None or state.templates.done)
+        if may_end:
+            state.ended = (self._reason_to_end(state, gain_us) if may_settle else None) or self._closed
+        self._rows[state.row] = (
+            known_us,
+            state.rounds,
+            state.seconds,
+            gain_us,
+            state.task.weight * (state.before_us or state.task.flops),
+            state.begins_near,
+            state.in_flight,
+            state.open and not state.searching,
+            may_settle,
+        )
         if state.over and not state.reported:
             state.reported = True
             self._settled.append(state)
@@ -300,21 +322,21 @@ class Tasks:
         Their models need not wait for the end of the run.
         """
         usual = self._usual_seconds
-
-        def rank(state: TaskState, more: int) -> float:
-            gain_us = state.hoped_gain_us(more) if more else state.expected_gain_us()
-            return gain_us / max(state.round_seconds(usual), _SECONDS_MIN)
-
         waiting = [one for one in self._by_hash.values() if not one.left_alone]
-        heap = [(-rank(one, 0), number, 0) for number, one in enumerate(waiting)]
-        heapq.heapify(heap)
-        reached: set[int] = set()
-        for _ in range(rounds if heap else 0):
-            _, number, more = heap[0]
-            reached.add(number)
-            heapq.heapreplace(heap, (-rank(waiting[number], more + 1), number, more + 1))
-        for number, state in enumerate(waiting):
-            if number not in reached and state.open and state.idle:
+        round_s = {one.row: max(one.round_seconds(usual), _SECONDS_MIN) for one in waiting}
+        waiting.sort(key=lambda one: one.expected_gain_us() / round_s[one.row], reverse=True)
+        ranks = np.array([one.expected_gain_us() / round_s[one.row] for one in waiting])
+        # After n rounds, a round that follows others that saved nothing has the rank hope / n.
+        hope = _HOPE * np.array([self._rows["us"][one.row] / round_s[one.row] for one in waiting])
+        done = np.array([len(one.progress) for one in waiting])
+
+        def rounds_before(number: int) -> int:
+            """Return the rounds that tasks of a higher rank get before this one gets its first."""
+            more = hope[:number] / max(ranks[number], 1e-12) - done[:number]
+            return number + int(np.minimum(np.maximum(0, np.ceil(more) - 1), rounds).sum())
+
+        for state in waiting[bisect_left(range(len(waiting)), rounds, key=rounds_before) :]:
+            if state.open and state.idle:
                 self.end(state, f"{SETTLED}: the candidates that are left are for tasks that promise more")
 
     def close(self, why: str) -> None:
@@ -331,36 +353,23 @@ class Tasks:
         state.reported = False
         self.changed(state)
 
-    def _reason_to_end(self, state: TaskState) -> str | None:
-        """Return why a task is not worth another round, or None when it is; templates are measured in any case."""
-        if state.templates is not None and not state.templates.done:
-            return None
-        gain_us, model_us = state.gain_us, self.model_us
+    def _reason_to_end(self, state: TaskState, gain_us: float) -> str | None:
+        """Return why a task is not worth another round, or None when it is."""
+        model_us, key = self.model_us, state.task.workload_hash
         if gain_us < self._min_gain * model_us:
             return f"{SETTLED}: a round is expected to save {gain_us:.2f} of {model_us:.0f} us"
-        bound_us = self._bound_us(state)
+        if self._target is not None and key not in self._bounds:
+            self._bounds[key] = search_bound_us(state.task, self._target)
+        bound_us = self._bounds.get(key)
         if bound_us is not None and state.best_us is not None and bound_us > state.best_us:
             return f"no search: without tensor cores at least {bound_us:.1f} us, the best is {state.best_us:.1f}"
         return None
 
-    def _bound_us(self, state: TaskState) -> float | None:
-        if self._target is None:
-            return None
-        key = state.task.workload_hash
-        if key not in self._bounds:
-            self._bounds[key] = search_bound_us(state.task, self._target)
-        return self._bounds[key]
-
     @property
     def _usual_seconds(self) -> float:
         """The seconds of a round, the average of all."""
-        return self._seconds / self._rounds if self._rounds else 1.0
-
-
-def _promise(state: TaskState, usual_s: float) -> tuple[bool, float, float]:
-    """Return the key by which the next task is chosen; among equal promises the larger kernel comes first."""
-    size = state.task.weight * (state.before_us or state.task.flops)
-    return state.begins_near, state.gain_us / max(state.round_seconds(usual_s), _SECONDS_MIN), size
+        rounds = self._rows["rounds"].sum()
+        return float(self._rows["seconds"].sum() / rounds) if rounds else 1.0
 
 
 def summarise(states: Sequence[TaskState]) -> tuple[TaskSummary, ...]:
