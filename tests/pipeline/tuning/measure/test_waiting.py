@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass
 
-from relaxtune.pipeline.tuning.measure.side_by_side import WaitingWork
+from relaxtune.pipeline.tuning.measure.side_by_side import WaitingWork, _Work
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
-    workload: str
-    rank: tuple[int, int]
+def work_of(workload: str, rank: tuple[int, int]) -> _Work:
+    return _Work(workload, lambda _: None, lambda _: None, rank)
 
 
 def test_each_device_takes_what_a_search_through_everything_would_give_it() -> None:
     for seed in range(20):
         draws = random.Random(seed)
         devices = [object() for _ in range(3)]
-        waiting = WaitingWork[Work]()
-        plain: list[Work] = []
+        waiting = WaitingWork()
+        plain: list[_Work] = []
+        begun: dict[str, int] = {}
         homes: dict[str, object] = {}
         for number in range(400):
             if draws.random() < 0.55:
-                work = Work(f"w{draws.randrange(12)}", (draws.randrange(2), number))
+                name = f"w{draws.randrange(12)}"
+                place = begun.setdefault(name, len(begun))
+                first = draws.random() < 0.3 or name not in {one.workload for one in plain} | homes.keys()
+                work = work_of(name, (0, place) if first else (1, number))
                 waiting.put(work)
                 plain.append(work)
                 continue
@@ -49,9 +50,9 @@ def test_each_device_takes_what_a_search_through_everything_would_give_it() -> N
 
 
 def test_a_choice_among_twenty_thousand_is_quick() -> None:
-    waiting, devices = WaitingWork[Work](), [object() for _ in range(64)]
+    waiting, devices = WaitingWork(), [object() for _ in range(64)]
     for number in range(20_000):
-        waiting.put(Work(f"w{number % 10_000}", (number // 10_000, number)))
+        waiting.put(work_of(f"w{number % 10_000}", (number // 10_000, number)))
     began = time.thread_time()
     for number in range(2_000):
         assert waiting.take(devices[number % 64], lambda _: False) is not None
