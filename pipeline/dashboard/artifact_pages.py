@@ -1,22 +1,23 @@
-"""Pages on artifacts: lists with tags, one artifact's report, two beside each other."""
+"""Pages on artifacts: lists with tags, one artifact's report, two side by side, and gates between two."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from markupsafe import Markup
 
-from relaxtune.pipeline.dashboard.gate_pages import gate_link, gate_list
 from relaxtune.pipeline.dashboard.markup import Page, Section, sections
 from relaxtune.pipeline.pages.render import link, minute, number, table
 from relaxtune.pipeline.report.diff import diff_reports
 from relaxtune.pipeline.report.page import diff_section, section
 from relaxtune.pipeline.report.report import Report, report_artifact
 from relaxtune.tuning_db.errors import NotFoundError
-from relaxtune.tuning_db.gates import list_gates, newest_gates
+from relaxtune.tuning_db.gates import GateRun, list_gates, newest_gates
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.tags import TagMove, list_moves, stood_at
@@ -25,13 +26,25 @@ from relaxtune.tuning_db.tags import TagMove, list_moves, stood_at
 _LISTED = 25
 _COLUMNS = ("artifact", "made (UTC)", "target", "validated", "ms")
 _LEFT = frozenset({"", "artifact", "made (UTC)", "target", "validated", "tags", "gate"})
+_GATES_LISTED = 100
+# The verdict stands in front: on a narrow window the last columns are out of sight.
+_GATE_COLUMNS = ("run (UTC)", "verdict", "artifact", "latency", "baseline", "by")
+_CHECK = ("name", "verdict", "baseline", "new", "change", "limit", "reason")
+# Of a key: as many tell artifacts apart.
+_KEY_DIGITS = 12
+# The name of a check of latency begins so; a bucket's name follows.
+_LATENCY = "latency"
 
 
 def artifact_list(database: TuningDatabase, found: Sequence[ArtifactSummary]) -> Markup:
     """Return a table of artifacts, each with the tags that stand at it and the verdict of its last gate."""
     moves = list_moves(database)
-    tags, gates = _tags(moves), newest_gates(database, [one.key for one in found])
-    rows = [(*_summary(one), ", ".join(tags.get(one.key, ())), gate_link(gates.get(one.key))) for one in found]
+    tags, newest = _tags(moves), newest_gates(database, [one.key for one in found])
+    rows = []
+    for one in found:
+        run = newest.get(one.key)
+        last = "" if run is None else link(f"/gates/{quote(run.id)}", verdict(run))
+        rows.append((*_summary(one), ", ".join(tags.get(one.key, ())), last))
     return table((*_COLUMNS, "tags", "gate"), rows, _LEFT)
 
 
@@ -45,7 +58,7 @@ def artifact(database: TuningDatabase, key: str) -> Page:
 
 
 def compare(database: TuningDatabase, before: str, after: str) -> Page:
-    """Return two artifacts beside each other, kernel by kernel."""
+    """Return two artifacts side by side, kernel by kernel."""
     old, new = (_find(database, key) for key in (before, after))
     rows = [(side, *_summary(one)) for side, one in (("before", old), ("after", new))]
     diff = diff_reports(_report(database, old), _report(database, new))
@@ -84,14 +97,11 @@ def _summary(one: ArtifactSummary) -> tuple[object, ...]:
 
 
 def _tags(moves: Sequence[TagMove]) -> Mapping[str, list[str]]:
-    of_tag: dict[str, list[TagMove]] = {}
-    for move in moves:
-        of_tag.setdefault(move.tag, []).append(move)
-    standing: dict[str, list[str]] = {}
-    for tag, its_moves in of_tag.items():
-        stack = stood_at(its_moves)
+    standing: defaultdict[str, list[str]] = defaultdict(list)
+    for tag in dict.fromkeys(move.tag for move in moves):
+        stack = stood_at([move for move in moves if move.tag == tag])
         if stack:
-            standing.setdefault(stack[-1], []).append(tag)
+            standing[stack[-1]].append(tag)
     return standing
 
 
@@ -104,3 +114,68 @@ def _find(database: TuningDatabase, key: str) -> ArtifactSummary:
 
 def _report(database: TuningDatabase, one: ArtifactSummary) -> Report:
     return report_artifact(Path(one.location), database=database)
+
+
+def gates(database: TuningDatabase) -> Page:
+    """Return the newest gates, passed and refused, with the change of latency that each saw."""
+    found = list_gates(database, limit=_GATES_LISTED)
+    none = Markup("<p>None yet: `relaxtune gate --db` and `relaxtune artifact promote` keep theirs.</p>")
+    return Page("gates", sections("Gates", [Section("", gate_list(found) if found else none)]))
+
+
+def gate(database: TuningDatabase, gate_id: str) -> Page:
+    """Return one gate: its checks, and what the latencies are true for."""
+    found = list_gates(database, gate_id=gate_id)
+    if not found:
+        raise NotFoundError(f"no gate {gate_id} in this database")
+    one = found[0]
+    checks = [[check.get(name, "") for name in _CHECK] for check in _checks(one)]
+    measured = dict(json.loads(one.report).get("conditions") or {})
+    conditions = ", ".join(f"{name} {value}" for name, value in measured.items())
+    compared = f"/compare?before={one.baseline_key}&after={one.artifact_key}"
+    subtitle = Markup("{} in place of {}, by {}, {} UTC.").format(
+        _artifact(one.artifact_key), _artifact(one.baseline_key), one.by, minute(one.created_at)
+    )
+    parts = [
+        Section("", table(_CHECK, checks), conditions),
+        Section("", link(compared, "Both, kernel by kernel") if one.baseline_key else Markup()),
+    ]
+    return Page(f"gate {one.model}", sections(f"{one.model}: {verdict(one)}", parts, subtitle=subtitle))
+
+
+def gate_list(found: Sequence[GateRun]) -> Markup:
+    """Return a table of gates."""
+    rows = [
+        (
+            link(f"/gates/{quote(one.id)}", minute(one.created_at)),
+            verdict(one),
+            link(f"/artifacts/{quote(one.artifact_key)}", one.model),
+            "; ".join(
+                str(check.get("change", ""))
+                for check in _checks(one)
+                if str(check.get("name", "")).startswith(_LATENCY)
+            ),
+            _artifact(one.baseline_key),
+            one.by,
+        )
+        for one in found
+    ]
+    return table(_GATE_COLUMNS, rows)
+
+
+def verdict(one: GateRun) -> str:
+    """Return what a gate said; of a refusal, the checks that say no."""
+    if one.passed:
+        return "passed"
+    refused = [str(check.get("name")) for check in _checks(one) if check.get("verdict") == "no"]
+    return f"REFUSED ({', '.join(refused) or 'undecided'})"
+
+
+def _artifact(key: str | None) -> Markup:
+    return (
+        Markup("an artifact that was not kept") if key is None else link(f"/artifacts/{quote(key)}", key[:_KEY_DIGITS])
+    )
+
+
+def _checks(one: GateRun) -> Sequence[Mapping[str, Any]]:
+    return [check for check in json.loads(one.report).get("checks", ()) if isinstance(check, dict)]

@@ -1,4 +1,4 @@
-"""Pages on jobs: lists, how one came on, where its tasks stand under the device's ceilings, and what jobs took."""
+"""Pages on jobs, their tasks and models: progress, ceilings and cost; the history of a kernel; coverage of devices."""
 
 from __future__ import annotations
 
@@ -8,21 +8,32 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
+from relaxtune.pipeline.dashboard.artifact_pages import artifact_list
 from relaxtune.pipeline.dashboard.markup import Page, Section, chart, remark, sections
 from relaxtune.pipeline.pages.charts import curve
 from relaxtune.pipeline.pages.render import code, link, minute, number, percent, table
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
 from relaxtune.pipeline.report.page import roofline_chart
+from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job
-from relaxtune.tuning_db.questions.insights import failures
-from relaxtune.tuning_db.questions.progress import JobProgress, TaskProgress, candidates_of_jobs, job_progress
+from relaxtune.tuning_db.questions.artifacts import artifacts
+from relaxtune.tuning_db.questions.insights import HistoryPoint, coverage, failures, history
+from relaxtune.tuning_db.questions.progress import (
+    JobProgress,
+    TaskProgress,
+    candidates_of_jobs,
+    covered_tasks,
+    job_progress,
+)
 from relaxtune.tuning_db.records import RecordFilter
 from relaxtune.tuning_db.store import TuningDatabase
 
 #: The outcome of a job without one.
 OVER_OR_KILLED = "not over, or killed"
-_LISTED = 25
+LISTED = 25
+# Of a kernel's hash: as many tell a task's kernels apart.
+_HASH_SHOWN = 8
 _COLUMNS = (
     "task", "family", "calls", "us a call", "us", "share", "GFLOP/s", "of ceiling", "GB/s", "of ceiling", "bottleneck",
     "valid", "failed", "seconds",
@@ -37,13 +48,17 @@ def job_list(found: Sequence[Job]) -> Markup:
             link(f"/models/{quote(one.model, safe='')}", "its model"),
             f"{one.target.kind} {one.target.arch}",
             minute(one.started_at),
-            number((one.finished_at - one.started_at).total_seconds() if one.finished_at else None),
+            number(_took_s(one)),
             one.outcome or OVER_OR_KILLED,
         )
         for one in found
     ]
     columns = ("job", "", "target", "began (UTC)", "seconds", "outcome")
     return table(columns, rows, {"job", "", "target", "began (UTC)", "outcome"})
+
+
+def _took_s(one: Job) -> float | None:
+    return None if one.finished_at is None else (one.finished_at - one.started_at).total_seconds()
 
 
 def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings]) -> Page:
@@ -59,7 +74,7 @@ def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings])
         Device name -> what it can do; those that are known of a device need not be there.
     """
     found, progress = database.get_job(job_id), job_progress(database, job_id)
-    took = None if found.finished_at is None else (found.finished_at - found.started_at).total_seconds()
+    took = _took_s(found)
     timed = [task for task in progress.tasks if task.best_us is not None]
     facts = [
         *((f"candidates {status.value}", f"{count:,}") for status, count in progress.by_status.items()),
@@ -70,7 +85,7 @@ def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings])
     course = chart(curve([(seconds, us / 1e3) for seconds, us in progress.curve], "seconds", "ms"))
     causes = [
         (cause.status.value, cause.cause, cause.count, cause.workloads, cause.example_id)
-        for cause in failures(database, RecordFilter(job_id=job_id), limit=_LISTED)
+        for cause in failures(database, RecordFilter(job_id=job_id), limit=LISTED)
     ]
     few = Markup("<p>Fewer than two improvements were measured.</p>")
     parts = [
@@ -91,12 +106,11 @@ def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings])
 
 def cost(database: TuningDatabase) -> Page:
     """Return what the newest jobs took."""
-    jobs = database.list_jobs(limit=_LISTED)
+    jobs = database.list_jobs(limit=LISTED)
     of_job = candidates_of_jobs(database, [one.id for one in jobs])
     rows = []
     for one in jobs:
         took = of_job[one.id]
-        wall_s = None if one.finished_at is None else (one.finished_at - one.started_at).total_seconds()
         rows.append(
             (
                 link(f"/jobs/{one.id}", one.model),
@@ -105,7 +119,7 @@ def cost(database: TuningDatabase) -> Page:
                 took.tasks,
                 took.candidates,
                 percent(took.valid / took.candidates if took.candidates else None),
-                number(wall_s),
+                number(_took_s(one)),
                 number(took.candidate_s),
             )
         )
@@ -126,8 +140,8 @@ def _tasks(progress: JobProgress, ceilings: Mapping[str, Ceilings]) -> list[Sect
     tasks = table(_COLUMNS, rows, {"task", "family", "bottleneck"})
     roofs = chart(roofline_chart(kernels, known))
     if roofs and known is not None:
-        told = f"The best kernel of each task. Ceilings: {known.source}."
-        return [Section("Tasks", tasks), Section("Rates and ceilings", roofs, told)]
+        explanation = f"The best kernel of each task. Ceilings: {known.source}."
+        return [Section("Tasks", tasks), Section("Rates and ceilings", roofs, explanation)]
     if device is None:
         why = "times of this job are of several devices" if progress.devices else "this job measured nothing"
     else:
@@ -174,3 +188,102 @@ def _task(task: TaskProgress, kernel: KernelRow) -> tuple[object, ...]:
         task.failed,
         number(task.seconds),
     )
+
+
+def task(database: TuningDatabase, workload_hash: str) -> Page:
+    """Return the days of a task: each device, driver, TVM version and commit, the best kernel, and the best so far."""
+    days = history(database, workload_hash=workload_hash)
+    if not days:
+        raise NotFoundError(f"no record of the task {workload_hash}")
+    devices = dict.fromkeys(day.device_name for day in days)
+    curves = [(device, _curve([day for day in days if day.device_name == device])) for device in devices]
+    rows = [
+        (
+            f"{day.day}",
+            day.device_name,
+            day.driver or "",
+            day.tvm_version,
+            day.code_version or "unknown",
+            day.candidates,
+            day.valid,
+            number(day.best_us),
+            day.route.value if day.route else "",
+            code((day.kernel_hash or "")[:_HASH_SHOWN]),
+            number(day.so_far_us),
+        )
+        for day in days
+    ]
+    columns = (
+        "day (UTC)", "device", "driver", "tvm", "relaxtune", "candidates", "valid", "best us", "route",
+        "code of the kernel", "best so far us",
+    )  # fmt: skip
+    explanation = (
+        "The code of the kernel is the hash of the best one of the day: another commit of relaxtune that makes the "
+        "same kernel has the same hash."
+    )
+    parts = [
+        *(Section(device, chart(curve)) for device, curve in curves),
+        Section(
+            "Days",
+            table(columns, rows, {"device", "driver", "tvm", "relaxtune", "route", "code of the kernel"}),
+            explanation,
+        ),
+    ]
+    return Page(f"task {days[-1].name}", sections(days[-1].name, parts, subtitle=code(workload_hash)))
+
+
+def model(database: TuningDatabase, name: str) -> Page:
+    """Return what is known of a model: how much of it is measured on each device, its jobs, its artifacts."""
+    jobs = database.list_jobs(model=name, limit=LISTED)
+    made = artifacts(database, model=name, limit=LISTED)
+    if not jobs and not made:
+        raise NotFoundError(f"no job and no artifact of the model {name}")
+    found = coverage(database, name)
+    tasks = {one.workload_hash for one in found}
+    devices = sorted({(one.device_name, one.arch) for one in found if one.device_name is not None})
+    rows = []
+    for device, arch in devices:
+        here = [one for one in found if (one.device_name, one.arch) == (device, arch)]
+        covered = {one.workload_hash for one in here if one.covered}
+        newest = max((one.last_at for one in here if one.last_at is not None), default=None)
+        valid, failed = sum(one.valid for one in here), sum(one.failed for one in here)
+        rows.append((device, arch, f"{len(covered)} of {len(tasks)}", valid, failed, minute(newest)))
+    columns = ("device", "code", "tasks with a valid record", "valid", "failed", "last (UTC)")
+    parts = [
+        Section("Coverage", table(columns, rows, {"device", "code"})),
+        Section("Jobs", job_list(jobs)),
+        Section("Artifacts", artifact_list(database, made)),
+    ]
+    return Page(f"model {name}", sections(name, parts))
+
+
+def matrix(database: TuningDatabase) -> Page:
+    """Return how many tasks of each model have a valid record on each device."""
+    explanation = "Tasks are those that jobs found in a model, of any target."
+    found = covered_tasks(database)
+    places = sorted({place for one in found for place in one.covered})
+    rows = [
+        (
+            link(f"/models/{quote(one.model)}", one.model),
+            one.tasks,
+            *(_part(one.covered.get(place, 0), one.tasks) for place in places),
+        )
+        for one in found
+    ]
+    columns = ("model", "tasks", *(f"{device}, {arch}" for device, arch in places))
+    parts = [Section("", table(columns, rows, {"model"}), explanation)]
+    return Page("coverage", sections("Tasks with a valid record, by model and device", parts))
+
+
+def _part(covered: int, tasks: int) -> Markup:
+    """Return a cell that is the fuller the more is covered."""
+    share = covered / tasks if tasks else 0.0
+    kind = "full" if covered == tasks else "part" if covered else "empty"
+    return Markup('<span class="cover {}" style="--share:{:.2f}">{}</span>').format(kind, share, covered)
+
+
+def _curve(days: list[HistoryPoint]) -> Markup:
+    first = days[0].day
+    points = [(float((day.day - first).days), day.so_far_us) for day in days if day.so_far_us is not None]
+    several = len({at for at, _ in points}) > 1
+    return curve(points, f"days since {first}", "us, the best so far") if several else Markup()

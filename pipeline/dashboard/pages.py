@@ -1,4 +1,4 @@
-"""What the pages show: the first one and those of batches here, the others beside; every text in them is escaped."""
+"""The first page, pages of batches, and the list of all pages; every text in them is escaped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from datetime import datetime
 from markupsafe import Markup
 
 from relaxtune.pipeline.batch.report import batch_body
-from relaxtune.pipeline.dashboard.artifact_pages import artifact, artifact_list
-from relaxtune.pipeline.dashboard.gate_pages import gate, gates, verdict
-from relaxtune.pipeline.dashboard.job_pages import OVER_OR_KILLED, cost, job_kernels, job_list
+from relaxtune.pipeline.dashboard.artifact_pages import artifact, artifact_list, compare, gate, gates, verdict
+from relaxtune.pipeline.dashboard.job_pages import (
+    LISTED,
+    OVER_OR_KILLED,
+    cost,
+    job_kernels,
+    job_list,
+    matrix,
+    model,
+    task,
+)
 from relaxtune.pipeline.dashboard.markup import Page, Section, chart, sections
-from relaxtune.pipeline.dashboard.task_pages import matrix, model, task
 from relaxtune.pipeline.pages.render import link, minute, table
 from relaxtune.pipeline.report.page import course_chart, shares_chart
 from relaxtune.pipeline.report.progress import Progress
@@ -22,18 +29,16 @@ from relaxtune.tuning_db.cell_states import Batch
 from relaxtune.tuning_db.gates import list_gates
 from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.questions.artifacts import ArtifactSummary, artifacts
-from relaxtune.tuning_db.questions.progress import job_progress
+from relaxtune.tuning_db.questions.progress import count_by_status, job_progress
 from relaxtune.tuning_db.records import Status
 from relaxtune.tuning_db.store import TuningDatabase
 
-LISTED = 25
 
-
-def overview(database: TuningDatabase, counts: Mapping[Status, int] | None) -> Page:
-    """Return the first page: records by status (None: not counted yet), and the newest batches, jobs and artifacts."""
-    told = "being counted" if counts is None else "none yet: `relaxtune tune` or `relaxtune batch run` makes them"
-    known = counts or {}
-    facts = [(f"records {status.value}", f"{known[status]:,}") for status in Status if known.get(status)]
+def overview(database: TuningDatabase) -> Page:
+    """Return the first page: records by status, and the newest batches, jobs and artifacts."""
+    counts = count_by_status(database)
+    none = ("records", "none yet: `relaxtune tune` or `relaxtune batch run` writes them")
+    facts = [(f"records {status.value}", f"{counts[status]:,}") for status in Status if counts.get(status)]
     batches, jobs = list_batches(database, limit=LISTED), database.list_jobs(limit=LISTED)
     made = artifacts(database, limit=LISTED)
     parts = [
@@ -43,7 +48,7 @@ def overview(database: TuningDatabase, counts: Mapping[Status, int] | None) -> P
         Section("Jobs", job_list(jobs)),
         Section("Artifacts", artifact_list(database, made)),
     ]
-    return Page("overview", sections(database.url, parts, facts=facts or [("records", told)]), live=True)
+    return Page("overview", sections(database.url, parts, facts=facts or [none]), live=True)
 
 
 def _attention(
@@ -76,11 +81,11 @@ def _newest(database: TuningDatabase, job: Job) -> list[Section]:
     """Return how the newest job came on, and the shares of its kernels."""
     progress = job_progress(database, job.id)
     name = link(f"/jobs/{job.id}", job.model)
-    told = Markup("{}, {} {}, began {} UTC: {}.").format(
+    subtitle = Markup("{}, {} {}, began {} UTC: {}.").format(
         name, job.target.kind, job.target.arch, minute(job.started_at), job.outcome or OVER_OR_KILLED
     )
     return [
-        Section("The newest job: best so far", chart(course_chart(Progress(progress.curve))), told),
+        Section("The newest job: best so far", chart(course_chart(Progress(progress.curve))), subtitle),
         Section("The newest job: shares of its time", chart(shares_chart(job_kernels(progress)))),
     ]
 
@@ -109,6 +114,8 @@ def _batch_list(database: TuningDatabase, found: Sequence[Batch]) -> Markup:
 
 
 PAGES: Mapping[str, Callable[..., Page]] = {
+    "/": overview,
+    "/compare": compare,
     "/cost": cost,
     "/coverage": matrix,
     "/gates": gates,
