@@ -55,12 +55,7 @@ def plain_instead(
 ) -> list[KernelChoice]:
     """Return choices of the plainest schedule for the kernels that the compiler refused; none where that is no remedy.
 
-    Parameters
-    ----------
-    said : str
-        The compiler's error. Kernels that it does not name are compiled one by one.
-    before : collection of str
-        Functions that are plain already.
+    Where the compiler's error, `said`, names no kernel, each is compiled alone. Functions `before` are plain already.
     """
     others = [name for name in lowered.kernels if name not in before]
     refused = {name: last_line(said) for name in others if re.search(rf"\b{re.escape(name)}_kernel(_\d+)?\b", said)}
@@ -227,14 +222,8 @@ def with_variants(
     What differs is compiled, and the rest shared: comparing a dozen kernels inside a model takes one compilation, one
     copy of the weights, and the time of the kernels that are new.
 
-    Parameters
-    ----------
-    mod : tvm.ir.IRModule
-        `main` calls PrimFuncs, scheduled as they were chosen for it.
-    variants : sequence of sequences of KernelChoice
-        Of each variant, the choices in which it differs; they keep the names of `main`'s functions.
-    unscheduled : tvm.ir.IRModule
-        The same functions before they were scheduled: what a choice of the fallback starts from.
+    A variant is the choices in which it differs; they keep the names of `main`'s functions, which are scheduled as they
+    were chosen for it. A choice of the fallback starts from the function as it is `unscheduled`.
 
     Raises
     ------

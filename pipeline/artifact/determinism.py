@@ -47,17 +47,7 @@ def uses_atomics(func: tirx.PrimFunc) -> bool:
 def describe_determinism(
     kernels: Mapping[str, tirx.PrimFunc], choices: Sequence[KernelChoice], target: ResolvedTarget
 ) -> DeterminismEntry:
-    """Return the promise that can be made for scheduled kernels.
-
-    Parameters
-    ----------
-    kernels : mapping
-        Name -> PrimFunc, every one scheduled.
-    choices : sequence of KernelChoice
-        Where they came from.
-    target : ResolvedTarget
-        What they are compiled for.
-    """
+    """Return the promise that can be made for scheduled kernels, by their names."""
     atomic = sorted(name for name, func in kernels.items() if uses_atomics(func))
     library = sorted(choice.function for choice in choices if choice.route is Route.LIBRARY)
     reasons = []

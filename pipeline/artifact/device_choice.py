@@ -21,16 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
-    """Return the device that an artifact runs on.
-
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the artifact.
-    asked : str or None
-        Such as `cuda:1`; by default the first device of the artifact's kind.
-    directory : Path
-        Where the artifact is, for messages.
+    """Return the device that an artifact runs on: the one asked for, such as `cuda:1`, or the first of its kind.
 
     Raises
     ------
@@ -44,7 +35,17 @@ def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device
             f"artifact {directory} is for {manifest.target.kind} ({manifest.target.arch}) and cannot run on device "
             f"{text!r}; expected {kind} or {kind}:N, or compile the model for that device"
         )
-    _check_cpu(manifest, directory)
+    host = manifest.versions.get("machine", platform.machine())
+    if host != platform.machine():
+        raise ArtifactError(
+            f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
+        )
+    missing = missing_features(set(manifest.target.cpu_features))
+    if missing:
+        raise ArtifactError(
+            f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "
+            f"lacks {', '.join(missing)}. Compile the model here with --target llvm"
+        )
     if kind == "cpu":
         return cpu()
     return _cuda_device(manifest, int(text.partition(":")[2] or 0), directory)
@@ -62,7 +63,12 @@ def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
     if runs_on(manifest.target.arch, version):
         return device
     if manifest.target.ptx_cuda is not None and translates_to(manifest.target.arch, version):
-        _check_driver(manifest.target.ptx_cuda, directory)
+        needed, known = manifest.target.ptx_cuda, driver_release()
+        if known is not None and known < tuple(int(part) for part in needed.split(".")):
+            raise ArtifactError(
+                f"artifact {directory} has PTX of CUDA {needed} for newer GPUs, and the driver here translates PTX of "
+                f"CUDA {known[0]}.{known[1]} at most; install a newer driver, or compile the model with that CUDA"
+            )
         logger.info("the driver translates the PTX of %s for %s", manifest.target.arch, device_name(device))
     else:
         raise ArtifactError(
@@ -70,17 +76,6 @@ def _cuda_device(manifest: Manifest, index: int, directory: Path) -> Device:
             f"compute capability {version}. Compile the model with --target cuda:{native_arch(version)}"
         )
     return device
-
-
-def _check_driver(needed: str, directory: Path) -> None:
-    """Check that the driver knows the release of CUDA that PTX was made by."""
-    major, minor = (int(part) for part in needed.split("."))
-    known = driver_release()
-    if known is not None and known < (major, minor):
-        raise ArtifactError(
-            f"artifact {directory} has PTX of CUDA {needed} for newer GPUs, and the driver here translates PTX of "
-            f"CUDA {known[0]}.{known[1]} at most; install a newer driver, or compile the model with that CUDA"
-        )
 
 
 def missing_features(needed: Set[str]) -> list[str]:
@@ -91,17 +86,3 @@ def missing_features(needed: Set[str]) -> list[str]:
     from relaxtune.schedules.targets.resolve import resolve_target, vector_features
 
     return sorted(needed - vector_features(resolve_target("llvm").target)) if needed else []
-
-
-def _check_cpu(manifest: Manifest, directory: Path) -> None:
-    host = manifest.versions.get("machine", platform.machine())
-    if host != platform.machine():
-        raise ArtifactError(
-            f"artifact {directory} is for {host} processors, this machine is {platform.machine()}; compile it here"
-        )
-    missing = missing_features(set(manifest.target.cpu_features))
-    if missing:
-        raise ArtifactError(
-            f"artifact {directory} was compiled for the processor {manifest.target.arch}; this machine's "
-            f"lacks {', '.join(missing)}. Compile the model here with --target llvm"
-        )

@@ -61,7 +61,14 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest], 
         # mkdtemp makes private directories; an artifact is as readable as any other output.
         staging.chmod(0o777 & ~_umask())
         manifest = write_files(staging)
-        complete = manifest.with_files(_hash_files(staging, beside))
+        known = {} if beside is None else load_manifest(beside).files
+        files = {
+            path.name: known[path.name]
+            if beside is not None and path.name in known and path.samefile(beside / path.name)
+            else hash_file(path)
+            for path in sorted(staging.iterdir())
+        }
+        complete = manifest.with_files(files)
         (staging / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
         for path in staging.iterdir():
             _flush(path)
@@ -237,16 +244,6 @@ def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:
         finally:
             temporary.unlink(missing_ok=True)
     return manifest
-
-
-def _hash_files(directory: Path, beside: Path | None) -> dict[str, FileEntry]:
-    known = {} if beside is None else load_manifest(beside).files
-    return {
-        path.name: known[path.name]
-        if beside is not None and path.name in known and path.samefile(beside / path.name)
-        else hash_file(path)
-        for path in sorted(directory.iterdir())
-    }
 
 
 def hash_file(path: Path) -> FileEntry:

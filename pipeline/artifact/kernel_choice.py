@@ -67,16 +67,13 @@ def kernel_work(func: tirx.PrimFunc) -> WorkEntry | None:
         for position, param in enumerate(func.params)
     )
     family = "attention" if spec_of(func) is not None else describe_kernel(func).family
+    sizes = [buffer_bytes(param) for param in func.params]
+    if family == "gather":  # of the table, only what is taken
+        written = sum(sizes[position] for position in written_params(func))
+        sizes = [min(size, written) for size in sizes]
     return WorkEntry(
         family=family,
         flops=float(s_tir.analysis.estimate_tir_flops(as_workload(func))),
-        bytes=float(_traffic(func, family)),
+        bytes=float(sum(sizes)),
         arguments=arguments,
     )
-
-
-def _traffic(func: tirx.PrimFunc, family: str) -> int:
-    """Return the bytes read plus written; of a table that is gathered from, only what is taken."""
-    sizes = [buffer_bytes(param) for param in func.params]
-    written = sum(sizes[position] for position in written_params(func))
-    return sum(min(size, written) for size in sizes) if family == "gather" else sum(sizes)

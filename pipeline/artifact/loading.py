@@ -73,18 +73,14 @@ def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarr
         raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
 
 
-class Kernels:
-    """A function of the virtual machine with its weights; takes the inputs and returns the outputs.
+def with_weights(
+    function: Callable[..., object], weights: Sequence[Tensor]
+) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]]:
+    """Return a function of the virtual machine with its weights, which takes the inputs and returns the outputs.
 
     It knows no module, so that a module goes as soon as nothing uses it, not when Python looks for circles.
     """
-
-    def __init__(self, function: Callable[..., object], weights: Sequence[Tensor]) -> None:
-        self._function, self._weights = function, tuple(weights)
-
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs of one call."""
-        return as_tuple(self._function(*tensors, *self._weights))
+    return lambda tensors: as_tuple(function(*tensors, *weights))
 
 
 def as_tuple(result: object) -> tuple[Tensor, ...]:

@@ -19,18 +19,16 @@ from relaxtune.pipeline.artifact.calls.tensor_checks import (
     check_inputs,
     check_limits,
     check_outputs,
-    limits_of,
     refused_tensors,
     warn_without_limits,
 )
 from relaxtune.pipeline.artifact.calls.token_list import TokenList
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
-from relaxtune.pipeline.artifact.entries import BucketEntry
 from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph
 from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_default_stream, on_stream
-from relaxtune.pipeline.artifact.loading import Kernels, load_machine, read_weights, shared_outputs
+from relaxtune.pipeline.artifact.loading import load_machine, read_weights, shared_outputs, with_weights
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
@@ -98,7 +96,7 @@ class Module:
         apart = not named_libraries(manifest.target.libraries)
         self._turn = turn or Turns(device, apart=apart, forks=self._pooled)
         self._turn.end_with(self)
-        self._kernels = Kernels(machine[entry], self._weights)
+        self._kernels = with_weights(machine[entry], self._weights)
         self._thread: tuple[int, ThreadPoolExecutor] | None = None
         self._router: Router | None = None
         self._weights_file: Path | None = None
@@ -112,10 +110,9 @@ class Module:
             self._static = StaticGraph(machine, device, entry, manifest.inputs, self._weights, self._turn)
         elif captures:
             whole = entry + WHOLE_CALL
-            kernels = Kernels(machine[whole], self._weights) if whole in machine else self._kernels
+            kernels = with_weights(machine[whole], self._weights) if whole in machine else self._kernels
             self._graphs = SizeGraphs(machine, device, self._kernels, self._turn, kernels)
         self._sizes: set[Sizes] | None = None if self._is_static else set()
-        self._limits = limits_of(manifest)
         unpadding = manifest.unpadding
         self._tokens = TokenList(machine, device, manifest.inputs, unpadding) if unpadding is not None else None
 
@@ -129,7 +126,7 @@ class Module:
         threads: int | None = None,
         verify_key: Path | str | None = None,
         beside: Module | None = None,
-    ) -> Self:
+    ) -> Module:
         """Return the module of an artifact directory, its weights on the device.
 
         Parameters
@@ -167,36 +164,23 @@ class Module:
         for library in named_libraries(manifest.target.libraries):
             offer_library(library)
         turn = Turns(chosen)
-        with turn.alone:  # constants in the code are copied to the device
-            machine, pooled = load_machine(directory / MODULE_FILE, chosen, threads)
         weights_file = directory / PARAMS_FILE
         if beside is not None and beside._has_weights_of(weights_file, manifest, chosen):
             stored = dict(zip(beside.manifest.weights, beside._weights, strict=True))
         else:
             stored = {name: turn.placed(array) for name, array in read_weights(weights_file, manifest)}
-        weights = [stored[name] for name in manifest.weights]
-        module = cls(manifest, machine, chosen, weights, threads, pooled=pooled)
-        module._weights_file = weights_file
-        buckets = manifest.buckets
-        if buckets is not None:
-            loaded = [cls._of_bucket(directory, manifest, one, chosen, stored, threads) for one in buckets.entries]
-            module._router = Router(buckets, loaded, manifest.inputs, manifest.outputs)
-        return module
 
-    @classmethod
-    def _of_bucket(
-        cls,
-        directory: Path,
-        manifest: Manifest,
-        entry: BucketEntry,
-        device: Device,
-        weights: Mapping[str, Tensor],
-        threads: int,
-    ) -> Self:
-        with Turns(device).alone:
-            machine, pooled = load_machine(directory / entry.file, device, threads)
-        own = [weights[name] for name in entry.weights]
-        return cls(manifest.of_bucket(entry), machine, device, own, threads, pooled=pooled)
+        def loaded(own: Manifest, file: str) -> Module:
+            with turn.alone:  # constants in the code are copied to the device
+                machine, pooled = load_machine(directory / file, chosen, threads)
+            return cls(own, machine, chosen, [stored[name] for name in own.weights], threads, pooled=pooled)
+
+        module = loaded(manifest, MODULE_FILE)
+        module._weights_file = weights_file
+        if manifest.buckets is not None:
+            modules = [loaded(manifest.of_bucket(one), one.file) for one in manifest.buckets.entries]
+            module._router = Router(manifest.buckets, modules, manifest.inputs, manifest.outputs)
+        return module
 
     def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
         mine = self._weights_file
@@ -204,7 +188,7 @@ class Module:
         return one_file and self.manifest.weights == manifest.weights and self.device == device
 
     def variant(self, entry: str) -> Self:
-        """Return another entry of the same code as a module, on the same weights; see `pipeline.artifact.variants`."""
+        """Return another entry of the same code as a module, on the same weights; see `pipeline.artifact.compile`."""
         shared = (self.manifest, self._machine, self.device, self._weights, self.threads)
         return type(self)(*shared, entry, self._turn, pooled=self._pooled)
 
@@ -239,7 +223,7 @@ class Module:
             An input is missing, unexpected, or of another dtype or shape than the signature says; an axis is beyond
             the artifact's limits; or a table is looked up outside of it.
         """
-        check_inputs(inputs, self.inputs, self._limits)
+        check_inputs(inputs, self.inputs, self.manifest)
         routed = self._router.run(inputs) if self._router is not None else None
         if routed is not None:
             return routed
@@ -308,7 +292,7 @@ class Module:
                 for n, one in enumerate(tensors)
             ]
             if self._router is not None:
-                check_limits([one.shape for one in given], self.inputs, self._limits)
+                check_limits([one.shape for one in given], self.manifest)
                 routed = self._router.run_device(given)
                 if routed is not None:
                     return routed
@@ -387,7 +371,7 @@ class Module:
         """Check sizes that are new, and give memory back now and then: TVM's pool keeps what each set took for it."""
         if self._sizes is None or sizes in self._sizes:
             return
-        check_limits(sizes, self.inputs, self._limits)
+        check_limits(sizes, self.manifest)
         self._sizes.add(sizes)
         if len(self._sizes) > _SIZES_MAX:
             self._sizes.clear()

@@ -44,7 +44,9 @@ def recipe_of(lowered: LoweredModule) -> RecipeEntry:
     """Return the hashes of a lowered module. They hold for one version of TVM, as hashes of kernels do."""
     kernels = {name: _structure(lowered.mod[name]) for name in lowered.kernels}
     constants = {
-        place: f"{array.dtype} {list(array.shape)} {_content(array)}" for place, _, array in _embedded(lowered)
+        place: f"{array.dtype} {list(array.shape)} "
+        + hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:_DIGITS]
+        for place, _, array in _embedded(lowered)
     }
     return RecipeEntry(_structure(main_of(lowered.mod)), kernels, constants)
 
@@ -92,7 +94,3 @@ def _initialisers(lowered: LoweredModule, nodes: tuple[str, ...]) -> tuple[str, 
 def _structure(function: object) -> str:
     number = int(tvm_ffi.structural_hash(function, map_free_vars=True, skip_tensor_content=True))
     return f"{number % 2**64:016x}"
-
-
-def _content(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:_DIGITS]

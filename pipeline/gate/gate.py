@@ -12,7 +12,7 @@ import numpy as np
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
-from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs, limits_of
+from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
@@ -222,7 +222,7 @@ def _by_size(calls: Sequence[Arrays], module: Module) -> dict[str, Arrays]:
         raise UsageError("no recorded call is given; expected one .npz file at least")
     named: dict[str, list[Arrays]] = {}
     for call in calls:
-        check_inputs(call, module.inputs, limits_of(module.manifest))
+        check_inputs(call, module.inputs, module.manifest)
         sizes = read_sizes({name: array.shape for name, array in call.items()}, module.inputs)
         named.setdefault(",".join(f"{axis}={size}" for axis, size in sizes.items()), []).append(call)
     commonest = sorted(named.items(), key=lambda item: -len(item[1]))[:_SIZES_MAX]

@@ -65,17 +65,7 @@ class RouteStatistics:
 
 
 class Router:
-    """Sends calls to the modules of an artifact's buckets.
-
-    Parameters
-    ----------
-    buckets
-        What the manifest says of them.
-    modules
-        One for each entry.
-    inputs, outputs
-        The artifact's signature, with symbolic axes.
-    """
+    """Sends calls to the modules of an artifact's buckets, one for each entry; its signature has symbolic axes."""
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import tvm_ffi
 from tvm_ffi import Device, Tensor
 
 from relaxtune.models.dims import may_be_empty
-from relaxtune.models.spec import AxisRelation, IndexLimit, TensorSpec, numpy_dtype
+from relaxtune.models.spec import TensorSpec, numpy_dtype
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import ArtifactError, PipelineError
 from relaxtune.pipeline.printable import last_line
@@ -43,47 +42,6 @@ class SupportsDLPack(Protocol):
         """Return the kind and the number of its device."""
 
 
-@dataclass(frozen=True)
-class AxisLimits:
-    """Symbolic axis -> its least size, where that is more than 1, and its largest, where it has one."""
-
-    least: Mapping[str, int] = field(default_factory=dict)
-    most: Mapping[str, int] = field(default_factory=dict)
-    tables: Sequence[AxisRelation] = ()  # What tables of the graph allow.
-    indices: Sequence[IndexLimit] = ()  # What values are looked up in tables.
-
-    def problems(self, sizes: Mapping[str, tuple[int, str]]) -> list[str]:
-        """Return what is wrong with axis -> (size, the input it is from)."""
-        small = [
-            f"axis {axis!r} has size {size} (from {name!r}), expected {least} or more, the room that poolings and "
-            "convolutions need; give larger inputs"
-            for axis, (size, name) in sizes.items()
-            if size < (least := self.least.get(axis, 0))
-        ]
-        numbers = {axis: size for axis, (size, _) in sizes.items()}
-        small += [self._of_table(one, problem, sizes) for one in self.tables if (problem := one.problem(numbers))]
-        return small + [
-            f"axis {axis!r} has size {size} (from {name!r}), the profile it was compiled with has {most} at most"
-            for axis, (size, name) in sizes.items()
-            if size > (most := self.most.get(axis, size))
-        ]
-
-    @staticmethod
-    def _of_table(relation: AxisRelation, problem: str, sizes: Mapping[str, tuple[int, str]]) -> str:
-        words = re.split(r"[(), ]+", f"{relation.axis} {relation.size}")
-        named = (axis for axis in sizes if axis in words)
-        parts = (f"{axis}={sizes[axis][0]} from {sizes[axis][1]!r}" for axis in named)
-        return f"{problem} ({', '.join(parts)})"
-
-
-_NO_LIMITS = AxisLimits()
-
-
-def limits_of(manifest: Manifest) -> AxisLimits:
-    """Return between which sizes the axes of an artifact's inputs may be."""
-    return AxisLimits(manifest.minima, manifest.maxima, manifest.limits or (), manifest.indices)
-
-
 def warn_without_limits(manifest: Manifest, directory: Path) -> None:
     """Warn of an artifact with symbolic axes that does not know their limits."""
     if manifest.limits is None and not all(spec.is_static for spec in manifest.inputs):
@@ -93,10 +51,31 @@ def warn_without_limits(manifest: Manifest, directory: Path) -> None:
         )  # fmt: skip
 
 
-def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limits: AxisLimits = _NO_LIMITS) -> None:
-    """Check arrays against a signature; a symbolic axis takes one size over all the inputs, within its limits.
+def _beyond_limits(manifest: Manifest, sizes: Mapping[str, tuple[int, str]]) -> list[str]:
+    """Return what is wrong with axis -> (size, the input it is from), by the limits of an artifact's axes."""
+    problems = [
+        f"axis {axis!r} has size {size} (from {name!r}), expected {least} or more, the room that poolings and "
+        "convolutions need; give larger inputs"
+        for axis, (size, name) in sizes.items()
+        if size < (least := manifest.minima.get(axis, 0))
+    ]
+    numbers = {axis: size for axis, (size, _) in sizes.items()}
+    for relation in manifest.limits or ():
+        if problem := relation.problem(numbers):
+            words = re.split(r"[(), ]+", f"{relation.axis} {relation.size}")
+            parts = (f"{axis}={size} from {name!r}" for axis, (size, name) in sizes.items() if axis in words)
+            problems.append(f"{problem} ({', '.join(parts)})")
+    return problems + [
+        f"axis {axis!r} has size {size} (from {name!r}), the profile it was compiled with has {most} at most"
+        for axis, (size, name) in sizes.items()
+        if size > (most := manifest.maxima.get(axis, size))
+    ]
 
-    Integers that are looked up in a table are inside of it.
+
+def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], manifest: Manifest | None = None) -> None:
+    """Check arrays against a signature; a symbolic axis takes one size over all the inputs.
+
+    With a manifest, axes are within its limits, and integers that are looked up in a table are inside of it.
 
     Raises
     ------
@@ -125,14 +104,22 @@ def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], limi
             got = "x".join(str(size) for size in array.shape) or "a scalar"
             problems.append(f"input {spec.name!r}: expected shape {_shape_text(spec, symbols)}, got {got}")
     if not problems:
-        empty = [axis for axis, (size, _) in symbols.items() if size == 0 and not _may_be_empty(axis, specs)]
+        # The length of a cache may have no places before its first token; tokens may not.
+        held = {axis: [spec.shape for spec in specs if axis in spec.shape] for axis in symbols}
+        empty = [
+            axis
+            for axis, (size, _) in symbols.items()
+            if size == 0 and not all(may_be_empty(len(shape), shape.index(axis)) for shape in held[axis])
+        ]
         problems = [f"axis {axis!r} has size 0 (from {symbols[axis][1]!r}), expected 1 or more" for axis in empty]
-        problems += limits.problems(symbols)
-        problems += [problem for one in limits.indices if (problem := one.problem(np.asarray(inputs[one.input])))]
+        if manifest is not None:
+            problems += _beyond_limits(manifest, symbols)
+            indices = ((one, np.asarray(inputs[one.input])) for one in manifest.indices)
+            problems += [problem for one, array in indices if (problem := one.problem(array))]
     _refuse(problems, specs)
 
 
-def check_limits(shapes: Sequence[Sequence[int]], specs: Sequence[TensorSpec], limits: AxisLimits) -> None:
+def check_limits(shapes: Sequence[Sequence[int]], manifest: Manifest) -> None:
     """Check the limits of axes alone, by the shapes of tensors in the model's order.
 
     Raises
@@ -141,11 +128,11 @@ def check_limits(shapes: Sequence[Sequence[int]], specs: Sequence[TensorSpec], l
         Names every axis that is too small or too large.
     """
     sizes: dict[str, tuple[int, str]] = {}
-    for shape, spec in zip(shapes, specs, strict=False):
+    for shape, spec in zip(shapes, manifest.inputs, strict=False):
         for size, axis in zip(shape, spec.shape, strict=False):
             if isinstance(axis, str):
                 sizes.setdefault(axis, (size, spec.name))
-    _refuse(limits.problems(sizes), specs)
+    _refuse(_beyond_limits(manifest, sizes), manifest.inputs)
 
 
 def _refuse(problems: Sequence[str], specs: Sequence[TensorSpec]) -> None:
@@ -206,12 +193,6 @@ def refused_tensors(manifest: Manifest, error: Exception, *, static: bool) -> Pi
     if static:
         return false_manifest(manifest, last_line(error))
     return PipelineError(f"the code of {manifest.model} refuses these sizes: {last_line(error)}")
-
-
-def _may_be_empty(axis: str, specs: Sequence[TensorSpec]) -> bool:
-    """Return whether an axis may have no places: the length of a cache may before its first token; tokens may not."""
-    held = [spec.shape for spec in specs if axis in spec.shape]
-    return all(may_be_empty(len(shape), shape.index(axis)) for shape in held)
 
 
 def _shape_fits(shape: tuple[int, ...], spec: TensorSpec, symbols: dict[str, tuple[int, str]]) -> bool:

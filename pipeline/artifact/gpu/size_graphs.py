@@ -58,18 +58,10 @@ class _Graph:
 
 
 class SizeGraphs:
-    """Runs calls of any sizes, as graphs where sizes come again.
+    """Runs calls of any sizes, as graphs where sizes come again; all calls are inside a turn of the module.
 
-    Parameters
-    ----------
-    machine, device
-        What runs, and where.
-    run
-        Takes the inputs and returns the outputs.
-    turns
-        Of the module; all calls are inside one.
-    captured
-        As `run`, in a form that can be captured; None where `run` can be.
+    `run` takes the inputs and returns the outputs. `captured` does the same in a form that can be captured; None where
+    `run` can be.
     """
 
     def __init__(
@@ -108,7 +100,10 @@ class SizeGraphs:
         elif sizes in self._seen:
             own = None if self._seen.pop(sizes) == addresses else self._own_inputs(tensors)
             graph = self._graphs[sizes] = self._capture_in_pool(sizes, tensors, own)
-            self._forget()
+            while len(self._graphs) > GRAPHS_MAX:
+                _, oldest = self._graphs.popitem(last=False)
+                if oldest is not None:
+                    self._destroy(oldest)
         else:
             self._seen[sizes] = addresses
             if len(self._seen) > REMEMBERED_MAX:
@@ -167,13 +162,6 @@ class SizeGraphs:
             runtime_function("runtime.Device_StreamFree")(self._device, stream)
         self.captured += 1
         return _Graph(handle, own, tuple(one.data_ptr() for one in inputs), result, storages)
-
-    def _forget(self) -> None:
-        """Give up the graphs that were not used for longest."""
-        while len(self._graphs) > GRAPHS_MAX:
-            _, graph = self._graphs.popitem(last=False)
-            if graph is not None:
-                self._destroy(graph)
 
     def _destroy(self, graph: _Graph) -> None:
         # Its memory goes back to the pool.

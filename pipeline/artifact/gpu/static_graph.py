@@ -15,18 +15,9 @@ from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, empty
 
 
 class StaticGraph:
-    """Runs calls as one graph, which reads its inputs in `buffers`.
+    """Runs calls of a function, `entry`, as one graph, which reads its inputs in `buffers`, and the weights behind them.
 
-    Parameters
-    ----------
-    machine, device, entry
-        What runs, where, and the name of the function.
-    inputs : sequence of TensorSpec
-        All of static shapes.
-    weights : sequence of Tensor
-        Behind the inputs.
-    turns : Turns
-        Of the module; all calls are inside one.
+    All inputs are of static shapes, and all calls inside a turn of the module.
     """
 
     def __init__(

@@ -49,23 +49,18 @@ Tensor Borrowed(const DLTensor& tensor) {
   return Tensor::FromDLPack(managed);
 }
 
-int UsableCpus(ffi::Array<ffi::String>* names) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  sched_getaffinity(0, sizeof(set), &set);
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
-    if (CPU_ISSET(cpu, &set)) names->push_back(std::to_string(cpu));
-  return static_cast<int>(names->size());
-}
-
 // Code of earlier versions: TVM keeps a pool of threads for each calling thread, so each sets its own, once.
 void ConfigureThreads(int threads) {
   thread_local int configured = 0;
-  ffi::Array<ffi::String> cpus;
   int wanted = threads > 0 ? threads : -1;
   if (configured == wanted) return;
-  int usable = UsableCpus(&cpus);
-  Runtime("config_threadpool")(kShareAllCpus, threads > 0 ? threads : usable, cpus);
+  ffi::Array<ffi::String> cpus;
+  cpu_set_t usable;
+  CPU_ZERO(&usable);
+  sched_getaffinity(0, sizeof(usable), &usable);
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+    if (CPU_ISSET(cpu, &usable)) cpus.push_back(std::to_string(cpu));
+  Runtime("config_threadpool")(kShareAllCpus, threads > 0 ? threads : static_cast<int>(cpus.size()), cpus);
   configured = wanted;
 }
 
@@ -107,11 +102,11 @@ class Code {
     std::vector<Tensor> arguments, outputs;
     if (!buffers_.empty()) {
       for (size_t i = 0; i < inputs.size(); ++i)
-        if (Start(inputs[i]) != Start(*buffers_[i].GetDLTensorPtr())) Fill(buffers_[i], inputs[i]);
+        if (Start(inputs[i]) != Start(*buffers_[i].GetDLTensorPtr())) Copy(Compact(inputs[i]), buffers_[i]);
       outputs = RunStatic();
       arguments = buffers_;
     } else if (graphs_ != nullptr && !tokens_) {
-      for (const DLTensor& input : inputs) RequireCompact(input);
+      for (const DLTensor& input : inputs) Compact(input);
       TrimPool(inputs);
       outputs = graphs_->Run(inputs, [&] { return arguments = Arguments(inputs); }, Kernels(kMain), Kernels(captured_));
     } else {
@@ -209,26 +204,19 @@ class Code {
     Call("save_function", arguments);
   }
 
-  static void RequireCompact(const DLTensor& input) {
+  static const DLTensor& Compact(const DLTensor& input) {
     if (!IsCompact(input)) throw Error("its strides leave gaps", "an input", "give a compact tensor");
-  }
-
-  static void Fill(const Tensor& buffer, const DLTensor& input) {
-    RequireCompact(input);
-    Copy(input, buffer);
+    return input;
   }
 
   std::vector<Tensor> Arguments(const std::vector<DLTensor>& inputs) const {
     std::vector<Tensor> arguments;
-    for (const DLTensor& input : inputs) arguments.push_back(Argument(input));
+    for (const DLTensor& input : inputs) {
+      bool here = input.device.device_type == device_.device_type && input.device.device_id == device_.device_id;
+      bool aligned = reinterpret_cast<uintptr_t>(Start(Compact(input))) % kAlignment == 0;
+      arguments.push_back(here && aligned ? Borrowed(input) : Copied(input, device_));
+    }
     return arguments;
-  }
-
-  Tensor Argument(const DLTensor& input) const {
-    RequireCompact(input);
-    bool here = input.device.device_type == device_.device_type && input.device.device_id == device_.device_id;
-    bool aligned = reinterpret_cast<uintptr_t>(Start(input)) % kAlignment == 0;
-    return here && aligned ? Borrowed(input) : Copied(input, device_);
   }
 
   // Find out which outputs lie in memory of an input, a weight, a constant or an earlier output: they are copied. That is

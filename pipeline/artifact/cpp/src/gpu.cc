@@ -38,19 +38,6 @@ void Require(const char* name, Arguments... arguments) {
   if (status != 0) throw Error(std::string(name) + " is error " + std::to_string(status), "the CUDA driver", "");
 }
 
-int64_t Identity(void* stream) {
-  if (stream == nullptr) return kDefaultStream;
-  unsigned long long found = 0;
-  Require("cuStreamGetId", stream, &found);
-  return static_cast<int64_t>(found);
-}
-
-bool IsCapturing(void* stream) {
-  int status = 0;
-  Require("cuStreamIsCapturing", stream, &status);
-  return status != 0;
-}
-
 }  // namespace
 
 Gpu& Gpu::Of(DLDevice device) {
@@ -85,13 +72,16 @@ void Gpu::Wait() {
 }
 
 void Gpu::Follow(Memory& memory) {
-  int64_t stream = Identity(Stream());
+  int64_t stream = kDefaultStream;
+  if (Stream() != nullptr) Require("cuStreamGetId", Stream(), &stream);
   if (memory.last && *memory.last != stream) Wait();
   memory.last = stream;
 }
 
 void Gpu::RefuseCapture() {
-  if (Stream() != nullptr && IsCapturing(Stream()))
+  int capturing = 0;
+  if (Stream() != nullptr) Require("cuStreamIsCapturing", Stream(), &capturing);
+  if (capturing != 0)
     throw Error("it is being captured into a CUDA graph, which cannot hold a call of an artifact", "the stream",
                 "call the artifact outside the capture: it launches graphs of its own");
 }

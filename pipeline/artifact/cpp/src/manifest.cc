@@ -288,20 +288,14 @@ void CheckIndices(const Manifest& manifest, const std::vector<DLTensor>& inputs)
 
 }  // namespace
 
-std::string ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  if (!file) throw Error("it cannot be read", path, kDamaged);
-  return text.str();
-}
-
 Manifest ReadManifest(const std::string& directory, bool verify) {
   std::string path = directory + "/manifest.json";
   if (!fs::is_directory(directory))
     throw Error("this is no artifact", directory, "name the directory that `relaxtune compile --out` wrote");
   if (!fs::is_regular_file(path)) throw Error("this is no artifact: it has no manifest.json", directory, "");
-  std::string text = ReadFile(path);
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  if (!file) throw Error("it cannot be read", path, kDamaged);
   String problem;
   Any parsed = json::Parse(text, &problem);
   auto body = parsed.try_cast<json::Object>();
@@ -329,8 +323,6 @@ Manifest ReadManifest(const std::string& directory, bool verify) {
   return manifest;
 }
 
-std::string DtypeName(DLDataType dtype) { return tvm::ffi::DLDataTypeToString(dtype); }
-
 DLDataType DtypeOf(const std::string& name, const std::string& where) {
   try {
     return tvm::ffi::StringToDLDataType(name);
@@ -351,8 +343,8 @@ std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::
     const TensorSpec& spec = specs[i];
     const DLTensor& given = inputs[i];
     std::string where = manifest.model + ", input " + spec.name;
-    if (DtypeName(given.dtype) != spec.dtype)
-      throw Error("expected dtype " + spec.dtype + ", got " + DtypeName(given.dtype), where, takes);
+    if (std::string got = tvm::ffi::DLDataTypeToString(given.dtype); got != spec.dtype)
+      throw Error("expected dtype " + spec.dtype + ", got " + got, where, takes);
     bool fits = static_cast<size_t>(given.ndim) == spec.shape.size();
     std::string got;
     for (int axis = 0; axis < given.ndim; ++axis) {

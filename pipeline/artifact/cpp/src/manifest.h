@@ -57,13 +57,9 @@ struct Manifest {
 // Read a manifest and check its own hash; with `verify` also every file against its hash.
 Manifest ReadManifest(const std::string& directory, bool verify);
 
-// The bytes of a whole file.
-std::string ReadFile(const std::string& path);
-
 // Check the sizes and dtypes of a call, and indices on the host, as the Python runtime does. Returns the size of each symbolic axis.
 std::map<std::string, int64_t> CheckInputs(const Manifest& manifest, const std::vector<DLTensor>& inputs);
 
-std::string DtypeName(DLDataType dtype);
 DLDataType DtypeOf(const std::string& name, const std::string& where);
 
 }  // namespace relaxtune
