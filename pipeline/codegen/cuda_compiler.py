@@ -165,18 +165,7 @@ def cuda_compiler(
 ) -> Iterator[CubinRequest]:
     """Make TVM compile CUDA source to a cubin for `arch` inside the block, with or without a GPU.
 
-    Gives what it asks of the compiler for each source, without one.
-
-    Parameters
-    ----------
-    arch : str
-        Such as `sm_90a`.
-    fast_math : bool
-        See `pipeline.codegen.cuda_compile.FAST_MATH`.
-    portable : bool
-        Whether PTX is kept beside the machine code.
-    on_log : callable or None
-        Told what ptxas says of the kernels.
+    Gives what it asks of the compiler for each source, without one. `on_log` is called with what ptxas says.
 
     Raises
     ------

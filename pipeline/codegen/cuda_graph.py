@@ -56,16 +56,8 @@ def computes_sizes(mod: tvm.ir.IRModule) -> bool:
 def capture_whole_function(mod: tvm.ir.IRModule, inputs: int) -> tvm.ir.IRModule:
     """Return the module with `main`, and its variants, rewritten so that every kernel can be captured.
 
-    Parameters
-    ----------
-    mod : tvm.ir.IRModule
-        `main` calls PrimFuncs with `call_tir`; memory is not planned yet.
-    inputs : int
-        How many of its leading parameters are inputs; the others are weights.
-
-    Notes
-    -----
-    With a symbolic input the inputs stay the caller's: a graph is captured for one set of shapes, at run time
+    Memory is not planned yet; the first `inputs` parameters are inputs, the others weights. With a symbolic input the
+    inputs stay the caller's: a graph is captured for one set of shapes, at run time
     (`pipeline.artifact.gpu.size_graphs`). Where `with_maxima` told the largest sizes, memory is the module's all the
     same.
     """

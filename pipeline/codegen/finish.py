@@ -30,13 +30,6 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
     On a CPU, functions whose loops are to be partitioned get 32-bit indices; exp, erf, tanh and sigmoid become vector
     arithmetic in this process.
 
-    Parameters
-    ----------
-    scheduled : tvm.ir.IRModule
-        All PrimFuncs are scheduled.
-    target : tvm.target.Target
-        What code is generated for.
-
     Raises
     ------
     LoweringError

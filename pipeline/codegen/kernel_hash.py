@@ -31,16 +31,9 @@ _FIRST = 1
 
 
 def kernel_hash(finished: tirx.PrimFunc, kind: str) -> str:
-    """Return the hash of a kernel that `finish_kernels` made ready for code generation, as 16 characters.
+    """Return the hash of a kernel that `finish_kernels` made ready for a kind of targets, as 16 characters.
 
     The function's name takes no part. It holds for one version of TVM, as workload hashes do.
-
-    Parameters
-    ----------
-    finished : tirx.PrimFunc
-        One kernel.
-    kind : str
-        Kind of the target, `llvm` or `cuda`.
     """
     number, version = _structure(finished), CODE_GENERATION.get(kind, _FIRST)
     if version != _FIRST:

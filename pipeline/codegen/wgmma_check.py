@@ -66,12 +66,8 @@ _READS = {
 def count_early_reads(cubin: bytes) -> int:
     """Return how many instructions read accumulators of wgmma that are still being computed, over all kernels.
 
-    Instructions are followed in the order in which they stand; branches are not taken.
-
-    Parameters
-    ----------
-    cubin : bytes
-        An ELF file of machine code for sm_90a; of other architectures, code without wgmma gives 0.
+    Instructions are followed in the order in which they stand; branches are not taken. Only code for sm_90a
+    has any.
     """
     # ELF-64 sections named .text.*, headers of 64 bytes, `e_shoff` at 0x28.
     (table,) = struct.unpack_from("<Q", cubin, 0x28)

@@ -146,15 +146,7 @@ def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class VirtualMachine:
-    """The code of a shared object, ready to run on a device.
-
-    Parameters
-    ----------
-    path : Path
-        The shared object.
-    device : Device
-        Where it runs; its sizes are computed on the host.
-    """
+    """The code of a shared object, ready to run on a device; its sizes are computed on the host."""
 
     def __init__(self, path: Path, device: Device) -> None:
         _load_library()

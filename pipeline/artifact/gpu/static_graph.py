@@ -15,7 +15,7 @@ from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, empty
 
 
 class StaticGraph:
-    """Runs calls of a function, `entry`, as one graph, which reads its inputs in `buffers`, and the weights behind them.
+    """Runs calls of a function, `entry`, as one graph, which reads its inputs in `buffers`, then the weights.
 
     All inputs are of static shapes, and all calls inside a turn of the module.
     """
