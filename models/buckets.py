@@ -72,11 +72,10 @@ def make_buckets(sizes: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
     symbols = list_symbols(specs)
     unknown = [axis for axis in sizes if axis not in symbols]
     if unknown:
-        msg = (
+        raise ModelShapeError(
             f"axis {unknown[0]!r} of a bucket is no symbolic axis of the inputs: expected one of "
             f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
         )
-        raise ModelShapeError(msg)
     combined = itertools.product(*([(axis, size) for size in sizes[axis]] for axis in sizes))
     return tuple(sorted((Bucket(one) for one in combined if one), key=lambda bucket: bucket.elements))
 

@@ -63,11 +63,10 @@ def check_versions(model: onnx.ModelProto) -> None:
         msg = f"the model has IR version {model.ir_version}, expected {_MIN_IR_VERSION} to {newest_ir}; export it again"
         raise InvalidModelError(msg)
     if model.ir_version > newest_ir:
-        msg = (
+        raise UnsupportedModelError(
             f"the model has IR version {model.ir_version}, the installed onnx {onnx.__version__} reads up to "
             f"{newest_ir}; install a newer onnx, export it with an older one, or set model.ir_version = {newest_ir}"
         )
-        raise UnsupportedModelError(msg)
     opsets = [(_canonical(entry.domain), entry.version) for entry in model.opset_import]
     newest = int(defs.onnx_opset_version())
     declared = [version for domain, version in opsets if domain == ""]
@@ -75,14 +74,12 @@ def check_versions(model: onnx.ModelProto) -> None:
         msg = "the model declares no opset for the standard domain; add opset_import {domain: '', version: 18}"
         raise InvalidModelError(msg)
     if len({domain for domain, _ in opsets}) != len(opsets):
-        msg = f"the model declares an opset twice: {opsets}; keep one version per domain"
-        raise InvalidModelError(msg)
+        raise InvalidModelError(f"the model declares an opset twice: {opsets}; keep one version per domain")
     if any(version < 1 or version > newest for version in declared):
-        msg = (
+        raise UnsupportedModelError(
             f"the model declares opset {declared[0]}, the installed onnx {onnx.__version__} supports 1 to {newest}; "
             f"export it with opset_version={newest} or lower, or install a newer onnx"
         )
-        raise UnsupportedModelError(msg)
     if declared and declared[0] > TESTED_OPSET:
         changed = sorted(
             {
@@ -123,8 +120,7 @@ def check_signature(model: onnx.ModelProto) -> None:
         The graph has no output, or an input without a type.
     """
     if not model.graph.output:
-        msg = f"the graph {model.graph.name!r} has no output; nothing would be computed"
-        raise InvalidModelError(msg)
+        raise InvalidModelError(f"the graph {model.graph.name!r} has no output; nothing would be computed")
     weights = {tensor.name for tensor in model.graph.initializer}
     for value in model.graph.input:
         if value.name not in weights:
@@ -151,8 +147,7 @@ def _check_value(value: onnx.ValueInfoProto, kind: str, *, rank_needed: bool = T
     if which is None and not rank_needed:
         return
     if which is None:
-        msg = f"{what} has no type; declare its dtype and shape in the graph"
-        raise InvalidModelError(msg)
+        raise InvalidModelError(f"{what} has no type; declare its dtype and shape in the graph")
     if which != "tensor_type":
         msg = f"{what} is a {which.removesuffix('_type')}, expected a tensor; take it apart inside the model"
         raise UnsupportedModelError(msg)
@@ -165,11 +160,10 @@ def _check_value(value: onnx.ValueInfoProto, kind: str, *, rank_needed: bool = T
     for axis, dim in enumerate(tensor.shape.dim):
         least = 0 if kind == "input" and may_be_empty(len(tensor.shape.dim), axis) else 1
         if dim.HasField("dim_value") and dim.dim_value < least:
-            msg = (
+            raise ModelShapeError(
                 f"axis {axis} of {what} is {dim.dim_value}, expected a positive number or a name; "
                 f"export the model with a real or a dynamic axis"
             )
-            raise ModelShapeError(msg)
 
 
 def check_graph(model: onnx.ModelProto, *, operators: bool = True) -> None:
@@ -209,11 +203,10 @@ def _check_operator(node: onnx.NodeProto, domain: str, version: int | None) -> N
     if domain in _CONTRIB_DOMAINS or (domain == "" and node.op_type in RUNTIME_OPERATORS):
         return
     if domain not in _STANDARD_DOMAINS:
-        msg = (
+        raise UnsupportedModelError(
             f"{node_label(node)} is of the domain {domain!r}, which is not supported; expected the standard domain, "
             f"{' or '.join(sorted(_CONTRIB_DOMAINS))}, or a function defined in the model"
         )
-        raise UnsupportedModelError(msg)
     if version is None:
         msg = f"{node_label(node)} is of the domain {domain!r}, but the model declares no opset for it"
         raise InvalidModelError(msg)

@@ -63,8 +63,7 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
     name, shape_text = name.strip(), shape_text.strip()
     form = "expected NAME=AxBxC with positive numbers or names, for instance input_ids=1x128 or input_ids=batchx128"
     if not equals or not name or not shape_text:
-        msg = f"shape override {text!r} cannot be read: {form}"
-        raise ModelShapeError(msg)
+        raise ModelShapeError(f"shape override {text!r} cannot be read: {form}")
     separator = "*" if "*" in shape_text else "x"
     axes: list[Dim] = []
     for part in (piece.strip() for piece in shape_text.split(separator)):
@@ -73,8 +72,7 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
         elif part.isidentifier():
             axes.append(part)
         else:
-            msg = f"shape override {text!r} has the axis {part!r}: {form}"
-            raise ModelShapeError(msg)
+            raise ModelShapeError(f"shape override {text!r} has the axis {part!r}: {form}")
     return name, tuple(axes)
 
 

@@ -82,8 +82,7 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> int:
         raise ExternalDataError(msg)
     path = _checked_path(entries.get("location", ""), folder, what)
     if path.stat().st_size < LFS_POINTER_BYTES and is_lfs_pointer(path):
-        msg = f"{what}: {path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"{what}: {path} is a Git LFS pointer, not the weights; fetch them with `git lfs pull`")
     offset = _entry_number(entries, "offset", what) or 0
     length = _entry_number(entries, "length", what)
     expected, available = tensor_bytes(tensor), path.stat().st_size - offset
@@ -92,44 +91,37 @@ def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> int:
         msg = f"{what} says it is {length} bytes, but {described} takes {expected}; export the model again"
         raise ExternalDataError(msg)
     if available < expected:
-        msg = (
+        raise ExternalDataError(
             f"{what} in {path} is truncated: {described} takes {expected} bytes from offset {offset}, "
             f"the file has {max(available, 0)} there; copy the file again"
         )
-        raise ExternalDataError(msg)
     if length is None and available != expected:
-        msg = (
+        raise ExternalDataError(
             f"{what} in {path} is larger than the tensor: {described} takes {expected} bytes, "
             f"the file has {available} from offset {offset} and no length is given; export the model again"
         )
-        raise ExternalDataError(msg)
     return expected
 
 
 def _checked_path(location: str, folder: Path, what: str) -> Path:
     fix = "external data must lie in the model's folder; move it there and export again with a relative location"
     if not location or "\0" in location:
-        msg = f"{what} has no location; {fix}"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"{what} has no location; {fix}")
     if PurePosixPath(location).is_absolute() or PureWindowsPath(location).anchor:
-        msg = f"{what} has the absolute path {location!r}; {fix}"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"{what} has the absolute path {location!r}; {fix}")
     if ".." in PurePosixPath(location).parts or ".." in PureWindowsPath(location).parts:
-        msg = f"{what} escapes the model's folder with {location!r}; {fix}"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"{what} escapes the model's folder with {location!r}; {fix}")
     path, root = folder / location, folder.resolve()
     try:
         target = path.resolve(strict=True)
         mode = target.stat().st_mode
     except (OSError, RuntimeError) as e:
-        msg = f"{what} is missing: {path} ({e}); copy the file beside the model"
-        raise ExternalDataError(msg) from e
+        raise ExternalDataError(f"{what} is missing: {path} ({e}); copy the file beside the model") from e
     if not target.is_relative_to(root):
         msg = f"{what} escapes the model's folder: {path} is a link to {target}; copy the file itself (cp -L)"
         raise ExternalDataError(msg)
     if not stat.S_ISREG(mode):
-        msg = f"{what} is not a regular file: {path}; {fix}"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"{what} is not a regular file: {path}; {fix}")
     return path
 
 
@@ -138,8 +130,7 @@ def _entry_number(entries: dict[str, str], key: str, what: str) -> int | None:
         return None
     text = entries[key]
     if not (text.isascii() and text.isdecimal()):
-        msg = f"{what} has the {key} {text!r}; expected a number of 0 or more"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"{what} has the {key} {text!r}; expected a number of 0 or more")
     return int(text)
 
 

@@ -35,8 +35,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
     """
     data = _read_bytes(path)
     if data.startswith(_LFS_POINTER):
-        msg = f"{path} is a Git LFS pointer, not the model itself; fetch the model with `git lfs pull`"
-        raise ModelFileError(msg)
+        raise ModelFileError(f"{path} is a Git LFS pointer, not the model itself; fetch the model with `git lfs pull`")
     model = onnx.ModelProto()
     try:
         model.ParseFromString(data)
@@ -44,8 +43,7 @@ def read_proto(path: Path) -> onnx.ModelProto:
         msg = f"{path} ({len(data)} bytes) is not an ONNX model, or it is truncated ({e}); copy or export it again"
         raise ModelFileError(msg) from e
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
-        msg = f"{path} ({len(data)} bytes) holds no graph, so it is not an ONNX model; export it again"
-        raise ModelFileError(msg)
+        raise ModelFileError(f"{path} ({len(data)} bytes) holds no graph, so it is not an ONNX model; export it again")
     return model
 
 
@@ -91,31 +89,24 @@ def _read_bytes(path: Path) -> bytes:
     try:
         status = path.stat()
     except FileNotFoundError as e:
-        msg = f"no file {path}; expected an .onnx file, or a zoo name without a path"
-        raise ModelFileError(msg) from e
+        raise ModelFileError(f"no file {path}; expected an .onnx file, or a zoo name without a path") from e
     except (OSError, ValueError) as e:
-        msg = f"{path} cannot be read: {e}"
-        raise ModelFileError(msg) from e
+        raise ModelFileError(f"{path} cannot be read: {e}") from e
     if stat.S_ISDIR(status.st_mode):
-        msg = f"{path} is a directory; expected an .onnx file: give the path of the file inside it"
-        raise ModelFileError(msg)
+        raise ModelFileError(f"{path} is a directory; expected an .onnx file: give the path of the file inside it")
     if not stat.S_ISREG(status.st_mode):
-        msg = f"{path} is not a regular file; expected an .onnx file"
-        raise ModelFileError(msg)
+        raise ModelFileError(f"{path} is not a regular file; expected an .onnx file")
     if status.st_size == 0:
-        msg = f"{path} is empty (0 bytes); export or copy the model again"
-        raise ModelFileError(msg)
+        raise ModelFileError(f"{path} is empty (0 bytes); export or copy the model again")
     if status.st_size >= 2**31:
-        msg = (
+        raise ModelFileError(
             f"{path} has {status.st_size} bytes, a protobuf message has less than 2 GiB; "
             f"save the model with external data"
         )
-        raise ModelFileError(msg)
     try:
         return path.read_bytes()
     except OSError as e:
-        msg = f"{path} cannot be read: {e.strerror}; check its permissions"
-        raise ModelFileError(msg) from e
+        raise ModelFileError(f"{path} cannot be read: {e.strerror}; check its permissions") from e
 
 
 def _write_weights(model: OnnxModel, path: Path, location: str) -> onnx.ModelProto:

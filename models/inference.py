@@ -184,11 +184,10 @@ def _check_sizes(graph: onnx.GraphProto) -> None:
     for value in (*graph.output, *graph.value_info):
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if dim.dim_value > _MAX_DIM:
-                msg = (
+                raise ModelShapeError(
                     f"axis {axis} of tensor {value.name!r} is {dim.dim_value}, expected at most {_MAX_DIM}; "
                     f"no machine holds it: fix the shape that the graph computes"
                 )
-                raise ModelShapeError(msg)
 
 
 def _has_long_vector(graph: onnx.GraphProto) -> bool:
@@ -218,19 +217,16 @@ def _check_payload(tensor: onnx.TensorProto) -> None:
     """Check what the checker would say of an inline weight: the bytes are those of its dtype and dims."""
     what = f"initializer {tensor.name!r}"
     if any(dim < 0 for dim in tensor.dims):
-        msg = f"{what} has the dims {list(tensor.dims)}, expected 0 or more"
-        raise InvalidModelError(msg)
+        raise InvalidModelError(f"{what} has the dims {list(tensor.dims)}, expected 0 or more")
     if not is_numeric(tensor.data_type):
-        msg = f"{what} has the dtype {element_type_name(tensor.data_type)}, expected numbers or bool"
-        raise InvalidModelError(msg)
+        raise InvalidModelError(f"{what} has the dtype {element_type_name(tensor.data_type)}, expected numbers or bool")
     expected = tensor_bytes(tensor)
     if tensor.HasField("raw_data") and len(tensor.raw_data) != expected:
         name = onnx.TensorProto.DataType.Name(tensor.data_type)
-        msg = (
+        raise InvalidModelError(
             f"{what} holds {len(tensor.raw_data)} bytes, but {name} {list(tensor.dims)} takes {expected}; "
             f"the file is damaged, export or copy it again"
         )
-        raise InvalidModelError(msg)
 
 
 def _first_lines(error: Exception) -> str:

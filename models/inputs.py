@@ -182,11 +182,10 @@ def _concrete_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...
     for axis in spec.shape:
         value = evaluate_dim(axis, dims)
         if not isinstance(value, int) or value < 0:
-            msg = (
+            raise ModelShapeError(
                 f"axis {axis!r} of input {spec} has no number: pass dims={{{str(axis)!r}: ...}}; "
                 f"got dims for {', '.join(dims) or 'no axis'}"
             )
-            raise ModelShapeError(msg)
         shape.append(value)
     return tuple(shape)
 

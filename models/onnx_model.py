@@ -47,11 +47,10 @@ def dtype_name(element_type: int, what: str) -> str:
     """
     name = _DTYPE_NAMES.get(element_type)
     if name is None:
-        msg = (
+        raise UnsupportedModelError(
             f"{what} has element type {element_type_name(element_type)}, which is not supported; expected one of "
             f"{', '.join(sorted(_DTYPE_NAMES.values()))}. Move the conversion (tokenising, for strings) out of it."
         )
-        raise UnsupportedModelError(msg)
     return name
 
 
@@ -145,11 +144,10 @@ class OnnxModel:
             The weights reach protobuf's limit of 2 GiB.
         """
         if not self.fits_protobuf:
-            msg = (
+            raise ModelFileError(
                 f"model {self.name!r} has {self.weight_bytes / 2**30:.2f} GiB of weights and cannot be one protobuf "
                 f"message (limit 2 GiB); write it with models.save_model(model, path) and hand the path over"
             )
-            raise ModelFileError(msg)
         data: bytes = self.inline_proto().SerializeToString()
         return data
 
@@ -177,8 +175,7 @@ def read_tensor(tensor: onnx.TensorProto, data_dir: Path | None) -> np.ndarray:
         inline_array: np.ndarray = numpy_helper.to_array(tensor)
         return inline_array
     if data_dir is None:
-        msg = f"tensor {tensor.name!r} is external but its model has no folder to read it from"
-        raise ExternalDataError(msg)
+        raise ExternalDataError(f"tensor {tensor.name!r} is external but its model has no folder to read it from")
     inline = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     inline.raw_data = read_external_bytes(tensor, data_dir)
     array: np.ndarray = numpy_helper.to_array(inline)
@@ -198,9 +195,8 @@ def read_external_bytes(tensor: onnx.TensorProto, data_dir: Path) -> bytes:
         msg = f"external data of tensor {tensor.name!r} cannot be read from {path}: {e.strerror}"
         raise ExternalDataError(msg) from e
     if len(data) != size:
-        msg = (
+        raise ExternalDataError(
             f"external data of tensor {tensor.name!r} in {path} ends early: expected {size} bytes, got {len(data)}; "
             f"the file changed since the model was loaded, load it again"
         )
-        raise ExternalDataError(msg)
     return data

@@ -70,11 +70,10 @@ def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict
             _bind(bindings, said_by, bound, f"axis {name!r}", model)
             continue
         if name not in by_name:
-            msg = (
+            raise ModelShapeError(
                 f"model {model!r} has no input and no symbolic axis {name!r}; its inputs are "
                 f"{'; '.join(str(spec) for spec in specs)}"
             )
-            raise ModelShapeError(msg)
         spec = by_name[name]
         if len(shape) != len(spec.shape):
             msg = f"shape of input {name!r} has {len(shape)} axes, expected {len(spec.shape)} as in {spec}"
@@ -91,11 +90,10 @@ def _bind(
         return
     symbol, value = bound
     if bindings.setdefault(symbol, value) != value:
-        msg = (
+        raise ModelShapeError(
             f"dimension {symbol!r} of model {model!r} is {bindings[symbol]} by {said_by[symbol]} and {value} by {by}; "
             "give one value"
         )
-        raise ModelShapeError(msg)
     said_by.setdefault(symbol, by)
 
 
@@ -107,8 +105,7 @@ def _bind_axis(spec: TensorSpec, axis: int, have: Dim, want: Dim) -> tuple[str, 
         or (isinstance(want, int) and want < least)
         or want == ""
     ):
-        msg = f"axis {axis} of input {spec.name!r} is {want!r}; expected a positive number or a name"
-        raise ModelShapeError(msg)
+        raise ModelShapeError(f"axis {axis} of input {spec.name!r} is {want!r}; expected a positive number or a name")
     if isinstance(have, int):
         if have == want:
             return None
@@ -121,11 +118,10 @@ def _bind_axis(spec: TensorSpec, axis: int, have: Dim, want: Dim) -> tuple[str, 
         return None
     base, constant = offset
     if isinstance(want, str) or want - constant < 0:
-        msg = (
+        raise ModelShapeError(
             f"axis {axis} of input {spec.name!r} is {have!r}, got {want!r}; "
             f"expected a number of at least {constant}, or give {base!r} through the input that has it"
         )
-        raise ModelShapeError(msg)
     return base, want - constant
 
 

@@ -22,20 +22,11 @@ ZERO, ONE = Polynomial.number(0), Polynomial.number(1)
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a tensor.
+    """What is known of a tensor."""
 
-    Attributes
-    ----------
-    shape
-        Its sizes; None where not even the rank is known.
-    data
-        The elements of an integer scalar or vector.
-    top
-        The largest of its integers: one for all of them, or one for each place of the last axis.
-    """
-
-    shape: Shape | None = None
-    data: Shape | None = None
+    shape: Shape | None = None  # Its sizes; None where not even the rank is known.
+    data: Shape | None = None  # The elements of an integer scalar or vector.
+    # The largest of its integers: one for all of them, or one for each place of the last axis.
     top: Shape | None = None
 
 
@@ -44,35 +35,19 @@ UNKNOWN = Known()
 
 @dataclass
 class AxisFacts:
-    """What was found so far of the sizes in a graph.
+    """What was found so far of the sizes in a graph."""
 
-    Attributes
-    ----------
-    order
-        The names in the sizes of the inputs, each with its place.
-    solved
-        Name -> the size that it is equal to.
-    at_least
-        Sizes, each with one that it is at least, and the table or node that says so.
-    equal
-        Pairs of sizes that are equal, and that no name is solved by.
-    constants
-        The small constants, by name.
-    tables
-        Names of all constants.
-    below_zero
-        Name of a tensor that says where another is negative -> the name of the other.
-    cuts
-        The size of a cut that may end behind its input -> the table or node of it.
-    """
-
-    order: Mapping[str, int]
-    solved: dict[str, Polynomial] = field(default_factory=dict)
+    order: Mapping[str, int]  # The names in the sizes of the inputs, each with its place.
+    solved: dict[str, Polynomial] = field(default_factory=dict)  # Name -> the size that it is equal to.
+    # Sizes, each with one that it is at least, and the table or node that says so.
     at_least: list[tuple[Polynomial, Polynomial, str]] = field(default_factory=list)
+    # Pairs of sizes that are equal, and that no name is solved by.
     equal: list[tuple[Polynomial, Polynomial]] = field(default_factory=list)
-    constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
-    tables: set[str] = field(default_factory=set)
+    constants: dict[str, onnx.TensorProto] = field(default_factory=dict)  # The small constants, by name.
+    tables: set[str] = field(default_factory=set)  # Names of all constants.
+    # Name of a tensor that says where another is negative -> the name of the other.
     below_zero: dict[str, str] = field(default_factory=dict)
+    # The size of a cut that may end behind its input -> the table or node of it.
     cuts: dict[str, str] = field(default_factory=dict)
     _fresh: int = 0
 

@@ -14,17 +14,10 @@ Monomial = tuple[str, ...]
 
 
 class Computed(str):
-    """The name of a size that is no polynomial: `((n + 1) // 2)`, or `min(n, 512)`.
+    """The name of a size that is no polynomial: `((n + 1) // 2)`, or `min(n, 512)`."""
 
-    Attributes
-    ----------
-    operator
-        "//" or "min".
-    left, right
-        The sizes that it is computed from.
-    """
-
-    operator: str
+    operator: str  # "//" or "min".
+    # The sizes that it is computed from.
     left: Polynomial
     right: Polynomial
 

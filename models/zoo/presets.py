@@ -254,7 +254,6 @@ def get_preset(name: str) -> Preset:
         return with_layers(table[shorter[1]], int(shorter[2]))
     close = get_close_matches(name.lower(), table, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    msg = (
+    raise UnknownModelError(
         f"no file and no zoo model is called {name!r}.{hint} Zoo models: {', '.join(table)}. A path must end in .onnx."
     )
-    raise UnknownModelError(msg)

@@ -19,34 +19,17 @@ Attribute: TypeAlias = int | float | str | bytes | list[int] | list[float] | onn
 
 @dataclass(frozen=True, eq=False)
 class ConverterInput:
-    """One ONNX node about to be converted.
+    """One ONNX node about to be converted."""
 
-    Attributes
-    ----------
-    builder
-        The block builder of `main`; a converter may emit into it.
-    inputs
-        One expression an ONNX input; `None` for an input left out.
-    attributes
-        Decoded attributes (strings as `str`).
-    opset
-        Version of the operator set of the node's domain.
-    outputs
-        Name of each output, empty for one that nothing reads.
-    element_types
-        ONNX element type of each input, 0 where it is not known. It tells integers of 4 bits from the integers of 8
-        that hold them here.
-    limits
-        What every call keeps between sizes.
-    """
-
-    builder: relax.BlockBuilder
-    inputs: tuple[tvm.ir.Expr | None, ...]
-    attributes: Mapping[str, Attribute]
-    opset: int
-    outputs: tuple[str, ...] = ()
+    builder: relax.BlockBuilder  # The block builder of `main`; a converter may emit into it.
+    inputs: tuple[tvm.ir.Expr | None, ...]  # One expression an ONNX input; `None` for an input left out.
+    attributes: Mapping[str, Attribute]  # Decoded attributes (strings as `str`).
+    opset: int  # Version of the operator set of the node's domain.
+    outputs: tuple[str, ...] = ()  # Name of each output, empty for one that nothing reads.
+    # ONNX element type of each input, 0 where it is not known. It tells integers of 4 bits from the integers of 8 that
+    # hold them here.
     element_types: tuple[int, ...] = ()
-    limits: SizeLimits = field(default_factory=lambda: SizeLimits(()))
+    limits: SizeLimits = field(default_factory=lambda: SizeLimits(()))  # What every call keeps between sizes.
 
     def input(self, index: int) -> tvm.ir.Expr:
         """Return a required input.
@@ -58,8 +41,7 @@ class ConverterInput:
         """
         found = self.optional(index)
         if found is None:
-            msg = f"input {index} is required but missing"
-            raise ValueError(msg)
+            raise ValueError(f"input {index} is required but missing")
         return found
 
     def optional(self, index: int) -> tvm.ir.Expr | None:
@@ -98,8 +80,7 @@ def tensor_attribute(value: Attribute) -> np.ndarray:
         The attribute has another type.
     """
     if not isinstance(value, onnx.TensorProto):
-        msg = f"expected a tensor attribute, got {type(value).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"expected a tensor attribute, got {type(value).__name__}")
     array: np.ndarray = numpy_helper.to_array(value)
     return array
 
@@ -114,8 +95,7 @@ def int_attribute(node: ConverterInput, name: str, default: int) -> int:
     """
     value = node.attributes.get(name, default)
     if not isinstance(value, int):
-        msg = f"attribute {name!r}: expected an integer, got {type(value).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"attribute {name!r}: expected an integer, got {type(value).__name__}")
     return value
 
 
@@ -129,8 +109,7 @@ def float_attribute(node: ConverterInput, name: str, default: float) -> float:
     """
     value = node.attributes.get(name, default)
     if not isinstance(value, int | float):
-        msg = f"attribute {name!r}: expected a number, got {type(value).__name__}"
-        raise TypeError(msg)
+        raise TypeError(f"attribute {name!r}: expected a number, got {type(value).__name__}")
     return float(value)
 
 
@@ -154,8 +133,7 @@ def sizes_of(expr: tvm.ir.Expr) -> list[tvm.tirx.Expr]:
     """
     shape = expr.ty.shape
     if not isinstance(shape, relax.ShapeExpr):
-        msg = f"expected a tensor of known shape, got {expr.ty}"
-        raise ValueError(msg)  # noqa: TRY004
+        raise ValueError(f"expected a tensor of known shape, got {expr.ty}")  # noqa: TRY004
     return list(shape.values)
 
 
@@ -175,8 +153,7 @@ def static_size(expr: tvm.ir.Expr, axis: int) -> int:
     """
     size = sizes_of(expr)[axis]
     if not isinstance(size, tvm.tirx.IntImm):
-        msg = f"expected axis {axis} to have a fixed size, got {size}"
-        raise ValueError(msg)  # noqa: TRY004
+        raise ValueError(f"expected axis {axis} to have a fixed size, got {size}")  # noqa: TRY004
     return int(size)
 
 

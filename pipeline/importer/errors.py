@@ -29,14 +29,13 @@ def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
     first = unsupported[0]
     counts = Counter(_operator(node, graph) for node in unsupported)
     listed = ", ".join(f"{operator} x{count}" for operator, count in sorted(counts.items()))
-    msg = (
+    raise ImportFailedError(
         f"model {model.name!r}: no converter for {describe_node(graph, first)}.\n"
         f"Nearest supported: {nearest_supported(first, 'no converter')}.\n"
         f"Unsupported operators in this model: {listed}; `relaxtune inspect` lists their nodes.\n"
         f"Export the model with standard ONNX operators (domain ai.onnx), or add a converter to "
         f"pipeline/importer/converters."
     )
-    raise ImportFailedError(msg)
 
 
 def conversion_failed(

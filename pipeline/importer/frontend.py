@@ -129,8 +129,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             result = self._convert_node(node, given)
         fields = self._emit_result(node, result)
         if len(fields) < len(node.output):
-            msg = f"the converter gave {len(fields)} outputs, the node has {len(node.output)}"
-            raise ValueError(msg)
+            raise ValueError(f"the converter gave {len(fields)} outputs, the node has {len(node.output)}")
         for name, field in zip(node.output, fields, strict=False):
             self._nodes[name] = field
 

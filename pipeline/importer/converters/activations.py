@@ -145,8 +145,7 @@ def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
             return relax.op.nn.leakyrelu(data, numbers[0])
         case "Clip":
             return relax.op.clip(data, numbers[0], numbers[1])
-    msg = f"attribute 'activation': expected Relu, Tanh, Sigmoid, LeakyRelu or Clip, got {name!r}"
-    raise ValueError(msg)
+    raise ValueError(f"attribute 'activation': expected Relu, Tanh, Sigmoid, LeakyRelu or Clip, got {name!r}")
 
 
 ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {

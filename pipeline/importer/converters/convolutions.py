@@ -47,8 +47,7 @@ def convolve(node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, out_d
     """
     spatial = int(data.ty.ndim) - 2
     if spatial not in _CONVOLUTIONS:
-        msg = f"input of {spatial} spatial axes: expected 1, 2 or 3"
-        raise ValueError(msg)
+        raise ValueError(f"input of {spatial} spatial axes: expected 1, 2 or 3")
     strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
     return node.builder.emit(
         _CONVOLUTIONS[spatial](

@@ -174,8 +174,7 @@ def check_blocks(node: ConverterInput) -> None:
         The attribute `mode` asks for another order.
     """
     if node.attributes.get("mode", "DCR") != "DCR":
-        msg = f"attribute 'mode': expected 'DCR', got {node.attributes['mode']!r}"
-        raise ValueError(msg)
+        raise ValueError(f"attribute 'mode': expected 'DCR', got {node.attributes['mode']!r}")
 
 
 def convert_dropout(node: ConverterInput) -> None:
@@ -183,8 +182,7 @@ def convert_dropout(node: ConverterInput) -> None:
     given = node.optional(2)
     value = None if given is None else constant_value(given)
     if given is not None and (value is None or bool(value)):
-        msg = "Dropout in training mode: expected a model exported for inference (model.eval() in torch)"
-        raise ValueError(msg)
+        raise ValueError("Dropout in training mode: expected a model exported for inference (model.eval() in torch)")
 
 
 def _is_float(expr: tvm.ir.Expr) -> bool:

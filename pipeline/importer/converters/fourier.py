@@ -113,8 +113,7 @@ def _number(node: ConverterInput, place: int, what: str, default: int) -> int:
         return default
     value = constant_value(found)
     if value is None:
-        msg = f"input {place} ({what}): expected a constant"
-        raise ValueError(msg)
+        raise ValueError(f"input {place} ({what}): expected a constant")
     return int(value.reshape(()))
 
 

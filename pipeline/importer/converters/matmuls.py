@@ -43,8 +43,7 @@ def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
     """
     for name in ("transBatchA", "transBatchB"):
         if int_attribute(node, name, 0):
-            msg = f"attribute {name!r}: expected 0, got {node.attributes[name]!r}"
-            raise ValueError(msg)
+            raise ValueError(f"attribute {name!r}: expected 0, got {node.attributes[name]!r}")
     factors = []
     for index, name in enumerate(("transA", "transB")):
         factor = node.input(index)
@@ -90,20 +89,17 @@ def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
         The weights are not constants, or a form of it that is not converted.
     """
     if node.optional(4) is not None:
-        msg = "input 4 (g_idx): expected it to be left out; quantise without act_order"
-        raise ValueError(msg)
+        raise ValueError("input 4 (g_idx): expected it to be left out; quantise without act_order")
     data = node.input(0)
     rows, columns = int_attribute(node, "N", 0), int_attribute(node, "K", 0)
     bits, block = int_attribute(node, "bits", 4), int_attribute(node, "block_size", 32)
     packed, scales = constant_value(node.input(1)), constant_value(node.input(2))
     if packed is None or scales is None:
-        msg = "inputs 1 and 2 (weights and scales): expected constants"
-        raise ValueError(msg)
+        raise ValueError("inputs 1 and 2 (weights and scales): expected constants")
     zero = node.optional(3)
     zeros = None if zero is None else constant_value(zero)
     if zero is not None and zeros is None:
-        msg = "input 3 (zero points): expected a constant"
-        raise ValueError(msg)
+        raise ValueError("input 3 (zero points): expected a constant")
     weight = unpack_weights(packed, scales, zeros, rows=rows, columns=columns, bits=bits, block=block)
     transposed = constant(np.ascontiguousarray(weight.T.astype(dtype_of(data))))
     product = relax.op.matmul(data, transposed)

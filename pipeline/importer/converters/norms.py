@@ -61,8 +61,7 @@ def convert_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     data = node.input(0)
     axis = int_attribute(node, "axis", -1)
     if axis not in (-1, data.ty.ndim - 1):
-        msg = f"attribute 'axis': expected the last axis of {data.ty.ndim}, got {axis}"
-        raise ValueError(msg)
+        raise ValueError(f"attribute 'axis': expected the last axis of {data.ty.ndim}, got {axis}")
     epsilon = float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
     normed = relax.op.nn.rms_norm(data, node.input(1), axes=[-1], epsilon=epsilon)
     return relax.Tuple([normed, unused(node, 1, "inverse deviation")])

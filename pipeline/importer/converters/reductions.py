@@ -101,8 +101,7 @@ def _axes(node: ConverterInput) -> list[int]:
     if given is not None:
         value = constant_value(given)
         if value is None:
-            msg = "input 1 (axes): expected a constant"
-            raise ValueError(msg)
+            raise ValueError("input 1 (axes): expected a constant")
         listed = [int(axis) for axis in value]
     if not isinstance(listed, list) or not listed:
         return [] if int_attribute(node, "noop_with_empty_axes", 0) else list(range(rank))

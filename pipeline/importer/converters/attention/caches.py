@@ -22,8 +22,7 @@ def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
     """
     mode = node.attributes.get("mode", "linear")
     if mode not in ("linear", "circular"):
-        msg = f"attribute 'mode': expected 'linear' or 'circular', got {mode!r}"
-        raise ValueError(msg)
+        raise ValueError(f"attribute 'mode': expected 'linear' or 'circular', got {mode!r}")
     cache, update, starts = node.input(0), node.input(1), node.optional(2)
     rank = int(cache.ty.ndim)
     axis = int_attribute(node, "axis", -2) % rank

@@ -76,8 +76,7 @@ def convert_dequantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     data, scale, zero = node.input(0), node.input(1), node.optional(2)
     wanted = int_attribute(node, "output_dtype", 0)
     if wanted and wanted not in _FLOATS:
-        msg = f"attribute 'output_dtype': expected float, float16 or bfloat16, got {_type_name(wanted)}"
-        raise ValueError(msg)
+        raise ValueError(f"attribute 'output_dtype': expected float, float16 or bfloat16, got {_type_name(wanted)}")
     if dtype_of(data) != "int32":
         integer_type(node, 0)
     dtype = _FLOATS[wanted] if wanted else dtype_of(scale)
@@ -109,8 +108,7 @@ def _known_type(element_type: int) -> IntegerType:
     found = _INTEGERS.get(element_type)
     if found is None:
         known = ", ".join(_type_name(known) for known in _INTEGERS)
-        msg = f"quantised type: expected one of {known}, got {_type_name(element_type)}"
-        raise ValueError(msg)
+        raise ValueError(f"quantised type: expected one of {known}, got {_type_name(element_type)}")
     return found
 
 
@@ -218,8 +216,7 @@ def spread_blocks(node: ConverterInput, values: tvm.ir.Expr, axis: int, block: i
         The size is not a number.
     """
     if not isinstance(size, tirx.IntImm):
-        msg = f"blocks along axis {axis}: expected an axis of fixed size, got {size}"
-        raise ValueError(msg)  # noqa: TRY004
+        raise ValueError(f"blocks along axis {axis}: expected an axis of fixed size, got {size}")  # noqa: TRY004
     value = constant_value(values)
     if value is not None:
         return constant(np.take(np.repeat(value, block, axis), range(int(size)), axis))

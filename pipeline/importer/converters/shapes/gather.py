@@ -107,8 +107,7 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     scales = node.input(2)
     table, zeros = constant_value(node.input(0)), None if node.optional(3) is None else constant_value(node.input(3))
     if table is None or (node.optional(3) is not None and zeros is None):
-        msg = "inputs 0 and 3 (table and zero points): expected constants"
-        raise ValueError(msg)
+        raise ValueError("inputs 0 and 3 (table and zero points): expected constants")
     bits = 4
     if node.element_type(0) == TensorProto.UINT8:
         bits = int_attribute(node, "bits", 4)
@@ -117,8 +116,7 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     rank = table.ndim
     picked, along = int_attribute(node, "gather_axis", 0) % rank, int_attribute(node, "quantize_axis", 1) % rank
     if picked == along:
-        msg = f"attributes 'gather_axis' and 'quantize_axis': expected different axes, got {picked} twice"
-        raise ValueError(msg)
+        raise ValueError(f"attributes 'gather_axis' and 'quantize_axis': expected different axes, got {picked} twice")
     size, block = table.shape[along], int_attribute(node, "block_size", 128)
     if zeros is not None and zeros.ndim:
         zeros = np.take(zeros, range(static_size(scales, along)), along)

@@ -73,8 +73,7 @@ def _resized_axes(node: ConverterInput) -> list[tuple[int, int, float]]:
     if sizes is None:
         axes, sizes = _drop_kept_axes(node, axes)
     if sizes is None and scales is None:
-        msg = "inputs 2 and 3 (scales and sizes): expected a constant, got values known at run time only"
-        raise ValueError(msg)
+        raise ValueError("inputs 2 and 3 (scales and sizes): expected a constant, got values known at run time only")
     if sizes is not None:
         factors = [size / static_size(data, axis) for size, axis in zip(sizes, axes, strict=True)]
         policy = node.attributes.get("keep_aspect_ratio_policy", "stretch")
@@ -137,8 +136,7 @@ def _weights(node: ConverterInput, before: int, after: int, scale: float) -> np.
         feeds["scales"] = np.array([scale, 1.0], "float32")
     weights = np.asarray(reference.run(None, feeds)[0], "float32")
     if weights.shape != (after, before):
-        msg = f"axis of {before} elements, scale {scale}: expected {after} elements, got {weights.shape[0]}"
-        raise ValueError(msg)
+        raise ValueError(f"axis of {before} elements, scale {scale}: expected {after} elements, got {weights.shape[0]}")
     return weights
 
 

@@ -76,8 +76,7 @@ def _count(node: ConverterInput, size: tirx.Expr) -> int | None:
         return int(count.reshape(()))
     if listed is not None and len(listed) == 1 and simplify(listed[0] - size) == 0:
         return None
-    msg = "input 1 (k): expected a constant, or the size of the axis"
-    raise ValueError(msg)
+    raise ValueError("input 1 (k): expected a constant, or the size of the axis")
 
 
 def _least(dtype: str) -> float | int:
