@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import onnx
@@ -57,8 +57,25 @@ class ConverterInput:
         return index < len(self.outputs) and bool(self.outputs[index])
 
 
-# None: this node is not the converter's; TVM's own converts it.
+# None: this node is not the converter's; TVM's own converts it. A ValueError or TypeError names a form of the operator
+# that is not converted, and what was expected.
 Converter = Callable[[ConverterInput], tvm.ir.Expr | None]
+_Converter = TypeVar("_Converter", bound=Converter)
+
+#: (domain, operator) -> our own converter, filled by the modules of `converters`; the main ONNX domain is "".
+CONVERTERS: dict[tuple[str, str], Converter] = {}
+
+
+def converts(*operators: str) -> Callable[[_Converter], _Converter]:
+    """Return a decorator that makes a function the converter of operators: `Gather`, `com.microsoft.Gelu`."""
+
+    def register(function: _Converter) -> _Converter:
+        for operator in operators:
+            domain, _, name = operator.rpartition(".")
+            CONVERTERS[domain, name] = function
+        return function
+
+    return register
 
 
 def constant_value(expr: tvm.ir.Expr) -> np.ndarray | None:

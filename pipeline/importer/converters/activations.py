@@ -6,33 +6,29 @@ Formulas: ONNX Runtime, docs/ContribOperators.md; ONNX, Operators.md (Swish, ops
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    Converter,
-    ConverterInput,
-    dtype_of,
-    float_attribute,
-    scalar_like,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, dtype_of, float_attribute, scalar_like
 
 _QUICK_GELU_ALPHA = 1.702
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
 
 
+@converts("com.microsoft.Gelu")
 def convert_gelu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x / 2 * (1 + erf(x / sqrt(2)))."""
     return relax.op.nn.gelu(node.input(0))
 
 
+@converts("com.microsoft.BiasGelu")
 def convert_bias_gelu(node: ConverterInput) -> tvm.ir.Expr:
     """Return gelu(x + bias), bias over the last axis."""
     return relax.op.nn.gelu(node.builder.emit(relax.op.add(node.input(0), node.input(1))))
 
 
+@converts("com.microsoft.FastGelu")
 def convert_fast_gelu(node: ConverterInput) -> tvm.ir.Expr:
     """Return the tanh form of gelu of x, plus a bias over the last axis where the node has one."""
     data, bias = node.input(0), node.optional(1)
@@ -45,16 +41,19 @@ def convert_fast_gelu(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.multiply(half, relax.op.add(bend, scalar_like(1.0, data)))
 
 
+@converts("com.microsoft.QuickGelu")
 def convert_quick_gelu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x * sigmoid(alpha * x)."""
     return _sigmoid_product(node, float_attribute(node, "alpha", _QUICK_GELU_ALPHA))
 
 
+@converts("Swish")
 def convert_swish(node: ConverterInput) -> tvm.ir.Expr:
     """Return x * sigmoid(alpha * x), alpha 1 unless given."""
     return _sigmoid_product(node, float_attribute(node, "alpha", 1.0))
 
 
+@converts("Celu")
 def convert_celu(node: ConverterInput) -> tvm.ir.Expr:
     """Return max(0, x) + min(0, alpha * (exp(x / alpha) - 1))."""
     data, alpha = node.input(0), float_attribute(node, "alpha", 1.0)
@@ -63,11 +62,13 @@ def convert_celu(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.add(relax.op.maximum(data, zero), relax.op.minimum(bent, zero))
 
 
+@converts("Elu")
 def convert_elu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x where it is above 0, else alpha * (exp(x) - 1)."""
     return _elu(node.input(0), float_attribute(node, "alpha", 1.0))
 
 
+@converts("Selu")
 def convert_selu(node: ConverterInput) -> tvm.ir.Expr:
     """Return gamma times the ELU of x; the numbers that a node leaves out are those of the ONNX standard."""
     data = node.input(0)
@@ -75,6 +76,7 @@ def convert_selu(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.multiply(bent, scalar_like(float_attribute(node, "gamma", _SELU_GAMMA), data))
 
 
+@converts("PRelu")
 def convert_prelu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x, times the slope where it is below 0; TVM has neither integers nor bfloat16, nor every slope."""
     data, slope = node.input(0), node.input(1)
@@ -82,6 +84,7 @@ def convert_prelu(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.where(below, relax.op.multiply(data, slope), data)
 
 
+@converts("Shrink")
 def convert_shrink(node: ConverterInput) -> tvm.ir.Expr:
     """Return x + bias below -lambd, x - bias above lambd, else 0; of integers in float64, which has their signs."""
     data, dtype = node.input(0), dtype_of(node.input(0))
@@ -94,6 +97,7 @@ def convert_shrink(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.astype(node.builder.emit(shrunk), dtype) if "int" in dtype else shrunk
 
 
+@converts("Sign")
 def convert_sign(node: ConverterInput) -> tvm.ir.Expr:
     """Return 1, 0 or -1; of an unsigned type, which has no -1, the lesser of x and 1."""
     data = node.input(0)
@@ -107,6 +111,7 @@ def _elu(data: tvm.ir.Expr, alpha: float) -> tvm.ir.Expr:
     return relax.op.where(relax.op.greater(data, zero), data, bent)
 
 
+@converts("ThresholdedRelu")
 def convert_thresholded_relu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x where it is above alpha, else 0: of NaN and -inf too, which TVM's product makes NaN."""
     data = node.input(0)
@@ -146,19 +151,3 @@ def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
         case "Clip":
             return relax.op.clip(data, numbers[0], numbers[1])
     raise ValueError(f"attribute 'activation': expected Relu, Tanh, Sigmoid, LeakyRelu or Clip, got {name!r}")
-
-
-ACTIVATION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "Celu"): convert_celu,
-    ("", "Elu"): convert_elu,
-    ("", "PRelu"): convert_prelu,
-    ("", "Selu"): convert_selu,
-    ("", "Shrink"): convert_shrink,
-    ("", "Sign"): convert_sign,
-    ("", "Swish"): convert_swish,
-    ("", "ThresholdedRelu"): convert_thresholded_relu,
-    ("com.microsoft", "Gelu"): convert_gelu,
-    ("com.microsoft", "BiasGelu"): convert_bias_gelu,
-    ("com.microsoft", "FastGelu"): convert_fast_gelu,
-    ("com.microsoft", "QuickGelu"): convert_quick_gelu,
-}

@@ -9,10 +9,10 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     int_attribute,
     static_size,
 )
@@ -25,6 +25,7 @@ _CONVOLUTIONS: Mapping[int, Callable[..., tvm.ir.Expr]] = {
 }
 
 
+@converts("com.microsoft.FusedConv")
 def convert_fused_conv(node: ConverterInput) -> tvm.ir.Expr:
     """Return activation(conv(x, weights) + bias + z). Inputs: x, weights, bias (optional), z (optional)."""
     emit, data = node.builder.emit, node.input(0)
@@ -77,6 +78,7 @@ def shaped(node: ConverterInput, values: tvm.ir.Expr, shape: list[int]) -> tvm.i
     return node.builder.emit(relax.op.reshape(values, shape))
 
 
+@converts("ConvTranspose")
 def check_output_shape(node: ConverterInput) -> None:
     """Refuse a ConvTranspose with an output shape other than its pads give, which TVM ignores; it has all others.
 
@@ -124,9 +126,3 @@ def _padding(
 def _integers(node: ConverterInput, name: str, default: list[int]) -> list[int]:
     given = node.attributes.get(name)
     return [int(value) for value in given] if isinstance(given, list) else default
-
-
-CONVOLUTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ConvTranspose"): check_output_shape,
-    ("com.microsoft", "FusedConv"): convert_fused_conv,
-}

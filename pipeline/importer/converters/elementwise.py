@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import tvm
@@ -15,6 +15,7 @@ from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant_value,
+    converts,
     dtype_of,
     float_attribute,
     int_attribute,
@@ -30,6 +31,7 @@ _WHOLE = {
 }
 
 
+@converts("Pow")
 def convert_pow(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a power with a small constant exponent as products, or a square root; None leaves the rest to TVM.
 
@@ -64,6 +66,7 @@ def _pow_by_cast(node: ConverterInput, base: tvm.ir.Expr) -> tvm.ir.Expr:
     return power if wide == dtype else relax.op.astype(power, dtype)
 
 
+@converts("Clip")
 def convert_clip(node: ConverterInput) -> tvm.ir.Expr:
     """Return min(max(x, low), high): bounds are attributes below opset 11, then scalars; NaN leaves a bound out."""
     result = node.input(0)
@@ -98,6 +101,7 @@ def chained(operator: Callable[[tvm.ir.Expr, tvm.ir.Expr], tvm.ir.Expr]) -> Conv
     return convert
 
 
+@converts("Equal")
 def convert_equal(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return where truth values are equal, compared as bytes: LLVM compares no vectors of bits. TVM has the rest."""
     if any(dtype_of(node.input(place)) != "bool" for place in range(2)):
@@ -119,6 +123,7 @@ def in_float32(operator: str) -> Converter:
     return convert
 
 
+@converts("IsInf")
 def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return where a number is infinite, of one sign only where an attribute says so, which TVM's converter ignores."""
     positive, negative = int_attribute(node, "detect_positive", 1), int_attribute(node, "detect_negative", 1)
@@ -130,6 +135,7 @@ def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.equal(data, relax.const(np.inf if positive else -np.inf, dtype_of(data)))
 
 
+@converts("Cast")
 def convert_cast(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a cast to integers of what an integer holds that is wide enough, and its least one for all else.
 
@@ -157,6 +163,7 @@ def convert_cast(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.where(high, emit(relax.op.add(result, relax.const(2**63, "uint64"))), result)
 
 
+@converts("EyeLike")
 def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:
     """Return the unit matrix in the shape of the input, its ones on the k-th diagonal, in `dtype` or the input's."""
     wanted = int_attribute(node, "dtype", 0)
@@ -165,6 +172,7 @@ def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.eye(rows, columns, int_attribute(node, "k", 0), dtype)
 
 
+@converts("SpaceToDepth")
 def check_blocks(node: ConverterInput) -> None:
     """Refuse a SpaceToDepth with an order of its elements, which TVM ignores; it has all others.
 
@@ -177,6 +185,7 @@ def check_blocks(node: ConverterInput) -> None:
         raise ValueError(f"attribute 'mode': expected 'DCR', got {node.attributes['mode']!r}")
 
 
+@converts("Dropout")
 def convert_dropout(node: ConverterInput) -> None:
     """Refuse a node in training mode and leave any other to TVM, which ignores the mode."""
     given = node.optional(2)
@@ -189,17 +198,7 @@ def _is_float(expr: tvm.ir.Expr) -> bool:
     return dtype_of(expr).startswith(("float", "bfloat"))
 
 
-ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "Cast"): convert_cast,
-    ("", "Clip"): convert_clip,
-    ("", "Dropout"): convert_dropout,
-    ("", "Equal"): convert_equal,
-    ("", "EyeLike"): convert_eye_like,
-    ("", "IsInf"): convert_is_inf,
-    ("", "IsNaN"): in_float32("IsNaN"),
-    ("", "Max"): chained(relax.op.maximum),
-    ("", "Min"): chained(relax.op.minimum),
-    ("", "Mod"): in_float32("Mod"),
-    ("", "Pow"): convert_pow,
-    ("", "SpaceToDepth"): check_blocks,
-}
+converts("IsNaN")(in_float32("IsNaN"))
+converts("Max")(chained(relax.op.maximum))
+converts("Min")(chained(relax.op.minimum))
+converts("Mod")(in_float32("Mod"))

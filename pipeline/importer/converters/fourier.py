@@ -11,17 +11,15 @@ for the sizes of speech models (N = 400) that is 100 times the work of an FFT an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     dtype_of,
     int_attribute,
     sizes_of,
@@ -29,6 +27,7 @@ from relaxtune.pipeline.importer.converter_input import (
 )
 
 
+@converts("DFT")
 def convert_dft(node: ConverterInput) -> tvm.ir.Expr:
     """Return the transform of one axis. Inputs: x (..., 1 or 2), length (optional), axis (optional; -2 unless given).
 
@@ -51,6 +50,7 @@ def convert_dft(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.permute_dims(result, [order.index(place) for place in range(rank)])
 
 
+@converts("STFT")
 def convert_stft(node: ConverterInput) -> tvm.ir.Expr:
     """Return transforms of frames (B, frames, k, 2). Inputs: signal (B, L, 1 or 2), step, window, length of a frame.
 
@@ -115,9 +115,3 @@ def _number(node: ConverterInput, place: int, what: str, default: int) -> int:
     if value is None:
         raise ValueError(f"input {place} ({what}): expected a constant")
     return int(value.reshape(()))
-
-
-FOURIER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "DFT"): convert_dft,
-    ("", "STFT"): convert_stft,
-}

@@ -5,17 +5,15 @@ Formulas: ONNX Runtime, docs/ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     dtype_of,
     float_attribute,
     int_attribute,
@@ -24,6 +22,7 @@ from relaxtune.pipeline.importer.converter_input import (
 from relaxtune.pipeline.importer.converters.activations import activate
 
 
+@converts("MatMul")
 def convert_matmul(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the sum of products of two vectors, which TVM's kernel cannot give; None leaves all else to TVM."""
     vectors = node.input(0), node.input(1)
@@ -33,6 +32,7 @@ def convert_matmul(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.reshape(node.builder.emit(relax.op.matmul(row, column)), [])
 
 
+@converts("com.microsoft.FusedMatMul")
 def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
     """Return alpha * op(A) @ op(B), each with its last two axes swapped where asked for.
 
@@ -59,6 +59,7 @@ def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.multiply(product, scalar_like(alpha, product))
 
 
+@converts("com.microsoft.FusedGemm")
 def convert_fused_gemm(node: ConverterInput) -> tvm.ir.Expr:
     """Return activation(alpha * op(A) @ op(B) + beta * C). Inputs: A, B, C (optional)."""
     emit = node.builder.emit
@@ -77,6 +78,7 @@ def convert_fused_gemm(node: ConverterInput) -> tvm.ir.Expr:
     return activate(node, result)
 
 
+@converts("com.microsoft.MatMulNBits")
 def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
     """Return A @ W^T of weights packed in 2, 4 or 8 bits, unpacked here to A's dtype.
 
@@ -144,11 +146,3 @@ def unpack_bits(packed: np.ndarray, bits: int) -> np.ndarray:
     """Return the numbers of `bits` bits in bytes; the last axis grows."""
     parts = [(packed >> (bits * index)) & (2**bits - 1) for index in range(8 // bits)]
     return np.stack(parts, axis=-1).reshape(*packed.shape[:-1], -1)
-
-
-MATMUL_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "MatMul"): convert_matmul,
-    ("com.microsoft", "FusedGemm"): convert_fused_gemm,
-    ("com.microsoft", "FusedMatMul"): convert_fused_matmul,
-    ("com.microsoft", "MatMulNBits"): convert_matmul_n_bits,
-}

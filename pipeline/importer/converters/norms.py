@@ -7,7 +7,6 @@ SimplifiedLayerNormalization is an RMS norm; ONNX Runtime registers it in the ma
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import numpy as np
 import tvm
@@ -15,9 +14,9 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
+    converts,
     dtype_of,
     float_attribute,
     int_attribute,
@@ -31,6 +30,7 @@ _EPSILON = 1e-12
 _SIMPLIFIED_EPSILON = 1e-5
 
 
+@converts("com.microsoft.SkipLayerNormalization")
 def convert_skip_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return layer_norm(x + skip + bias), and the sum as fourth output.
 
@@ -41,6 +41,7 @@ def convert_skip_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([normed, unused(node, 1, "mean"), unused(node, 2, "inverse deviation"), total])
 
 
+@converts("com.microsoft.SkipSimplifiedLayerNormalization")
 def convert_skip_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return rms_norm(x + skip + bias), and the sum as fourth output. Inputs: x, skip, gamma, bias (optional)."""
     total = _sum(node, node.optional(3))
@@ -50,6 +51,7 @@ def convert_skip_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([normed, unused(node, 1, "mean"), unused(node, 2, "inverse deviation"), total])
 
 
+@converts("SimplifiedLayerNormalization")
 def convert_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return rms_norm(x) over the axes from `axis` on.
 
@@ -67,6 +69,7 @@ def convert_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([normed, unused(node, 1, "inverse deviation")])
 
 
+@converts("com.microsoft.EmbedLayerNormalization")
 def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return layer_norm(word + position + segment embeddings); outputs: it, the count of unmasked tokens, the sum.
 
@@ -90,6 +93,7 @@ def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([normed, count, total])
 
 
+@converts("LayerNormalization")
 def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return layer_norm(x) with its mean and inverse deviation, in single steps.
 
@@ -108,6 +112,7 @@ def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.Tuple([normed if beta is None else emit(relax.op.add(normed, beta)), mean, inverse])
 
 
+@converts("BatchNormalization")
 def convert_batch_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return x of (N, C, ...), normed over all axes but C, * scale + bias; not in training mode, None: TVM converts it.
 
@@ -125,11 +130,13 @@ def convert_batch_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.Tuple([normed, unused(node, 1, "running mean"), unused(node, 2, "running variance")])
 
 
+@converts("GroupNormalization")
 def convert_group_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return x of (N, C, ...), normed over each group of channels, * scale + bias: GroupNormalization of opset 21."""
     return _by_groups(node, int_attribute(node, "num_groups", 1))
 
 
+@converts("InstanceNormalization")
 def convert_instance_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return x of (N, C, ...), normed over each channel, * scale + bias."""
     return _by_groups(node, None)
@@ -165,6 +172,7 @@ def _statistics(
     return centred, mean, emit(relax.op.rsqrt(emit(relax.op.add(variance, epsilon))))
 
 
+@converts("RMSNormalization")
 def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return rms_norm(x) over the axes from `axis` on, as over one axis: TVM's kernel of several is wrong."""
     emit, data, gamma = node.builder.emit, node.input(0), node.input(1)
@@ -180,6 +188,7 @@ def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.reshape(normed, sizes_of(data))
 
 
+@converts("LpNormalization")
 def convert_lp_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return x / |x| along an axis, |x| the sum of absolute values (p 1) or the Euclidean norm (p 2); 0 stays 0."""
     emit, data = node.builder.emit, node.input(0)
@@ -201,17 +210,3 @@ def _layer_norm(data: tvm.ir.Expr, gamma: tvm.ir.Expr, beta: tvm.ir.Expr | None,
     if beta is None:
         beta = constant(np.zeros(static_size(gamma, 0), dtype_of(gamma)))
     return relax.op.nn.layer_norm(data, gamma, beta, axes=[-1], epsilon=epsilon)
-
-
-NORM_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "BatchNormalization"): convert_batch_norm,
-    ("", "GroupNormalization"): convert_group_norm,
-    ("", "InstanceNormalization"): convert_instance_norm,
-    ("", "LayerNormalization"): convert_layer_norm,
-    ("", "LpNormalization"): convert_lp_norm,
-    ("", "RMSNormalization"): convert_rms_norm,
-    ("", "SimplifiedLayerNormalization"): convert_simplified_layer_norm,
-    ("com.microsoft", "EmbedLayerNormalization"): convert_embed_layer_norm,
-    ("com.microsoft", "SkipLayerNormalization"): convert_skip_layer_norm,
-    ("com.microsoft", "SkipSimplifiedLayerNormalization"): convert_skip_simplified_layer_norm,
-}

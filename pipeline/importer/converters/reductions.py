@@ -5,7 +5,7 @@ Sums of integers whose root or logarithm is taken are computed in float64, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import tvm
 from tvm import relax
@@ -14,6 +14,7 @@ from relaxtune.pipeline.importer.converter_input import (
     Converter,
     ConverterInput,
     constant_value,
+    converts,
     dtype_of,
     int_attribute,
 )
@@ -71,6 +72,7 @@ def of_terms(
     return convert
 
 
+@converts("ReduceLogSumExp")
 def log_sum_exp(node: ConverterInput) -> tvm.ir.Expr:
     """Convert ReduceLogSumExp. A largest element that is infinite is not taken off: infinity less itself is NaN."""
     data, axes, emit = node.input(0), _axes(node), node.builder.emit
@@ -112,12 +114,9 @@ def _squared(value: tvm.ir.Expr) -> tvm.ir.Expr:
     return relax.op.multiply(value, value)
 
 
-REDUCTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ReduceL1"): of_terms(relax.op.abs),
-    ("", "ReduceL2"): of_terms(_squared, relax.op.sqrt, in_floats=True),
-    ("", "ReduceLogSum"): of_terms(whole=relax.op.log, in_floats=True),
-    ("", "ReduceLogSumExp"): log_sum_exp,
-    ("", "ReduceMax"): extreme(relax.op.max),
-    ("", "ReduceMin"): extreme(relax.op.min),
-    ("", "ReduceSumSquare"): of_terms(_squared),
-}
+converts("ReduceL1")(of_terms(relax.op.abs))
+converts("ReduceL2")(of_terms(_squared, relax.op.sqrt, in_floats=True))
+converts("ReduceLogSum")(of_terms(whole=relax.op.log, in_floats=True))
+converts("ReduceMax")(extreme(relax.op.max))
+converts("ReduceMin")(extreme(relax.op.min))
+converts("ReduceSumSquare")(of_terms(_squared))

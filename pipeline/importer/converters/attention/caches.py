@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import tvm
 from tvm import te, tirx
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, int_attribute, sizes_of
 
 
+@converts("TensorScatter")
 def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
     """Return the cache with the update in it. Inputs: cache, update, first place of each row (B) (optional; 0).
 
@@ -42,6 +41,3 @@ def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
 
     given = [] if starts is None else [starts]
     return node.builder.emit_te(compute, cache, update, *given, primfunc_name_hint="tensor_scatter")
-
-
-CACHE_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "TensorScatter"): convert_tensor_scatter}

@@ -9,15 +9,14 @@ Notation: B batch, S queries, T keys, P cached keys, N heads, K key heads, H hea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import tvm
 import tvm_ffi
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
+    converts,
     float_attribute,
     int_attribute,
     scalar_like,
@@ -40,6 +39,7 @@ from relaxtune.pipeline.importer.converters.attention.rotary import rotate_heads
 _MASK_FILTER = -10000.0
 
 
+@converts("com.microsoft.Attention")
 def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft Attention: the projections are part of it.
 
@@ -74,6 +74,7 @@ def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([output, relax.op.concat(both, axis=0)])
 
 
+@converts("com.microsoft.MultiHeadAttention")
 def convert_multi_head_attention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft MultiHeadAttention: projected queries, keys and values.
 
@@ -100,6 +101,7 @@ def convert_multi_head_attention(node: ConverterInput) -> tvm.ir.Expr:
     return relax.Tuple([output, key, value]) if node.wants(1) else output
 
 
+@converts("com.microsoft.GroupQueryAttention")
 def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft GroupQueryAttention: causal, with fewer key heads, rotary embedding and a cache inside.
 
@@ -310,10 +312,3 @@ def _is_zero(size: tvm.tirx.Expr) -> bool:
 
 def _is_equal(a: tvm.tirx.Expr, b: tvm.tirx.Expr) -> bool:
     return bool(tvm_ffi.structural_equal(a, b))
-
-
-ATTENTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("com.microsoft", "Attention"): convert_packed_attention,
-    ("com.microsoft", "GroupQueryAttention"): convert_group_query_attention,
-    ("com.microsoft", "MultiHeadAttention"): convert_multi_head_attention,
-}

@@ -7,14 +7,13 @@ Formulas: ONNX, Operators.md (Attention, opsets 23 to 25). Notation as in `atten
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
+    converts,
     dtype_of,
     float_attribute,
     int_attribute,
@@ -36,6 +35,7 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
 _MASK, _PAST_KEY, _PAST_VALUE, _LENGTHS = 3, 4, 5, 6
 
 
+@converts("Attention")
 def convert_attention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert ONNX Attention.
 
@@ -134,6 +134,3 @@ def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
 def _hidden_unless(node: ConverterInput, seen: tvm.ir.Expr) -> tvm.ir.Expr:
     zero, low = relax.const(0.0, "float32"), relax.const(-math.inf, "float32")
     return node.builder.emit(relax.op.where(seen, zero, low))
-
-
-ONNX_ATTENTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "Attention"): convert_attention}

@@ -10,15 +10,14 @@ cos and sin are rows of tables, picked by position; d is half of the rotated par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, int_attribute, sizes_of, static_size
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, int_attribute, sizes_of, static_size
 from relaxtune.pipeline.importer.converters.attention.heads import merge_heads, split_heads
 
 
+@converts("com.microsoft.RotaryEmbedding")
 def convert_contrib_rotary(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft RotaryEmbedding: x (B, S, N*H) or (B, N, S, H), positions, cos and sin tables.
 
@@ -43,6 +42,7 @@ def convert_contrib_rotary(node: ConverterInput) -> tvm.ir.Expr:
     return merge_heads(node, turned) if flat else turned
 
 
+@converts("RotaryEmbedding")
 def convert_rotary(node: ConverterInput) -> tvm.ir.Expr:
     """Convert ONNX RotaryEmbedding: x, cos and sin (tables, or (B, S, d) without positions), positions (optional)."""
     data, cos, sin = node.input(0), node.input(1), node.input(2)
@@ -99,9 +99,3 @@ def rotate_heads(
     else:
         turned = emit(relax.op.concat([first, second], axis=-1))
     return turned if rest is None else emit(relax.op.concat([turned, rest], axis=-1))
-
-
-ROTARY_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "RotaryEmbedding"): convert_rotary,
-    ("com.microsoft", "RotaryEmbedding"): convert_contrib_rotary,
-}

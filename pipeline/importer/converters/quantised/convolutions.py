@@ -5,22 +5,22 @@ Padding is of zero points, which are zeros once the zero point is taken off. For
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts
 from relaxtune.pipeline.importer.converters.convolutions import a_channel, convolve, shaped
 from relaxtune.pipeline.importer.converters.quantised.matmuls import product_scale
 from relaxtune.pipeline.importer.converters.quantised.quantise import centre, integer_type, requantise
 
 
+@converts("ConvInteger")
 def convert_conv_integer(node: ConverterInput) -> tvm.ir.Expr:
     """Return the convolution in int32. Inputs: x, weights, zero points of x and of the weights (optional)."""
     return _convolution(node, node.input(0), node.optional(2), node.input(1), node.optional(3))
 
 
+@converts("QLinearConv")
 def convert_qlinear_conv(node: ConverterInput) -> tvm.ir.Expr:
     """Return the convolution requantised.
 
@@ -45,9 +45,3 @@ def _convolution(
     if weight_zero is not None:
         weight_zero = shaped(node, weight_zero, [-1, *[1] * (int(weight.ty.ndim) - 1)])
     return convolve(node, centre(node, data, zero), centre(node, weight, weight_zero), "int32")
-
-
-QUANTISED_CONVOLUTION_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ConvInteger"): convert_conv_integer,
-    ("", "QLinearConv"): convert_qlinear_conv,
-}

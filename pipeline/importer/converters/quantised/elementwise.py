@@ -7,12 +7,18 @@ Formulas: ONNX Runtime, docs/ContribOperators.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, float_attribute, int_attribute
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    converts,
+    float_attribute,
+    int_attribute,
+)
 from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise, integer_type, quantise
 
 
@@ -40,6 +46,7 @@ def convert_unary(function: Callable[[ConverterInput, tvm.ir.Expr], tvm.ir.Expr]
     return convert
 
 
+@converts("com.microsoft.QLinearConcat")
 def convert_concat(node: ConverterInput) -> tvm.ir.Expr:
     """Return parts joined along an axis. Inputs: scale and zero point of the result, then three for each part."""
     parts = [
@@ -74,11 +81,8 @@ def _quantised(node: ConverterInput, value: tvm.ir.Expr, place: int) -> tvm.ir.E
     return quantise(node, node.builder.emit(value), node.input(place), node.optional(place + 1), integer_type(node, 0))
 
 
-QUANTISED_ELEMENTWISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("com.microsoft", "QLinearAdd"): convert_binary(relax.op.add),
-    ("com.microsoft", "QLinearConcat"): convert_concat,
-    ("com.microsoft", "QLinearLeakyRelu"): convert_unary(_leaky_relu),
-    ("com.microsoft", "QLinearMul"): convert_binary(relax.op.multiply),
-    ("com.microsoft", "QLinearSigmoid"): convert_unary(_sigmoid),
-    ("com.microsoft", "QLinearSoftmax"): convert_unary(_softmax),
-}
+converts("com.microsoft.QLinearAdd")(convert_binary(relax.op.add))
+converts("com.microsoft.QLinearLeakyRelu")(convert_unary(_leaky_relu))
+converts("com.microsoft.QLinearMul")(convert_binary(relax.op.multiply))
+converts("com.microsoft.QLinearSigmoid")(convert_unary(_sigmoid))
+converts("com.microsoft.QLinearSoftmax")(convert_unary(_softmax))

@@ -6,17 +6,16 @@ in float32 in ONNX Runtime's order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     float_attribute,
     int_attribute,
     sizes_of,
@@ -31,11 +30,13 @@ from relaxtune.pipeline.importer.converters.quantised.quantise import (
 )
 
 
+@converts("MatMulInteger")
 def convert_matmul_integer(node: ConverterInput) -> tvm.ir.Expr:
     """Return (A - a zero point) @ (B - b zero point) in int32; zero points (optional) one number, or one a row of A."""
     return _product(node, node.input(0), node.optional(2), node.input(1), node.optional(3))
 
 
+@converts("QLinearMatMul")
 def convert_qlinear_matmul(node: ConverterInput) -> tvm.ir.Expr:
     """Return A @ B requantised.
 
@@ -46,6 +47,7 @@ def convert_qlinear_matmul(node: ConverterInput) -> tvm.ir.Expr:
     return requantise(node, sums, scale, node.input(7), integer_type(node, 7))
 
 
+@converts("com.microsoft.MatMulIntegerToFloat")
 def convert_matmul_integer_to_float(node: ConverterInput) -> tvm.ir.Expr:
     """Return A @ B of integers as numbers: inputs A, B, their scales, their zero points and a bias (each optional)."""
     sums = _product(node, node.input(0), node.optional(4), node.input(1), node.optional(5))
@@ -53,6 +55,7 @@ def convert_matmul_integer_to_float(node: ConverterInput) -> tvm.ir.Expr:
     return _scaled(node, sums, scale, node.optional(6))
 
 
+@converts("com.microsoft.DynamicQuantizeMatMul")
 def convert_dynamic_quantize_matmul(node: ConverterInput) -> tvm.ir.Expr:
     """Return A @ B of an A quantised here. Inputs: A float32, B, its scale, its zero point and a bias (optional)."""
     data, scale_a, zero_a = quantise_dynamically(node, node.input(0))
@@ -61,6 +64,7 @@ def convert_dynamic_quantize_matmul(node: ConverterInput) -> tvm.ir.Expr:
     return _scaled(node, sums, scale, node.optional(4))
 
 
+@converts("com.microsoft.QGemm")
 def convert_qgemm(node: ConverterInput) -> tvm.ir.Expr:
     """Return alpha * op(A) @ op(B) + C requantised, or as numbers where the result has no scale; C is int32.
 
@@ -85,6 +89,7 @@ def convert_qgemm(node: ConverterInput) -> tvm.ir.Expr:
     )
 
 
+@converts("com.microsoft.QAttention")
 def convert_qattention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft QAttention: Attention over integers.
 
@@ -140,13 +145,3 @@ def _scaled(node: ConverterInput, sums: tvm.ir.Expr, scale: tvm.ir.Expr, bias: t
 def _single(values: tvm.ir.Expr) -> bool:
     sizes = sizes_of(values)
     return len(sizes) == 0 or (len(sizes) == 1 and isinstance(sizes[0], tvm.tirx.IntImm) and int(sizes[0]) == 1)
-
-
-QUANTISED_MATMUL_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "MatMulInteger"): convert_matmul_integer,
-    ("", "QLinearMatMul"): convert_qlinear_matmul,
-    ("com.microsoft", "DynamicQuantizeMatMul"): convert_dynamic_quantize_matmul,
-    ("com.microsoft", "MatMulIntegerToFloat"): convert_matmul_integer_to_float,
-    ("com.microsoft", "QAttention"): convert_qattention,
-    ("com.microsoft", "QGemm"): convert_qgemm,
-}

@@ -21,10 +21,10 @@ from onnx import TensorProto
 from tvm import relax, te, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     dtype_of,
     int_attribute,
     sizes_of,
@@ -63,6 +63,7 @@ _FLOATS: Mapping[int, str] = {
 }
 
 
+@converts("QuantizeLinear", "com.microsoft.QuantizeLinear")
 def convert_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     """Return x quantised; scale and zero point (optional) are one number, one a place of `axis`, or one a block."""
     data, scale, zero = node.input(0), node.input(1), node.optional(2)
@@ -71,6 +72,7 @@ def convert_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     return quantise(node, data, along_axis(node, scale, data), _maybe_along(node, zero, data), kind)
 
 
+@converts("DequantizeLinear", "com.microsoft.DequantizeLinear")
 def convert_dequantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     """Return integers as numbers of the scale's dtype; scale and zero point as of QuantizeLinear."""
     data, scale, zero = node.input(0), node.input(1), node.optional(2)
@@ -84,6 +86,7 @@ def convert_dequantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     return result if dtype_of(result) == dtype else relax.op.astype(result, dtype)
 
 
+@converts("DynamicQuantizeLinear")
 def convert_dynamic_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     """Return x in uint8 with the scale and zero point that fit its range; outputs: it, scale, zero point."""
     return relax.Tuple(list(quantise_dynamically(node, node.input(0))))
@@ -297,10 +300,3 @@ def _is_one(size: tvm.ir.Expr | int) -> bool:
 
 def _type_name(element_type: int) -> str:
     return str(TensorProto.DataType.Name(element_type)).lower()
-
-
-QUANTISE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    **{(domain, "QuantizeLinear"): convert_quantize_linear for domain in ("", "com.microsoft")},
-    **{(domain, "DequantizeLinear"): convert_dequantize_linear for domain in ("", "com.microsoft")},
-    ("", "DynamicQuantizeLinear"): convert_dynamic_quantize_linear,
-}

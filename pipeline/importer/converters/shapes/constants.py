@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx
 import tvm
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, constant, tensor_attribute
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, converts, tensor_attribute
 
 _DTYPES = {"value_float": "float32", "value_floats": "float32", "value_int": "int64", "value_ints": "int64"}
 
 
+@converts("Constant")
 def convert_constant(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the value of any numeric attribute; TVM's converter knows `value` only. None for strings and sparse."""
     ((name, value),) = node.attributes.items()
     if isinstance(value, onnx.TensorProto):
         return constant(tensor_attribute(value))
     return constant(np.array(value, _DTYPES[name])) if name in _DTYPES else None
-
-
-CONSTANT_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "Constant"): convert_constant}

@@ -8,18 +8,16 @@ ONNX leaves an index out of range undefined; ONNX Runtime refuses it, and so doe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import tvm
 from onnx import TensorProto
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     int_attribute,
     static_size,
 )
@@ -27,6 +25,7 @@ from relaxtune.pipeline.importer.converters.matmuls import unpack_bits
 from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise, spread_blocks
 
 
+@converts("Gather")
 def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return rows of `data` along one axis; of the last one (-1) of a symbolic axis, a slice."""
     data, indices = node.input(0), node.input(1)
@@ -40,6 +39,7 @@ def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.take(data, non_negative(node, indices, data, [axis]), axis, mode="clip")
 
 
+@converts("GatherElements")
 def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return one element of `data` an index, everything but one axis taken from the index's own place."""
     data, indices = node.input(0), node.input(1)
@@ -49,6 +49,7 @@ def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.gather_elements(data, non_negative(node, indices, data, [axis]), axis)
 
 
+@converts("GatherND")
 def convert_gather_nd(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return slices of `data` at index tuples; the last axis of the indices runs over axes of `data`."""
     data, indices = node.input(0), node.input(1)
@@ -92,6 +93,7 @@ def non_negative(node: ConverterInput, indices: tvm.ir.Expr, data: tvm.ir.Expr, 
     return relax.op.where(relax.op.less(indices, relax.const(0, dtype)), wrapped, indices)
 
 
+@converts("com.microsoft.GatherBlockQuantized")
 def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     """Return rows of a quantised table, dequantised after they are picked.
 
@@ -133,11 +135,3 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     if offsets is not None and offsets.ty.ndim:
         offsets = a_place(offsets)
     return dequantise(node, rows(constant(table)), a_place(scales), offsets)
-
-
-GATHER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "Gather"): convert_gather,
-    ("", "GatherElements"): convert_gather_elements,
-    ("", "GatherND"): convert_gather_nd,
-    ("com.microsoft", "GatherBlockQuantized"): convert_gather_block_quantized,
-}

@@ -7,7 +7,7 @@ identity; that covers every mode of coordinates, rounding and antialiasing. TVM'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tvm
@@ -16,10 +16,10 @@ from onnx.reference import ReferenceEvaluator
 from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     dtype_of,
     sizes_of,
     static_size,
@@ -38,6 +38,7 @@ _WEIGHT_ATTRIBUTES = (
 _REFERENCE_OPSET = 19
 
 
+@converts("Resize")
 def convert_resize(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return x resized by scales or to sizes, of all axes or of `axes`; a resized region is left to TVM.
 
@@ -155,6 +156,3 @@ def _interpolate(node: ConverterInput, data: tvm.ir.Expr, axis: int, weights: np
 
 def _cast(node: ConverterInput, data: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
     return node.builder.emit(relax.op.astype(data, dtype))
-
-
-RESIZE_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "Resize"): convert_resize}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import tvm
 import tvm_ffi
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, dtype_of, int_attribute, sizes_of
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    converts,
+    dtype_of,
+    int_attribute,
+    sizes_of,
+)
 from relaxtune.pipeline.importer.converters.shapes.gather import has_sizes, non_negative
 from relaxtune.pipeline.importer.shape_values import simplify
 
@@ -76,7 +82,5 @@ def _cut(
     return node.builder.emit(relax.op.strided_slice(data, [axis], [begin], [end], assume_inbound=True))
 
 
-SCATTER_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ScatterElements"): of_truth_values(convert_scatter_elements),
-    ("", "ScatterND"): of_truth_values(convert_scatter_nd),
-}
+converts("ScatterElements")(of_truth_values(convert_scatter_elements))
+converts("ScatterND")(of_truth_values(convert_scatter_nd))

@@ -5,7 +5,7 @@ Each leaves the plain static case to TVM's converter by returning None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +14,10 @@ from tvm import relax, tirx
 
 from relaxtune.models.axes.slices import TO_THE_END, reaches_the_end
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     int_attribute,
     sizes_of,
     static_size,
@@ -30,6 +30,7 @@ from relaxtune.pipeline.importer.size_limits import SizeLimits
 _AXIS_MAX = 1 << 31
 
 
+@converts("Shape")
 def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the sizes of a tensor as a shape value, cut by `start` and `end`."""
     shape = node.input(0).ty.shape
@@ -39,6 +40,7 @@ def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.ShapeExpr(values[int_attribute(node, "start", 0) : int_attribute(node, "end", len(values))])
 
 
+@converts("Size")
 def convert_size(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the number of elements of a tensor of known sizes."""
     shape = node.input(0).ty.shape
@@ -47,6 +49,7 @@ def convert_size(node: ConverterInput) -> tvm.ir.Expr | None:
     return _product(list(shape.values))
 
 
+@converts("ConstantOfShape")
 def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
     """Return a tensor of one repeated value.
 
@@ -67,6 +70,7 @@ def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
     return relax.op.full(shape, constant(fill), str(fill.dtype))
 
 
+@converts("Reshape")
 def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a tensor in a shape with symbolic sizes; 0 copies a size of the input, -1 is what is left."""
     data, shape = node.input(0), node.input(1)
@@ -84,6 +88,7 @@ def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.reshape(data, relax.ShapeExpr(new))
 
 
+@converts("Expand")
 def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a tensor stretched to a shape where a size on either side is symbolic; a 1 on either side gives way.
 
@@ -132,6 +137,7 @@ def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
     return relax.op.broadcast_to(data, relax.ShapeExpr(new))
 
 
+@converts("Slice")
 def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a slice with a symbolic start or end and steps of one.
 
@@ -192,6 +198,7 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.strided_slice(data, numbers, *kept, [1] * len(numbers), assume_inbound=True)
 
 
+@converts("Split")
 def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the parts of an axis whose size is symbolic and those of the parts are not; they are checked to fit."""
     data, given = node.input(0), node.attributes.get("split", node.optional(1))
@@ -335,6 +342,7 @@ def _check_bounds(node: ConverterInput) -> None:
             raise ValueError(msg)
 
 
+@converts("Range")
 def convert_range(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return int64 numbers between two bounds, where at least one bound is symbolic."""
     if not any(is_shape_value(item) for item in node.inputs):
@@ -378,15 +386,3 @@ def _product(sizes: list[tvm.ir.Expr | int]) -> tvm.ir.Expr:
     for size in sizes:
         total = total * size
     return tvm.sym.Analyzer().simplify(total)
-
-
-SHAPE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "ConstantOfShape"): convert_constant_of_shape,
-    ("", "Expand"): convert_expand,
-    ("", "Range"): convert_range,
-    ("", "Reshape"): convert_reshape,
-    ("", "Shape"): convert_shape,
-    ("", "Size"): convert_size,
-    ("", "Slice"): convert_slice,
-    ("", "Split"): convert_split,
-}

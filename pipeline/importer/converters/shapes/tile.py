@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant,
     constant_value,
+    converts,
     int_attribute,
     sizes_of,
 )
 from relaxtune.pipeline.importer.shape_values import simplify, size_list
 
 
+@converts("Tile")
 def convert_tile(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return a tensor repeated along its axes, where a size or a number of repeats is symbolic.
 
@@ -37,6 +36,7 @@ def convert_tile(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.reshape(stretched, relax.ShapeExpr([simplify(times * size) for times, size in pairs]))
 
 
+@converts("OneHot")
 def convert_one_hot(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the second of two values where the place along a new axis is the index, the first everywhere else.
 
@@ -73,9 +73,3 @@ def _scalar(size: tvm.ir.Expr | int) -> tvm.ir.Expr:
         if isinstance(size, int)
         else relax.op.reshape(relax.op.shape_to_tensor(relax.ShapeExpr([size])), [])
     )
-
-
-TILE_CONVERTERS: Mapping[tuple[str, str], Converter] = {
-    ("", "OneHot"): convert_one_hot,
-    ("", "Tile"): convert_tile,
-}

@@ -9,9 +9,9 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
-    Converter,
     ConverterInput,
     constant_value,
+    converts,
     dtype_of,
     int_attribute,
     sizes_of,
@@ -23,6 +23,7 @@ from relaxtune.pipeline.importer.shape_values import simplify, size_list
 _WIDER: Mapping[str, str] = {"int16": "int32", "uint16": "int32", "uint32": "int64"}
 
 
+@converts("TopK")
 def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     """Return the k greatest or least elements along an axis, sorted, and their places; NaN is above all, as in NumPy.
 
@@ -85,6 +86,3 @@ def _least(dtype: str) -> float | int:
 
 def _greatest(dtype: str) -> float | int:
     return int(tirx.max_value(dtype)) if "int" in dtype else math.inf
-
-
-TOP_K_CONVERTERS: Mapping[tuple[str, str], Converter] = {("", "TopK"): convert_top_k}
