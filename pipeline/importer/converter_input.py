@@ -56,6 +56,46 @@ class ConverterInput:
         """Return whether something reads an output."""
         return index < len(self.outputs) and bool(self.outputs[index])
 
+    def integer(self, name: str, default: int) -> int:
+        """Return an integer attribute, `default` where the node leaves it out.
+
+        Raises
+        ------
+        TypeError
+            The attribute has another type.
+        """
+        value = self.attributes.get(name, default)
+        if not isinstance(value, int):
+            raise TypeError(f"attribute {name!r}: expected an integer, got {type(value).__name__}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a number attribute, `default` where the node leaves it out.
+
+        Raises
+        ------
+        TypeError
+            The attribute has another type.
+        """
+        value = self.attributes.get(name, default)
+        if not isinstance(value, int | float):
+            raise TypeError(f"attribute {name!r}: expected a number, got {type(value).__name__}")
+        return float(value)
+
+    def unused(self, index: int, what: str) -> tvm.ir.Expr:
+        """Return a value for an output that is not computed.
+
+        Raises
+        ------
+        ValueError
+            Something reads the output.
+        """
+        if self.wants(index):
+            raise ValueError(
+                f"output {index} ({what}) is not computed, expected that nothing reads it, got {self.outputs[index]!r}"
+            )
+        return relax.const(0.0, "float32")
+
 
 # None: this node is not the converter's; TVM's own converts it. A ValueError or TypeError names a form of the operator
 # that is not converted, and what was expected.
@@ -102,34 +142,6 @@ def tensor_attribute(value: Attribute) -> np.ndarray:
     return array
 
 
-def int_attribute(node: ConverterInput, name: str, default: int) -> int:
-    """Return an integer attribute, `default` where the node leaves it out.
-
-    Raises
-    ------
-    TypeError
-        The attribute has another type.
-    """
-    value = node.attributes.get(name, default)
-    if not isinstance(value, int):
-        raise TypeError(f"attribute {name!r}: expected an integer, got {type(value).__name__}")
-    return value
-
-
-def float_attribute(node: ConverterInput, name: str, default: float) -> float:
-    """Return a number attribute, `default` where the node leaves it out.
-
-    Raises
-    ------
-    TypeError
-        The attribute has another type.
-    """
-    value = node.attributes.get(name, default)
-    if not isinstance(value, int | float):
-        raise TypeError(f"attribute {name!r}: expected a number, got {type(value).__name__}")
-    return float(value)
-
-
 def dtype_of(expr: tvm.ir.Expr) -> str:
     """Return a tensor's dtype."""
     return str(expr.ty.dtype.dtype)
@@ -172,17 +184,3 @@ def static_size(expr: tvm.ir.Expr, axis: int) -> int:
     if not isinstance(size, tvm.tirx.IntImm):
         raise ValueError(f"expected axis {axis} to have a fixed size, got {size}")  # noqa: TRY004
     return int(size)
-
-
-def unused(node: ConverterInput, index: int, what: str) -> tvm.ir.Expr:
-    """Return what stands for an output that is not computed.
-
-    Raises
-    ------
-    ValueError
-        Something reads the output.
-    """
-    if node.wants(index):
-        msg = f"output {index} ({what}) is not computed, expected that nothing reads it, got {node.outputs[index]!r}"
-        raise ValueError(msg)
-    return relax.const(0.0, "float32")

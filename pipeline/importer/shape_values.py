@@ -18,7 +18,7 @@ import tvm_ffi
 from onnx import TensorProto
 from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, int_attribute
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value
 
 # Vectors of sizes are as long as ranks; anything longer is data.
 _MAX_LENGTH = 64
@@ -213,7 +213,7 @@ def _reshape(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None
 
 
 def _cast(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    to, (data,) = int_attribute(node, "to", 0), operands
+    to, (data,) = node.integer("to", 0), operands
     if to == TensorProto.BOOL:
         return None if data.rank else _truth(_as_condition(data.values[0]))
     if to not in (TensorProto.INT64, TensorProto.INT32):
@@ -274,7 +274,7 @@ def _subtract(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
 
 
 def _product(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    if operands[0].rank != 1 or int_attribute(node, "keepdims", 1) != 0:
+    if operands[0].rank != 1 or node.integer("keepdims", 1) != 0:
         return None
     total: tvm.ir.Expr | int = 1
     for value in operands[0].values:

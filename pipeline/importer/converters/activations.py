@@ -10,7 +10,7 @@ import math
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, dtype_of, float_attribute, scalar_like
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, dtype_of, scalar_like
 
 _QUICK_GELU_ALPHA = 1.702
 _SELU_ALPHA, _SELU_GAMMA = 1.67326319217681884765625, 1.05070102214813232421875
@@ -44,19 +44,19 @@ def convert_fast_gelu(node: ConverterInput) -> tvm.ir.Expr:
 @converts("com.microsoft.QuickGelu")
 def convert_quick_gelu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x * sigmoid(alpha * x)."""
-    return _sigmoid_product(node, float_attribute(node, "alpha", _QUICK_GELU_ALPHA))
+    return _sigmoid_product(node, node.number("alpha", _QUICK_GELU_ALPHA))
 
 
 @converts("Swish")
 def convert_swish(node: ConverterInput) -> tvm.ir.Expr:
     """Return x * sigmoid(alpha * x), alpha 1 unless given."""
-    return _sigmoid_product(node, float_attribute(node, "alpha", 1.0))
+    return _sigmoid_product(node, node.number("alpha", 1.0))
 
 
 @converts("Celu")
 def convert_celu(node: ConverterInput) -> tvm.ir.Expr:
     """Return max(0, x) + min(0, alpha * (exp(x / alpha) - 1))."""
-    data, alpha = node.input(0), float_attribute(node, "alpha", 1.0)
+    data, alpha = node.input(0), node.number("alpha", 1.0)
     zero, one, by = (scalar_like(number, data) for number in (0.0, 1.0, alpha))
     bent = relax.op.multiply(relax.op.subtract(relax.op.exp(relax.op.divide(data, by)), one), by)
     return relax.op.add(relax.op.maximum(data, zero), relax.op.minimum(bent, zero))
@@ -65,15 +65,15 @@ def convert_celu(node: ConverterInput) -> tvm.ir.Expr:
 @converts("Elu")
 def convert_elu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x where it is above 0, else alpha * (exp(x) - 1)."""
-    return _elu(node.input(0), float_attribute(node, "alpha", 1.0))
+    return _elu(node.input(0), node.number("alpha", 1.0))
 
 
 @converts("Selu")
 def convert_selu(node: ConverterInput) -> tvm.ir.Expr:
     """Return gamma times the ELU of x; the numbers that a node leaves out are those of the ONNX standard."""
     data = node.input(0)
-    bent = _elu(data, float_attribute(node, "alpha", _SELU_ALPHA))
-    return relax.op.multiply(bent, scalar_like(float_attribute(node, "gamma", _SELU_GAMMA), data))
+    bent = _elu(data, node.number("alpha", _SELU_ALPHA))
+    return relax.op.multiply(bent, scalar_like(node.number("gamma", _SELU_GAMMA), data))
 
 
 @converts("PRelu")
@@ -88,7 +88,7 @@ def convert_prelu(node: ConverterInput) -> tvm.ir.Expr:
 def convert_shrink(node: ConverterInput) -> tvm.ir.Expr:
     """Return x + bias below -lambd, x - bias above lambd, else 0; of integers in float64, which has their signs."""
     data, dtype = node.input(0), dtype_of(node.input(0))
-    bias, edge = float_attribute(node, "bias", 0.0), float_attribute(node, "lambd", 0.5)
+    bias, edge = node.number("bias", 0.0), node.number("lambd", 0.5)
     if "int" in dtype:
         data = node.builder.emit(relax.op.astype(data, "float64"))
     low, high, by, zero = (scalar_like(number, data) for number in (-edge, edge, bias, 0.0))
@@ -115,7 +115,7 @@ def _elu(data: tvm.ir.Expr, alpha: float) -> tvm.ir.Expr:
 def convert_thresholded_relu(node: ConverterInput) -> tvm.ir.Expr:
     """Return x where it is above alpha, else 0: of NaN and -inf too, which TVM's product makes NaN."""
     data = node.input(0)
-    above = relax.op.greater(data, scalar_like(float_attribute(node, "alpha", 1.0), data))
+    above = relax.op.greater(data, scalar_like(node.number("alpha", 1.0), data))
     return relax.op.where(above, data, scalar_like(0.0, data))
 
 
@@ -135,7 +135,7 @@ def activate(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
     """
     name = node.attributes.get("activation", "")
     given = node.attributes.get("activation_params")
-    alpha = float_attribute(node, "activation_alpha", 0.01)
+    alpha = node.number("activation_alpha", 0.01)
     numbers = [float(item) for item in given] if isinstance(given, list) else [alpha]
     match name:
         case "":

@@ -8,14 +8,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    constant,
-    constant_value,
-    converts,
-    int_attribute,
-    static_size,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, converts, static_size
 from relaxtune.pipeline.importer.converters.activations import activate
 
 _CONVOLUTIONS: Mapping[int, Callable[..., tvm.ir.Expr]] = {
@@ -57,7 +50,7 @@ def convolve(node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, out_d
             strides=strides,
             padding=_padding(node, data, weight, strides, dilations),
             dilation=dilations,
-            groups=int_attribute(node, "group", 1),
+            groups=node.integer("group", 1),
             out_dtype=out_dtype or None,
         )
     )

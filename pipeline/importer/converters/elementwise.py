@@ -17,8 +17,6 @@ from relaxtune.pipeline.importer.converter_input import (
     constant_value,
     converts,
     dtype_of,
-    float_attribute,
-    int_attribute,
     scalar_like,
 )
 
@@ -73,7 +71,7 @@ def convert_clip(node: ConverterInput) -> tvm.ir.Expr:
     for place, (name, operator) in enumerate((("min", relax.op.maximum), ("max", relax.op.minimum)), start=1):
         bound = node.optional(place)
         if bound is None and name in node.attributes:
-            bound = scalar_like(float_attribute(node, name, 0.0), result)
+            bound = scalar_like(node.number(name, 0.0), result)
         if bound is None:
             continue
         if _is_float(bound):
@@ -126,7 +124,7 @@ def in_float32(operator: str) -> Converter:
 @converts("IsInf")
 def convert_is_inf(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return where a number is infinite, of one sign only where an attribute says so, which TVM's converter ignores."""
-    positive, negative = int_attribute(node, "detect_positive", 1), int_attribute(node, "detect_negative", 1)
+    positive, negative = node.integer("detect_positive", 1), node.integer("detect_negative", 1)
     data = node.input(0)
     if positive and negative:
         return in_float32("IsInf")(node)
@@ -144,7 +142,7 @@ def convert_cast(node: ConverterInput) -> tvm.ir.Expr | None:
     are its low bits; uint64 has the numbers from 2^63 to 2^64 too, and 0 above. ONNX Runtime's uint32 of what has no
     place in 32 bits depends on where in a tensor it stands: this is that of a tensor of one.
     """
-    data, to = node.input(0), str(helper.tensor_dtype_to_np_dtype(int_attribute(node, "to", 0)))
+    data, to = node.input(0), str(helper.tensor_dtype_to_np_dtype(node.integer("to", 0)))
     if to not in _WHOLE or constant_value(data) is not None or not _is_float(data):
         return in_float32("Cast")(node)
     emit, whole = node.builder.emit, _WHOLE[to]
@@ -166,10 +164,10 @@ def convert_cast(node: ConverterInput) -> tvm.ir.Expr | None:
 @converts("EyeLike")
 def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:
     """Return the unit matrix in the shape of the input, its ones on the k-th diagonal, in `dtype` or the input's."""
-    wanted = int_attribute(node, "dtype", 0)
+    wanted = node.integer("dtype", 0)
     dtype = str(helper.tensor_dtype_to_np_dtype(wanted)) if wanted else dtype_of(node.input(0))
     rows, columns = node.input(0).ty.shape.values
-    return relax.op.eye(rows, columns, int_attribute(node, "k", 0), dtype)
+    return relax.op.eye(rows, columns, node.integer("k", 0), dtype)
 
 
 @converts("SpaceToDepth")

@@ -21,7 +21,6 @@ from relaxtune.pipeline.importer.converter_input import (
     constant_value,
     converts,
     dtype_of,
-    int_attribute,
     sizes_of,
     static_size,
 )
@@ -38,9 +37,9 @@ def convert_dft(node: ConverterInput) -> tvm.ir.Expr:
     """
     data = node.input(0)
     rank = int(data.ty.ndim)
-    default = int_attribute(node, "axis", 1) if node.opset < 20 else -2
+    default = node.integer("axis", 1) if node.opset < 20 else -2
     axis = _number(node, 2, "axis", default) % rank
-    inverse, onesided = bool(int_attribute(node, "inverse", 0)), bool(int_attribute(node, "onesided", 0))
+    inverse, onesided = bool(node.integer("inverse", 0)), bool(node.integer("onesided", 0))
     given = static_size(data, axis)
     length = _number(node, 1, "dft_length", 2 * (given - 1) if inverse and onesided else given)
     matrix = transform_matrix(given, length, static_size(data, rank - 1), inverse=inverse, onesided=onesided)
@@ -67,7 +66,7 @@ def convert_stft(node: ConverterInput) -> tvm.ir.Expr:
     cut = emit(relax.op.take(signal, constant(places.astype("int64")), axis=1))
     if window is not None:
         cut = emit(relax.op.multiply(cut, emit(relax.op.reshape(window, (length, 1)))))
-    onesided = bool(int_attribute(node, "onesided", 1))
+    onesided = bool(node.integer("onesided", 1))
     return _transformed(node, cut, transform_matrix(length, length, static_size(signal, 2), onesided=onesided))
 
 

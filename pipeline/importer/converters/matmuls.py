@@ -15,8 +15,6 @@ from relaxtune.pipeline.importer.converter_input import (
     constant_value,
     converts,
     dtype_of,
-    float_attribute,
-    int_attribute,
     scalar_like,
 )
 from relaxtune.pipeline.importer.converters.activations import activate
@@ -42,17 +40,17 @@ def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
         `transBatchA` or `transBatchB` is set.
     """
     for name in ("transBatchA", "transBatchB"):
-        if int_attribute(node, name, 0):
+        if node.integer(name, 0):
             raise ValueError(f"attribute {name!r}: expected 0, got {node.attributes[name]!r}")
     factors = []
     for index, name in enumerate(("transA", "transB")):
         factor = node.input(index)
-        if int_attribute(node, name, 0):
+        if node.integer(name, 0):
             rank = factor.ty.ndim
             factor = node.builder.emit(relax.op.permute_dims(factor, [*range(rank - 2), rank - 1, rank - 2]))
         factors.append(factor)
     product = relax.op.matmul(*factors)
-    alpha = float_attribute(node, "alpha", 1.0)
+    alpha = node.number("alpha", 1.0)
     if alpha == 1.0:
         return product
     product = node.builder.emit(product)
@@ -64,11 +62,11 @@ def convert_fused_gemm(node: ConverterInput) -> tvm.ir.Expr:
     """Return activation(alpha * op(A) @ op(B) + beta * C). Inputs: A, B, C (optional)."""
     emit = node.builder.emit
     factors = [
-        emit(relax.op.permute_dims(node.input(place))) if int_attribute(node, name, 0) else node.input(place)
+        emit(relax.op.permute_dims(node.input(place))) if node.integer(name, 0) else node.input(place)
         for place, name in enumerate(("transA", "transB"))
     ]
     result = emit(relax.op.matmul(*factors))
-    alpha, beta = float_attribute(node, "alpha", 1.0), float_attribute(node, "beta", 1.0)
+    alpha, beta = node.number("alpha", 1.0), node.number("beta", 1.0)
     if alpha != 1.0:
         result = emit(relax.op.multiply(result, scalar_like(alpha, result)))
     addend = node.optional(2)
@@ -93,8 +91,8 @@ def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
     if node.optional(4) is not None:
         raise ValueError("input 4 (g_idx): expected it to be left out; quantise without act_order")
     data = node.input(0)
-    rows, columns = int_attribute(node, "N", 0), int_attribute(node, "K", 0)
-    bits, block = int_attribute(node, "bits", 4), int_attribute(node, "block_size", 32)
+    rows, columns = node.integer("N", 0), node.integer("K", 0)
+    bits, block = node.integer("bits", 4), node.integer("block_size", 32)
     packed, scales = constant_value(node.input(1)), constant_value(node.input(2))
     if packed is None or scales is None:
         raise ValueError("inputs 1 and 2 (weights and scales): expected constants")

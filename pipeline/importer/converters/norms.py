@@ -18,12 +18,9 @@ from relaxtune.pipeline.importer.converter_input import (
     constant,
     converts,
     dtype_of,
-    float_attribute,
-    int_attribute,
     scalar_like,
     sizes_of,
     static_size,
-    unused,
 )
 
 _EPSILON = 1e-12
@@ -37,18 +34,16 @@ def convert_skip_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     Inputs: x, skip, gamma, beta (optional), bias (optional).
     """
     total = _sum(node, node.optional(4))
-    normed = _layer_norm(total, node.input(2), node.optional(3), float_attribute(node, "epsilon", _EPSILON))
-    return relax.Tuple([normed, unused(node, 1, "mean"), unused(node, 2, "inverse deviation"), total])
+    normed = _layer_norm(total, node.input(2), node.optional(3), node.number("epsilon", _EPSILON))
+    return relax.Tuple([normed, node.unused(1, "mean"), node.unused(2, "inverse deviation"), total])
 
 
 @converts("com.microsoft.SkipSimplifiedLayerNormalization")
 def convert_skip_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return rms_norm(x + skip + bias), and the sum as fourth output. Inputs: x, skip, gamma, bias (optional)."""
     total = _sum(node, node.optional(3))
-    normed = relax.op.nn.rms_norm(
-        total, node.input(2), axes=[-1], epsilon=float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
-    )
-    return relax.Tuple([normed, unused(node, 1, "mean"), unused(node, 2, "inverse deviation"), total])
+    normed = relax.op.nn.rms_norm(total, node.input(2), axes=[-1], epsilon=node.number("epsilon", _SIMPLIFIED_EPSILON))
+    return relax.Tuple([normed, node.unused(1, "mean"), node.unused(2, "inverse deviation"), total])
 
 
 @converts("SimplifiedLayerNormalization")
@@ -61,12 +56,12 @@ def convert_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
         The norm is over more than the last axis.
     """
     data = node.input(0)
-    axis = int_attribute(node, "axis", -1)
+    axis = node.integer("axis", -1)
     if axis not in (-1, data.ty.ndim - 1):
         raise ValueError(f"attribute 'axis': expected the last axis of {data.ty.ndim}, got {axis}")
-    epsilon = float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
+    epsilon = node.number("epsilon", _SIMPLIFIED_EPSILON)
     normed = relax.op.nn.rms_norm(data, node.input(1), axes=[-1], epsilon=epsilon)
-    return relax.Tuple([normed, unused(node, 1, "inverse deviation")])
+    return relax.Tuple([normed, node.unused(1, "inverse deviation")])
 
 
 @converts("com.microsoft.EmbedLayerNormalization")
@@ -85,7 +80,7 @@ def convert_embed_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
     total = node.builder.emit(relax.op.add(total, relax.op.take(positions, places, axis=0, mode="clip")))
     if segments is not None and kinds is not None:
         total = node.builder.emit(relax.op.add(total, relax.op.take(kinds, segments, axis=0, mode="clip")))
-    normed = _layer_norm(total, node.input(5), node.input(6), float_attribute(node, "epsilon", _EPSILON))
+    normed = _layer_norm(total, node.input(5), node.input(6), node.number("epsilon", _EPSILON))
     if mask is None:
         count = relax.op.zeros([sizes_of(ids)[0]], "int32")
     else:
@@ -100,7 +95,7 @@ def convert_layer_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     Where neither is read, and scale and bias have the shape of what is normalised, TVM converts it (None).
     """
     emit, data, gamma, beta = node.builder.emit, node.input(0), node.input(1), node.optional(2)
-    axes = list(range(int_attribute(node, "axis", -1) % int(data.ty.ndim), int(data.ty.ndim)))
+    axes = list(range(node.integer("axis", -1) % int(data.ty.ndim), int(data.ty.ndim)))
     normalised = relax.ShapeExpr(sizes_of(data)[axes[0] :])
     given = [relax.ShapeExpr(sizes_of(part)) for part in (gamma, beta) if part is not None]
     broadcasts = not all(tvm_ffi.structural_equal(shape, normalised) for shape in given)
@@ -118,7 +113,7 @@ def convert_batch_norm(node: ConverterInput) -> tvm.ir.Expr | None:
 
     BiT standardises weights in this way. The mean and the variance are those of x, not those given.
     """
-    if not int_attribute(node, "training_mode", 0):
+    if not node.integer("training_mode", 0):
         return None
     emit, data = node.builder.emit, node.input(0)
     axes = [axis for axis in range(int(data.ty.ndim)) if axis != 1]
@@ -127,13 +122,13 @@ def convert_batch_norm(node: ConverterInput) -> tvm.ir.Expr | None:
     shape = [-1, *[1] * (len(axes) - 1)]
     scale, bias = (emit(relax.op.reshape(node.input(index), shape)) for index in (1, 2))
     normed = emit(relax.op.add(emit(relax.op.multiply(normed, scale)), bias))
-    return relax.Tuple([normed, unused(node, 1, "running mean"), unused(node, 2, "running variance")])
+    return relax.Tuple([normed, node.unused(1, "running mean"), node.unused(2, "running variance")])
 
 
 @converts("GroupNormalization")
 def convert_group_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return x of (N, C, ...), normed over each group of channels, * scale + bias: GroupNormalization of opset 21."""
-    return _by_groups(node, int_attribute(node, "num_groups", 1))
+    return _by_groups(node, node.integer("num_groups", 1))
 
 
 @converts("InstanceNormalization")
@@ -168,7 +163,7 @@ def _statistics(
     mean = emit(relax.op.mean(data, axes, keepdims=True))
     centred = emit(relax.op.subtract(data, mean))
     variance = emit(relax.op.mean(emit(relax.op.multiply(centred, centred)), axes, keepdims=True))
-    epsilon = relax.const(float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON), dtype_of(data))
+    epsilon = relax.const(node.number("epsilon", _SIMPLIFIED_EPSILON), dtype_of(data))
     return centred, mean, emit(relax.op.rsqrt(emit(relax.op.add(variance, epsilon))))
 
 
@@ -177,7 +172,7 @@ def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return rms_norm(x) over the axes from `axis` on, as over one axis: TVM's kernel of several is wrong."""
     emit, data, gamma = node.builder.emit, node.input(0), node.input(1)
     rank = int(data.ty.ndim)
-    axis, epsilon = int_attribute(node, "axis", -1) % rank, float_attribute(node, "epsilon", _SIMPLIFIED_EPSILON)
+    axis, epsilon = node.integer("axis", -1) % rank, node.number("epsilon", _SIMPLIFIED_EPSILON)
     if axis == rank - 1 and gamma.ty.ndim == 1:
         return relax.op.nn.rms_norm(data, gamma, axes=[-1], epsilon=epsilon)
     # At least one axis in front: TVM's kernel of a whole tensor has no axis left to write to.
@@ -192,7 +187,7 @@ def convert_rms_norm(node: ConverterInput) -> tvm.ir.Expr:
 def convert_lp_norm(node: ConverterInput) -> tvm.ir.Expr:
     """Return x / |x| along an axis, |x| the sum of absolute values (p 1) or the Euclidean norm (p 2); 0 stays 0."""
     emit, data = node.builder.emit, node.input(0)
-    axis, power = int_attribute(node, "axis", -1), int_attribute(node, "p", 2)
+    axis, power = node.integer("axis", -1), node.integer("p", 2)
     size = relax.op.abs(data) if power == 1 else relax.op.multiply(data, data)
     length = emit(relax.op.sum(emit(size), [axis], keepdims=True))
     if power == 2:

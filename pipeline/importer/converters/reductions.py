@@ -10,21 +10,14 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    Converter,
-    ConverterInput,
-    constant_value,
-    converts,
-    dtype_of,
-    int_attribute,
-)
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, constant_value, converts, dtype_of
 
 
 def extreme(operator: Callable[..., tvm.ir.Expr]) -> Converter:
     """Return the converter of ReduceMax or ReduceMin."""
 
     def convert(node: ConverterInput) -> tvm.ir.Expr:
-        data, axes, kept = node.input(0), _axes(node), bool(int_attribute(node, "keepdims", 1))
+        data, axes, kept = node.input(0), _axes(node), bool(node.integer("keepdims", 1))
         if not axes:
             return data
         if dtype_of(data) != "bool":
@@ -64,7 +57,7 @@ def of_terms(
         if term is not None:
             value = emit(term(value))
         if axes:
-            value = emit(relax.op.sum(value, axes, bool(int_attribute(node, "keepdims", 1))))
+            value = emit(relax.op.sum(value, axes, bool(node.integer("keepdims", 1))))
         if whole is not None:
             value = emit(whole(value))
         return relax.op.astype(value, dtype) if cut else value
@@ -78,7 +71,7 @@ def log_sum_exp(node: ConverterInput) -> tvm.ir.Expr:
     data, axes, emit = node.input(0), _axes(node), node.builder.emit
     if not axes:
         return data
-    dtype, kept = dtype_of(data), bool(int_attribute(node, "keepdims", 1))
+    dtype, kept = dtype_of(data), bool(node.integer("keepdims", 1))
     wide = "float64" if "int" in dtype else dtype
     value = emit(relax.op.astype(data, wide)) if wide != dtype else data
     largest = emit(relax.op.max(value, axes, True))
@@ -106,7 +99,7 @@ def _axes(node: ConverterInput) -> list[int]:
             raise ValueError("input 1 (axes): expected a constant")
         listed = [int(axis) for axis in value]
     if not isinstance(listed, list) or not listed:
-        return [] if int_attribute(node, "noop_with_empty_axes", 0) else list(range(rank))
+        return [] if node.integer("noop_with_empty_axes", 0) else list(range(rank))
     return sorted({int(axis) % rank for axis in listed})
 
 

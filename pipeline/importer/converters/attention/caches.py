@@ -5,7 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import te, tirx
 
-from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, int_attribute, sizes_of
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, sizes_of
 
 
 @converts("TensorScatter")
@@ -24,7 +24,7 @@ def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
         raise ValueError(f"attribute 'mode': expected 'linear' or 'circular', got {mode!r}")
     cache, update, starts = node.input(0), node.input(1), node.optional(2)
     rank = int(cache.ty.ndim)
-    axis = int_attribute(node, "axis", -2) % rank
+    axis = node.integer("axis", -2) % rank
     length, count = (tirx.Cast("int64", sizes_of(tensor)[axis]) for tensor in (cache, update))
 
     def compute(old: te.Tensor, new: te.Tensor, *first: te.Tensor) -> te.Tensor:

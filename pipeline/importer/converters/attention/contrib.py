@@ -14,15 +14,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    converts,
-    float_attribute,
-    int_attribute,
-    scalar_like,
-    sizes_of,
-    static_size,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, scalar_like, sizes_of, static_size
 from relaxtune.pipeline.importer.converters.attention.heads import (
     LOWEST,
     append,
@@ -53,7 +45,7 @@ def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
     """
     emit = node.builder.emit
     _refuse(node, "do_rotary", "past_present_share_buffer")
-    data, heads = node.input(0), int_attribute(node, "num_heads", 0)
+    data, heads = node.input(0), node.integer("num_heads", 0)
     projected = emit(relax.op.matmul(data, node.input(1)))
     bias = node.optional(2)
     if bias is not None:
@@ -62,9 +54,9 @@ def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
     past = node.optional(4)
     cached = [None, None] if past is None else _halves(node, past)
     key, value = append(node, cached[0], key), append(node, cached[1], value)
-    hidden = float_attribute(node, "mask_filter_value", _MASK_FILTER)
+    hidden = node.number("mask_filter_value", _MASK_FILTER)
     additions = [*_key_mask(node, node.optional(3), key, hidden), *_bias(node, node.optional(5))]
-    if int_attribute(node, "unidirectional", 0):
+    if node.integer("unidirectional", 0):
         additions.append(hide_later_keys(node, sizes_of(query)[2], sizes_of(key)[2]))
     scale = _scale(node, query)
     output = merge_heads(node, attend(node, query, key, value, scale=scale, additions=additions))
@@ -82,7 +74,7 @@ def convert_multi_head_attention(node: ConverterInput) -> tvm.ir.Expr:
     cached (B, N, T, H), value, bias (optional), key padding mask ((B, T) or (B, S, T), or (B) counts; optional),
     attention bias (optional), past key and past value (B, N, P, H) (optional).
     """
-    emit, heads = node.builder.emit, int_attribute(node, "num_heads", 0)
+    emit, heads = node.builder.emit, node.integer("num_heads", 0)
     query, key, value = _apart(node, heads)
     bias = node.optional(3)
     if bias is not None:
@@ -92,9 +84,9 @@ def convert_multi_head_attention(node: ConverterInput) -> tvm.ir.Expr:
             split_heads(node, part, heads) if part.ty.ndim == 3 else part for part in (query, key, value)
         )
     key, value = append(node, node.optional(6), key), append(node, node.optional(7), value)
-    hidden = float_attribute(node, "mask_filter_value", _MASK_FILTER)
+    hidden = node.number("mask_filter_value", _MASK_FILTER)
     additions = [*_key_mask(node, node.optional(4), key, hidden), *_bias(node, node.optional(5))]
-    if int_attribute(node, "unidirectional", 0):
+    if node.integer("unidirectional", 0):
         additions.append(hide_later_keys(node, sizes_of(query)[2], sizes_of(key)[2]))
     scale = _scale(node, query)
     output = emit(merge_heads(node, attend(node, query, key, value, scale=scale, additions=additions)))
@@ -114,7 +106,7 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
     """
     _refuse(node, "qk_output", "k_quant_type", "v_quant_type")
     emit = node.builder.emit
-    heads, key_heads = int_attribute(node, "num_heads", 0), int_attribute(node, "kv_num_heads", 0)
+    heads, key_heads = node.integer("num_heads", 0), node.integer("kv_num_heads", 0)
     query, key, value = _grouped(node, heads, key_heads)
     length = sizes_of(query)[2]
     past_key, past_value = node.optional(3), node.optional(4)
@@ -131,18 +123,18 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
     else:
         past = emit(relax.op.add(counts, relax.const(1, "int64")))
         past = emit(relax.op.subtract(past, emit(size_tensor(length))))
-    if int_attribute(node, "do_rotary", 0):
+    if node.integer("do_rotary", 0):
         places = node.optional(9)
         if places is None:
             places = emit(relax.op.add(past, emit(relax.op.expand_dims(relax.op.arange(0, length, 1, "int64"), 0))))
-        interleaved = bool(int_attribute(node, "rotary_interleaved", 0))
+        interleaved = bool(node.integer("rotary_interleaved", 0))
         query, key = (
             rotate_heads(node, part, node.input(7), node.input(8), places, interleaved=interleaved)
             for part in (query, key)
         )
     if past_key is not None and past_value is not None:
         key, value = _placed(node, past_key, key, past), _placed(node, past_value, value, past)
-    seen = _seen(node, past, length, sizes_of(key)[2], int_attribute(node, "local_window_size", -1))
+    seen = _seen(node, past, length, sizes_of(key)[2], node.integer("local_window_size", -1))
     group = heads // key_heads
     output = attend(
         node,
@@ -151,7 +143,7 @@ def convert_group_query_attention(node: ConverterInput) -> tvm.ir.Expr:
         repeat_heads(node, value, group),
         scale=_scale(node, query),
         additions=[seen, *padding, *_bias(node, node.optional(10))],
-        softcap=float_attribute(node, "softcap", 0.0),
+        softcap=node.number("softcap", 0.0),
         sink=_sink(node, heads),
     )
     return relax.Tuple([emit(merge_heads(node, output)), key, value])
@@ -162,7 +154,7 @@ def _sink(node: ConverterInput, heads: int) -> tvm.ir.Expr | None:
     given = node.optional(11)
     if given is not None:
         return relax.op.reshape(node.builder.emit(relax.op.astype(given, "float32")), (heads, 1, 1))
-    return relax.op.zeros((heads, 1, 1), "float32") if int_attribute(node, "smooth_softmax", 0) > 0 else None
+    return relax.op.zeros((heads, 1, 1), "float32") if node.integer("smooth_softmax", 0) > 0 else None
 
 
 def _refuse(node: ConverterInput, *names: str) -> None:
@@ -172,7 +164,7 @@ def _refuse(node: ConverterInput, *names: str) -> None:
 
 
 def _scale(node: ConverterInput, query: tvm.ir.Expr) -> float:
-    given = float_attribute(node, "scale", 0.0)
+    given = node.number("scale", 0.0)
     return given or 1.0 / math.sqrt(static_size(query, 3))
 
 

@@ -11,15 +11,7 @@ import math
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    converts,
-    dtype_of,
-    float_attribute,
-    int_attribute,
-    sizes_of,
-    static_size,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, dtype_of, sizes_of, static_size
 from relaxtune.pipeline.importer.converters.attention.heads import (
     AttentionSteps,
     append,
@@ -46,7 +38,7 @@ def convert_attention(node: ConverterInput) -> tvm.ir.Expr:
     flat = node.input(0).ty.ndim == 3
     query, key, value = (node.input(index) for index in range(3))
     if flat:
-        heads, key_heads = int_attribute(node, "q_num_heads", 0), int_attribute(node, "kv_num_heads", 0)
+        heads, key_heads = node.integer("q_num_heads", 0), node.integer("kv_num_heads", 0)
         query = split_heads(node, query, heads)
         key, value = split_heads(node, key, key_heads), split_heads(node, value, key_heads)
     key, value = append(node, node.optional(_PAST_KEY), key), append(node, node.optional(_PAST_VALUE), value)
@@ -56,9 +48,9 @@ def convert_attention(node: ConverterInput) -> tvm.ir.Expr:
         query,
         repeat_heads(node, key, group),
         repeat_heads(node, value, group),
-        scale=float_attribute(node, "scale", 0.0) or 1.0 / math.sqrt(static_size(query, 3)),
+        scale=node.number("scale", 0.0) or 1.0 / math.sqrt(static_size(query, 3)),
         additions=[*_mask(node, key), *_positions(node, query, key), *_padding(node, key)],
-        softcap=float_attribute(node, "softcap", 0.0),
+        softcap=node.number("softcap", 0.0),
         guarded=node.optional(_MASK) is not None or node.optional(_LENGTHS) is not None,
     )
     result = node.builder.emit(merge_heads(node, steps.output)) if flat else steps.output
@@ -68,7 +60,7 @@ def convert_attention(node: ConverterInput) -> tvm.ir.Expr:
 
 def _scores(node: ConverterInput, steps: AttentionSteps, dtype: str) -> tvm.ir.Expr:
     """Return the fourth output as `qk_matmul_output_mode` says, in the dtype of the query."""
-    mode = int_attribute(node, "qk_matmul_output_mode", 0)
+    mode = node.integer("qk_matmul_output_mode", 0)
     chosen = (steps.scores, steps.capped, steps.biased, steps.weights)[mode]
     return node.builder.emit(relax.op.astype(chosen, dtype))
 
@@ -93,8 +85,8 @@ def _mask(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
 
 def _positions(node: ConverterInput, query: tvm.ir.Expr, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
     """Return what `is_causal` and the window add: query i stands at i plus the keys before it."""
-    left, right = int_attribute(node, "left_window_size", -1), int_attribute(node, "right_window_size", -1)
-    causal = bool(int_attribute(node, "is_causal", 0))
+    left, right = node.integer("left_window_size", -1), node.integer("right_window_size", -1)
+    causal = bool(node.integer("is_causal", 0))
     right = 0 if causal else right
     if left < 0 and right < 0:
         return []

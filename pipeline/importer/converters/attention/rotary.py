@@ -13,7 +13,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, int_attribute, sizes_of, static_size
+from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, sizes_of, static_size
 from relaxtune.pipeline.importer.converters.attention.heads import merge_heads, split_heads
 
 
@@ -32,12 +32,12 @@ def convert_contrib_rotary(node: ConverterInput) -> tvm.ir.Expr:
     cos, sin = node.input(2), node.input(3)
     flat = data.ty.ndim == 3
     if flat:
-        heads = int_attribute(node, "num_heads", 0) or static_size(data, 2) // (2 * static_size(cos, 1))
+        heads = node.integer("num_heads", 0) or static_size(data, 2) // (2 * static_size(cos, 1))
         data = split_heads(node, data, heads)
     if positions.ty.ndim == 1:
         count = emit(relax.op.arange(0, sizes_of(data)[2], 1, "int64"))
         positions = emit(relax.op.expand_dims(emit(relax.op.add(positions, count)), 0))
-    interleaved = bool(int_attribute(node, "interleaved", 0))
+    interleaved = bool(node.integer("interleaved", 0))
     turned = rotate_heads(node, data, cos, sin, positions, interleaved=interleaved)
     return merge_heads(node, turned) if flat else turned
 
@@ -48,8 +48,8 @@ def convert_rotary(node: ConverterInput) -> tvm.ir.Expr:
     data, cos, sin = node.input(0), node.input(1), node.input(2)
     flat = data.ty.ndim == 3
     if flat:
-        data = split_heads(node, data, int_attribute(node, "num_heads", 0))
-    interleaved = bool(int_attribute(node, "interleaved", 0))
+        data = split_heads(node, data, node.integer("num_heads", 0))
+    interleaved = bool(node.integer("interleaved", 0))
     turned = rotate_heads(node, data, cos, sin, node.optional(3), interleaved=interleaved)
     return merge_heads(node, turned) if flat else turned
 

@@ -12,13 +12,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    Converter,
-    ConverterInput,
-    converts,
-    float_attribute,
-    int_attribute,
-)
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, converts
 from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise, integer_type, quantise
 
 
@@ -53,22 +47,22 @@ def convert_concat(node: ConverterInput) -> tvm.ir.Expr:
         dequantise(node, node.input(place), node.input(place + 1), node.optional(place + 2))
         for place in range(2, len(node.inputs), 3)
     ]
-    joined = node.builder.emit(relax.op.concat(parts, axis=int_attribute(node, "axis", 0)))
+    joined = node.builder.emit(relax.op.concat(parts, axis=node.integer("axis", 0)))
     return quantise(node, joined, node.input(0), node.optional(1), integer_type(node, 1))
 
 
 def _softmax(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
     """Return softmax as of the opset the node names: over one axis from 13 on, before over all from `axis` on."""
-    axis = int_attribute(node, "axis", -1)
+    axis = node.integer("axis", -1)
     last = axis in (-1, int(data.ty.ndim) - 1)
-    if int_attribute(node, "opset", 13) < 13 and not last:
+    if node.integer("opset", 13) < 13 and not last:
         msg = f"attribute 'axis': expected the last of {int(data.ty.ndim)} for a softmax of opset < 13, got {axis}"
         raise ValueError(msg)
     return relax.op.nn.softmax(data, axis)
 
 
 def _leaky_relu(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
-    return relax.op.nn.leakyrelu(data, float_attribute(node, "alpha", 0.01))
+    return relax.op.nn.leakyrelu(data, node.number("alpha", 0.01))
 
 
 def _sigmoid(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:

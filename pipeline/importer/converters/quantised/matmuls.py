@@ -11,15 +11,7 @@ from dataclasses import replace
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    constant,
-    constant_value,
-    converts,
-    float_attribute,
-    int_attribute,
-    sizes_of,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, converts, sizes_of
 from relaxtune.pipeline.importer.converters.attention.contrib import convert_packed_attention
 from relaxtune.pipeline.importer.converters.quantised.quantise import (
     centre,
@@ -74,12 +66,12 @@ def convert_qgemm(node: ConverterInput) -> tvm.ir.Expr:
     emit = node.builder.emit
     factors = []
     for place, name in ((0, "transA"), (3, "transB")):
-        turned = int_attribute(node, name, 0)
+        turned = node.integer(name, 0)
         factors.append(emit(relax.op.permute_dims(node.input(place))) if turned else node.input(place))
     sums = _product(node, factors[0], node.input(2), factors[1], node.input(5))
     if node.optional(6) is not None:
         sums = emit(relax.op.add(sums, node.input(6)))
-    alpha = relax.const(float_attribute(node, "alpha", 1.0), "float32")
+    alpha = relax.const(node.number("alpha", 1.0), "float32")
     scale_a = product_scale(node, alpha, node.input(1))
     result = node.optional(7)
     if result is None:

@@ -26,7 +26,6 @@ from relaxtune.pipeline.importer.converter_input import (
     constant_value,
     converts,
     dtype_of,
-    int_attribute,
     sizes_of,
 )
 
@@ -67,7 +66,7 @@ _FLOATS: Mapping[int, str] = {
 def convert_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     """Return x quantised; scale and zero point (optional) are one number, one a place of `axis`, or one a block."""
     data, scale, zero = node.input(0), node.input(1), node.optional(2)
-    wanted = int_attribute(node, "output_dtype", 0)
+    wanted = node.integer("output_dtype", 0)
     kind = _known_type(wanted) if wanted else integer_type(node, 2)
     return quantise(node, data, along_axis(node, scale, data), _maybe_along(node, zero, data), kind)
 
@@ -76,7 +75,7 @@ def convert_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
 def convert_dequantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     """Return integers as numbers of the scale's dtype; scale and zero point as of QuantizeLinear."""
     data, scale, zero = node.input(0), node.input(1), node.optional(2)
-    wanted = int_attribute(node, "output_dtype", 0)
+    wanted = node.integer("output_dtype", 0)
     if wanted and wanted not in _FLOATS:
         raise ValueError(f"attribute 'output_dtype': expected float, float16 or bfloat16, got {_type_name(wanted)}")
     if dtype_of(data) != "int32":
@@ -197,13 +196,13 @@ def along_axis(node: ConverterInput, values: tvm.ir.Expr, data: tvm.ir.Expr) -> 
     ValueError
         Blocks of an axis of unknown size.
     """
-    rank, axis = int(data.ty.ndim), int_attribute(node, "axis", 1)
+    rank, axis = int(data.ty.ndim), node.integer("axis", 1)
     if values.ty.ndim == 0 or (values.ty.ndim == 1 and _is_one(sizes_of(values)[0])):
         return _reshaped(node, values, [1] * rank)
     axis = axis + rank if axis < 0 else axis
     if values.ty.ndim == 1:
         return _reshaped(node, values, [1] * axis + [-1] + [1] * (rank - axis - 1))
-    block = int_attribute(node, "block_size", 0)
+    block = node.integer("block_size", 0)
     if not block:
         msg = f"scale of rank {int(values.ty.ndim)} for data of rank {rank}: expected rank 0 or 1, or a block_size"
         raise ValueError(msg)

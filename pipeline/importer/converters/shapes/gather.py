@@ -13,14 +13,7 @@ import tvm
 from onnx import TensorProto
 from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    constant,
-    constant_value,
-    converts,
-    int_attribute,
-    static_size,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, converts, static_size
 from relaxtune.pipeline.importer.converters.matmuls import unpack_bits
 from relaxtune.pipeline.importer.converters.quantised.quantise import dequantise, spread_blocks
 
@@ -31,7 +24,7 @@ def convert_gather(node: ConverterInput) -> tvm.ir.Expr | None:
     data, indices = node.input(0), node.input(1)
     if not has_sizes(data):
         return None
-    axis = _axis(int_attribute(node, "axis", 0), data)
+    axis = _axis(node.integer("axis", 0), data)
     size, index = data.ty.shape.values[axis], constant_value(indices)
     if not isinstance(size, tirx.IntImm) and index is not None and index.shape == () and index == -1:
         last = relax.op.strided_slice(data, [axis], [size - 1], [size], assume_inbound=True)
@@ -45,7 +38,7 @@ def convert_gather_elements(node: ConverterInput) -> tvm.ir.Expr | None:
     data, indices = node.input(0), node.input(1)
     if not has_sizes(data):
         return None
-    axis = _axis(int_attribute(node, "axis", 0), data)
+    axis = _axis(node.integer("axis", 0), data)
     return relax.op.gather_elements(data, non_negative(node, indices, data, [axis]), axis)
 
 
@@ -55,7 +48,7 @@ def convert_gather_nd(node: ConverterInput) -> tvm.ir.Expr | None:
     data, indices = node.input(0), node.input(1)
     if not (has_sizes(data) and has_sizes(indices)):
         return None
-    batch_dims = int_attribute(node, "batch_dims", 0)
+    batch_dims = node.integer("batch_dims", 0)
     depth = int(indices.ty.shape.values[-1])
     axes = list(range(batch_dims, batch_dims + depth))
     return relax.op.gather_nd(data, non_negative(node, indices, data, axes), batch_dims)
@@ -112,14 +105,14 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
         raise ValueError("inputs 0 and 3 (table and zero points): expected constants")
     bits = 4
     if node.element_type(0) == TensorProto.UINT8:
-        bits = int_attribute(node, "bits", 4)
+        bits = node.integer("bits", 4)
         table = unpack_bits(table, bits)
         zeros = np.full((), 2 ** (bits - 1), "uint8") if zeros is None else unpack_bits(zeros, bits)
     rank = table.ndim
-    picked, along = int_attribute(node, "gather_axis", 0) % rank, int_attribute(node, "quantize_axis", 1) % rank
+    picked, along = node.integer("gather_axis", 0) % rank, node.integer("quantize_axis", 1) % rank
     if picked == along:
         raise ValueError(f"attributes 'gather_axis' and 'quantize_axis': expected different axes, got {picked} twice")
-    size, block = table.shape[along], int_attribute(node, "block_size", 128)
+    size, block = table.shape[along], node.integer("block_size", 128)
     if zeros is not None and zeros.ndim:
         zeros = np.take(zeros, range(static_size(scales, along)), along)
     indices = node.builder.normalize(non_negative(node, node.input(1), constant(table), [picked]))

@@ -8,14 +8,7 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from relaxtune.pipeline.importer.converter_input import (
-    Converter,
-    ConverterInput,
-    converts,
-    dtype_of,
-    int_attribute,
-    sizes_of,
-)
+from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, converts, dtype_of, sizes_of
 from relaxtune.pipeline.importer.converters.shapes.gather import has_sizes, non_negative
 from relaxtune.pipeline.importer.shape_values import simplify
 
@@ -26,7 +19,7 @@ def convert_scatter_elements(node: ConverterInput) -> tvm.ir.Expr:
     Beside the axis, indices may be shorter than the data: then the corner that they cover is cut out and put back.
     """
     data, indices, updates = (node.input(place) for place in range(3))
-    axis = int_attribute(node, "axis", 0) % int(data.ty.ndim)
+    axis = node.integer("axis", 0) % int(data.ty.ndim)
     reduction = str(node.attributes.get("reduction", "none")).replace("none", "update")
     shorter = [
         (place, covered, size)

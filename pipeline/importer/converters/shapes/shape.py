@@ -18,7 +18,6 @@ from relaxtune.pipeline.importer.converter_input import (
     constant,
     constant_value,
     converts,
-    int_attribute,
     sizes_of,
     static_size,
     tensor_attribute,
@@ -37,7 +36,7 @@ def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
     if not isinstance(shape, relax.ShapeExpr):
         return None
     values = list(shape.values)
-    return relax.ShapeExpr(values[int_attribute(node, "start", 0) : int_attribute(node, "end", len(values))])
+    return relax.ShapeExpr(values[node.integer("start", 0) : node.integer("end", len(values))])
 
 
 @converts("Size")
@@ -80,7 +79,7 @@ def convert_reshape(node: ConverterInput) -> tvm.ir.Expr | None:
         return None
     old = list(data.ty.shape.values)
     new = size_list(shape) or []
-    if int_attribute(node, "allowzero", 0) == 0:
+    if node.integer("allowzero", 0) == 0:
         new = [old[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(new)]
     rest = [i for i, size in enumerate(new) if isinstance(size, int) and size == -1]
     if rest:
@@ -203,7 +202,7 @@ def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the parts of an axis whose size is symbolic and those of the parts are not; they are checked to fit."""
     data, given = node.input(0), node.attributes.get("split", node.optional(1))
     parts = given if isinstance(given, list) else size_list(given)
-    axis, sizes = int_attribute(node, "axis", 0) % data.ty.ndim, list(sizes_of(data))
+    axis, sizes = node.integer("axis", 0) % data.ty.ndim, list(sizes_of(data))
     if not parts or isinstance(sizes[axis], tirx.IntImm) or not all(isinstance(part, int) for part in parts):
         return None
     ends = [int(end) for end in np.cumsum(parts)]

@@ -5,14 +5,7 @@ from __future__ import annotations
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    constant,
-    constant_value,
-    converts,
-    int_attribute,
-    sizes_of,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, converts, sizes_of
 from relaxtune.pipeline.importer.shape_values import simplify, size_list
 
 
@@ -48,7 +41,7 @@ def convert_one_hot(node: ConverterInput) -> tvm.ir.Expr | None:
         return None
     depth = depths[0]
     rank = len(sizes_of(node.input(0)))
-    axis = int_attribute(node, "axis", -1) % (rank + 1)
+    axis = node.integer("axis", -1) % (rank + 1)
     # Indices may be of any number type; a cast cuts off what is no integer, as ONNX Runtime does.
     indices = relax.op.astype(node.input(0), "int64")
     from_end = relax.op.add(indices, relax.op.full([1] * rank, _scalar(depth), "int64"))

@@ -8,14 +8,7 @@ from collections.abc import Mapping
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.importer.converter_input import (
-    ConverterInput,
-    constant_value,
-    converts,
-    dtype_of,
-    int_attribute,
-    sizes_of,
-)
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant_value, converts, dtype_of, sizes_of
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
 from relaxtune.pipeline.importer.shape_values import simplify, size_list
 
@@ -37,7 +30,7 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
         k is neither a constant nor the size of the axis (a sort).
     """
     data = node.input(0)
-    axis, largest = int_attribute(node, "axis", -1) % int(data.ty.ndim), bool(int_attribute(node, "largest", 1))
+    axis, largest = node.integer("axis", -1) % int(data.ty.ndim), bool(node.integer("largest", 1))
     sizes = sizes_of(data)
     number = _count(node, sizes[axis])
     if number == 0:  # TVM would take it for all.
@@ -71,7 +64,7 @@ def _sortable(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
 def _count(node: ConverterInput, size: tirx.Expr) -> int | None:
     """Return k, None for as many as the axis has."""
     if node.opset < 10:
-        return int_attribute(node, "k", 1)
+        return node.integer("k", 1)
     count, listed = constant_value(node.input(1)), size_list(node.input(1))
     if count is not None:
         return int(count.reshape(()))

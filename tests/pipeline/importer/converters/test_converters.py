@@ -11,7 +11,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 from tvm import relax
 
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, int_attribute, tensor_attribute
+from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, tensor_attribute
 from relaxtune.pipeline.importer.converters import CONVERTERS
 from relaxtune.pipeline.importer.converters.shapes.shape import convert_constant_of_shape
 from relaxtune.pipeline.importer.shape_values import fold_shape_value
@@ -339,7 +339,7 @@ def test_converter_input_names_the_missing_input() -> None:
 def test_attribute_helpers_refuse_other_types() -> None:
     node = ConverterInput(relax.BlockBuilder(), (), {"axis": "one"}, 18)
     with pytest.raises(TypeError, match="attribute 'axis': expected an integer, got str"):
-        int_attribute(node, "axis", 0)
+        node.integer("axis", 0)
     with pytest.raises(TypeError, match="expected a tensor attribute, got int"):
         tensor_attribute(3)
 
