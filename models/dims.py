@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
-from functools import lru_cache
 
+from relaxtune.models.axes.polynomials import read_size
 from relaxtune.models.errors import ModelShapeError
 
 Dim = int | str
@@ -26,17 +25,9 @@ def evaluate_dim(dim: Dim, bindings: Mapping[str, int]) -> Dim:
         return dim
     if dim in bindings:
         return bindings[dim]
-    tree = _parsed(dim)
-    value = None if tree is None else _evaluate(tree, bindings)
+    size = read_size(dim)
+    value = None if size is None else size.at(bindings)
     return dim if value is None else value
-
-
-@lru_cache(maxsize=1024)
-def _parsed(dim: str) -> ast.expr | None:
-    try:
-        return ast.parse(dim, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 def split_offset(dim: str) -> tuple[str, int] | None:
@@ -88,38 +79,3 @@ def parse_dim(text: str) -> tuple[str, int]:
     if not axis.isidentifier() or not size.isdecimal():
         raise ModelShapeError(f"{text!r} cannot be read: expected AXIS=SIZE, such as sequence=128")
     return axis, int(size)
-
-
-def _evaluate(node: ast.expr, bindings: Mapping[str, int]) -> int | None:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.Name):
-        return bindings.get(node.id)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        operand = _evaluate(node.operand, bindings)
-        return None if operand is None else -operand
-    if isinstance(node, ast.BinOp):
-        left, right = _evaluate(node.left, bindings), _evaluate(node.right, bindings)
-        return None if left is None or right is None else _apply(node.op, left, right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min":
-        sizes = [_evaluate(one, bindings) for one in node.args]
-        return None if None in sizes else min(one for one in sizes if one is not None)
-    return None
-
-
-def _apply(op: ast.operator, left: int, right: int) -> int | None:
-    match op:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.FloorDiv() | ast.Mod() if right == 0:
-            return None
-        case ast.FloorDiv():
-            return left // right
-        case ast.Mod():
-            return left % right
-        case _:
-            return None

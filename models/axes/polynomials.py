@@ -8,9 +8,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 from typing import Self
 
 Monomial = tuple[str, ...]
+
+# More than any exporter writes; products and remainders of a hostile text would grow without end.
+_TERMS_MAX, _TEXT_MAX = 64, 1000
 
 
 class Computed(str):
@@ -27,6 +31,13 @@ class Computed(str):
         name = super().__new__(cls, f"min({left}, {right})" if operator == "min" else f"({above} // {below})")
         name.operator, name.left, name.right = operator, left, right
         return name
+
+    def at(self, sizes: Mapping[str, int]) -> int | None:
+        """Return the number that it is, as `Polynomial.at`."""
+        left, right = self.left.at(sizes), self.right.at(sizes)
+        if left is None or right is None or (self.operator == "//" and right == 0):
+            return None
+        return left // right if self.operator == "//" else min(left, right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +139,18 @@ class Polynomial:
             result += product
         return result
 
+    def at(self, sizes: Mapping[str, int]) -> int | None:
+        """Return the number that it is where names have these sizes; None where one is missing, or a divisor is 0."""
+        total = 0
+        for names, factor in self.terms:
+            for name in names:
+                size = name.at(sizes) if isinstance(name, Computed) else sizes.get(name)
+                if size is None:
+                    return None
+                factor *= size
+            total += factor
+        return total
+
     def divided(self, divisor: Self) -> Self | None:
         """Return the quotient, None where it is no polynomial of whole coefficients."""
         if not divisor.terms:
@@ -195,17 +218,25 @@ def smaller(left: Polynomial, right: Polynomial) -> Polynomial:
     return Polynomial.symbol(Computed("min", left, right))
 
 
+@lru_cache(maxsize=1024)
 def read_size(text: str) -> Polynomial | None:
     """Return what the text of a polynomial says; None for another text."""
     try:
         return _read(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
 def _read(node: ast.expr) -> Polynomial:
+    size = _computed(node)
+    if len(size.terms) > _TERMS_MAX or any(len(name) > _TEXT_MAX for name in size.names):
+        raise ValueError
+    return size
+
+
+def _computed(node: ast.expr) -> Polynomial:
     match node:
-        case ast.Constant(value=int(value)):
+        case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return Polynomial.number(value)
         case ast.Name(id=name):
             return Polynomial.symbol(name)
@@ -219,6 +250,11 @@ def _read(node: ast.expr) -> Polynomial:
             return _read(left) * _read(right)
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
             return quotient(_read(left), _read(right))
-        case ast.Call(func=ast.Name(id="min"), args=[left, right]):
-            return smaller(_read(left), _read(right))
+        case ast.BinOp(left=left, op=ast.Mod(), right=right):
+            above, below = _read(left), _read(right)
+            if not below.terms:
+                raise ValueError
+            return above - quotient(above, below) * below
+        case ast.Call(func=ast.Name(id="min"), args=[first, *others]):
+            return reduce(smaller, map(_read, others), _read(first))
     raise ValueError

@@ -71,6 +71,9 @@ def test_override_with_a_bad_axis_is_refused(text: str, axis: str) -> None:
         ("(" * 500, "(" * 500),
         ("odd\0name", "odd\0name"),
         ("odd.name", 8),
+        ("min(n, 7, 3)", 3),
+        pytest.param("%".join("abcdefgh" * 8), "%".join("abcdefgh" * 8), id="remainders that double"),
+        pytest.param("*".join(["(a+b+c+d)"] * 30), "*".join(["(a+b+c+d)"] * 30), id="product of many terms"),
     ],
 )
 def test_dim_is_computed_where_it_can_be(dim: int | str, expected: int | str) -> None:
