@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
-from relaxtune.models.axes.polynomials import read_size
 from relaxtune.models.errors import ModelShapeError
+from relaxtune.models.polynomials import read_size
 
 Dim = int | str
+
+#: torch writes "to the end" as the largest int64 or int32.
+TO_THE_END = 2**31 - 1
+# Bytes of memory that no machine has (64 TiB).
+_MEMORY_BYTES = 2**46
 
 
 def may_be_empty(rank: int, axis: int) -> bool:
@@ -79,3 +85,18 @@ def parse_dim(text: str) -> tuple[str, int]:
     if not axis.isidentifier() or not size.isdecimal():
         raise ModelShapeError(f"{text!r} cannot be read: expected AXIS=SIZE, such as sequence=128")
     return axis, int(size)
+
+
+def reaches_the_end(end: int, others: Iterable[int]) -> bool:
+    """Return whether a Slice's end lies behind every place that an axis of unknown size can have.
+
+    jax2tf writes 10^9. No axis is as long where the tensor would then fit no machine.
+
+    Parameters
+    ----------
+    end : int
+        From 0 on.
+    others : iterable of int
+        The known sizes of the tensor's other axes; an element has at least a byte.
+    """
+    return end >= TO_THE_END or end * math.prod(others) > _MEMORY_BYTES

@@ -14,8 +14,7 @@ import onnx
 from google.protobuf.message import DecodeError, EncodeError  # type: ignore[import-untyped]
 
 from relaxtune.models.errors import ModelFileError
-from relaxtune.models.hashing import without_weights
-from relaxtune.models.onnx_model import OnnxModel, read_tensor, tensor_bytes
+from relaxtune.models.onnx_model import OnnxModel, read_tensor, tensor_bytes, without_weights
 
 # Offsets on page boundaries let a runtime map the file.
 _ALIGNMENT = 4096

@@ -15,8 +15,7 @@ from onnx import checker, helper, shape_inference
 from relaxtune.models.axes.windows import check_windows
 from relaxtune.models.checks import RUNTIME_OPERATORS, check_ranks
 from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
-from relaxtune.models.hashing import without_weights
-from relaxtune.models.onnx_model import element_type_name, is_numeric, tensor_bytes
+from relaxtune.models.onnx_model import element_type_name, is_numeric, tensor_bytes, without_weights
 
 # Shapes, axes and scalars feed shape inference; a larger tensor is a weight and only its type matters.
 _CONSTANT_BYTES = 1024

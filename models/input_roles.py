@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import inliner, numpy_helper
 
-from relaxtune.models.hashing import without_weights
+from relaxtune.models.onnx_model import without_weights
 from relaxtune.models.spec import IndexLimit
 
 # Operators whose output holds the values of the named inputs, moved but not changed.

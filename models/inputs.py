@@ -19,11 +19,11 @@ from enum import StrEnum
 import numpy as np
 
 from relaxtune.models.axes.flow import lengths_given
-from relaxtune.models.axes.polynomials import Polynomial
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.onnx_model import OnnxModel
+from relaxtune.models.polynomials import Polynomial
 from relaxtune.models.spec import IndexLimit, TensorSpec, numpy_dtype
 
 log = logging.getLogger(__name__)

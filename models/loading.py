@@ -14,9 +14,8 @@ from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
 from relaxtune.models.external_data import check_external_data, inline_external_data
 from relaxtune.models.files import read_proto
-from relaxtune.models.hashing import content_sha256
 from relaxtune.models.inference import check_and_infer, check_expansion
-from relaxtune.models.onnx_model import OnnxModel
+from relaxtune.models.onnx_model import OnnxModel, content_sha256
 from relaxtune.models.shapes import Shapes, bind_shapes, name_unknown_axes, pin_shapes, signature_of
 from relaxtune.models.spec import AxisRelation
 from relaxtune.models.zoo.graph import Precision

@@ -1,7 +1,8 @@
-"""A checked ONNX model, its weights inline or in files beside it, and the element types of ONNX."""
+"""A checked ONNX model, its weights inline or in files beside it, their hash, and the element types of ONNX."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -200,3 +201,32 @@ def read_external_bytes(tensor: onnx.TensorProto, data_dir: Path) -> bytes:
             f"the file changed since the model was loaded, load it again"
         )
     return data
+
+
+def content_sha256(model: onnx.ModelProto, data_dir: Path | None) -> str:
+    """Return the sha256 (hex) of the graph without its weights, then of every weight's name, dtype, dims and bytes."""
+    skeleton = without_weights(model)
+    digest = hashlib.sha256(skeleton.SerializeToString(deterministic=True))
+    for tensor in sorted(model.graph.initializer, key=lambda t: str(t.name)):
+        digest.update(f"\0{tensor.name}\0{tensor.data_type}\0{list(tensor.dims)}\0".encode())
+        if tensor.data_location == onnx.TensorProto.EXTERNAL and data_dir is not None:
+            digest.update(read_external_bytes(tensor, data_dir))
+        elif tensor.HasField("raw_data"):
+            digest.update(tensor.raw_data)
+        else:
+            digest.update(np.ascontiguousarray(read_tensor(tensor, data_dir)).tobytes())
+    return digest.hexdigest()
+
+
+def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of the model whose main graph has no initializers; the weights are never copied."""
+    copy = onnx.ModelProto()
+    for source, target, left_out in ((model, copy, "graph"), (model.graph, copy.graph, "initializer")):
+        for descriptor, value in source.ListFields():
+            if descriptor.name == left_out:
+                continue
+            if isinstance(value, int | str):
+                setattr(target, descriptor.name, value)
+            else:
+                getattr(target, descriptor.name).extend(value)
+    return copy

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from relaxtune.models.axes.polynomials import Computed, Polynomial
+from relaxtune.models.polynomials import Computed, Polynomial
 
 Shape = tuple[Polynomial, ...]
 

@@ -16,9 +16,9 @@ import onnx
 from onnx import defs, helper, inliner, shape_inference
 
 from relaxtune.models.axes.facts import INTEGERS, MAX_LENGTH, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
-from relaxtune.models.axes.polynomials import Polynomial
 from relaxtune.models.axes.rules import CACHED_ATTENTION, MOVES, RULES, moved
-from relaxtune.models.hashing import without_weights
+from relaxtune.models.onnx_model import without_weights
+from relaxtune.models.polynomials import Polynomial
 
 
 class AxisFlow(AxisFacts):

@@ -16,13 +16,13 @@ import onnx
 
 from relaxtune.models.axes.facts import ONE
 from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols, nodes_of
-from relaxtune.models.axes.polynomials import Computed, Polynomial
 from relaxtune.models.axes.rules import CACHED_ATTENTION
 from relaxtune.models.axes.windows import has_windows, with_room
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.onnx_model import OnnxModel
+from relaxtune.models.polynomials import Computed, Polynomial
 from relaxtune.models.spec import AxisRelation
 
 _BATCH, _LENGTH = 2, 16

@@ -9,8 +9,8 @@ import onnx
 from onnx import numpy_helper
 
 from relaxtune.models.axes.facts import MAX_LENGTH, ONE, ZERO, AxisFacts, Known, Shape, known_constant
-from relaxtune.models.axes.polynomials import Polynomial, quotient, smaller
-from relaxtune.models.axes.slices import TO_THE_END, reaches_the_end
+from relaxtune.models.dims import TO_THE_END, reaches_the_end
+from relaxtune.models.polynomials import Polynomial, quotient, smaller
 
 # Operators with these results are followed by their first input's shape; onnx knows none of them.
 _SAME_SHAPE = frozenset(

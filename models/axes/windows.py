@@ -16,7 +16,7 @@ from onnx import helper, shape_inference
 
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.hashing import without_weights
+from relaxtune.models.onnx_model import without_weights
 
 # Where the weights of an operator stand among its inputs; a pooling has none.
 _WINDOWS = {"MaxPool": None, "AveragePool": None, "LpPool": None, "Conv": 1, "ConvInteger": 1, "QLinearConv": 3}

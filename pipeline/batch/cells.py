@@ -18,7 +18,7 @@ from relaxtune.models.buckets import list_symbols, parse_bucket
 from relaxtune.models.dims import Dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import read_proto
-from relaxtune.models.hashing import content_sha256
+from relaxtune.models.onnx_model import content_sha256
 from relaxtune.models.zoo import get_preset
 from relaxtune.pipeline.batch.plan import (
     OWN_PRECISION,

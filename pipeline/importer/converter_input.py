@@ -12,7 +12,7 @@ import tvm
 from onnx import numpy_helper
 from tvm import relax
 
-from relaxtune.pipeline.importer.size_limits import SizeLimits
+from relaxtune.pipeline.importer.sizes import KnownSizes
 
 Attribute: TypeAlias = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
 
@@ -29,7 +29,7 @@ class ConverterInput:
     # ONNX element type of each input, 0 where it is not known. It tells integers of 4 bits from the integers of 8 that
     # hold them here.
     element_types: tuple[int, ...] = ()
-    limits: SizeLimits = field(default_factory=lambda: SizeLimits(()))  # What every call keeps between sizes.
+    sizes: KnownSizes = field(default_factory=KnownSizes)
 
     def input(self, index: int) -> tvm.ir.Expr:
         """Return a required input.

@@ -15,14 +15,12 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from relaxtune.models import OnnxModel
 from relaxtune.models.onnx_model import read_tensor
 from relaxtune.pipeline.errors import ImportFailedError
-from relaxtune.pipeline.importer.broadcast_sizes import BROADCASTING, broadcast_sizes
 from relaxtune.pipeline.importer.converter_input import constant, constant_value, has_known_sizes
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
-from relaxtune.pipeline.importer.learned_sizes import LearnedSizes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
-from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, is_shape_value
-from relaxtune.pipeline.importer.size_limits import SizeLimits
+from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value
+from relaxtune.pipeline.importer.sizes import BROADCASTING, KnownSizes, is_shape_value
 from relaxtune.pipeline.importer.small_constants import fold_small_constants
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
@@ -68,9 +66,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._model = model
         self._graph = graph
         axes = (axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str))
-        self._axes = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
-        self._sizes = LearnedSizes(self.bb)
-        self._limits = SizeLimits(model.relations)
+        names = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
+        self._sizes = KnownSizes(names, model.relations)
         self.marks: list[tuple[str, str]] = []
         self._results = frozenset(value.name for value in graph.proto.graph.output)
         self._read = set(self._results)
@@ -123,7 +120,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         if node.op_type == "If":
             self._construct_if(node)
             return
-        given = [self._sizes.of(self._nodes[name]) if name else None for name in node.input]
+        given = [self._sizes.of(self.bb, self._nodes[name]) if name else None for name in node.input]
         result = self._fold_sizes(node, given)
         if result is None:
             result = self._convert_node(node, given)
@@ -177,9 +174,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             narrow = self._is_narrow(node.input[index])
             inputs.append(expr if index in sizes_at else self._as_tensor(expr, narrow=narrow))
         if not _domain(node) and node.op_type in BROADCASTING:
-            checked = broadcast_sizes(self.bb, inputs, self._axes)
-            self._sizes.learn(inputs, checked)
-            inputs[:] = checked
+            inputs[:] = self._sizes.broadcast(self.bb, inputs)
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:
@@ -197,7 +192,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
         types = tuple(self._element_types.get(name, 0) for name in node.input)
         outputs = self._read_outputs(node)
-        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, outputs, types, self._limits)
+        return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, outputs, types, self._sizes)
 
     def _read_outputs(self, node: onnx.NodeProto) -> tuple[str, ...]:
         """Return the names of a node's outputs, empty where nothing reads one."""

@@ -19,6 +19,7 @@ from onnx import TensorProto
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value
+from relaxtune.pipeline.importer.sizes import is_shape_value, simplify
 
 # Vectors of sizes are as long as ranks; anything longer is data.
 _MAX_LENGTH = 64
@@ -31,11 +32,6 @@ class _Sizes:
 
     values: tuple[tvm.ir.Expr | int, ...]
     rank: int
-
-
-def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
-    """Return whether an expression stands for sizes instead of being a tensor."""
-    return isinstance(expr, relax.ShapeExpr) or (expr is not None and bool(tvm.ir.is_prim_expr(expr)))
 
 
 def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr, *, narrow: bool = False) -> tvm.ir.Expr:
@@ -54,14 +50,6 @@ def size_list(expr: tvm.ir.Expr | None) -> list[tvm.ir.Expr | int] | None:
     """Return the elements of a shape value or small integer constant, None for anything else."""
     sizes = _read(expr)
     return None if sizes is None else list(sizes.values)
-
-
-def simplify(expr: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
-    """Return a size in its simplest form; a number as `int`."""
-    if isinstance(expr, int):
-        return expr
-    result = tvm.sym.Analyzer().simplify(expr)
-    return int(result) if isinstance(result, tirx.IntImm) else result
 
 
 def onnx_slice(size: int, start: int, end: int, step: int) -> range:

@@ -127,8 +127,8 @@ CASES = (
     Case(
         "B3", "mixtures of experts", "sizes known at run time stood beside sizes of the graph",
         "a broadcast says which size they are, checked at run time",
-        ("pipeline/importer/test_broadcast_sizes.py::test_parts_of_rows_joined_again_are_as_many_as_there_were",
-         "pipeline/importer/test_broadcast_sizes.py::"
+        ("pipeline/importer/test_sizes.py::test_parts_of_rows_joined_again_are_as_many_as_there_were",
+         "pipeline/importer/test_sizes.py::"
          "test_size_that_is_computed_gives_way_to_that_of_a_constant",
          "pipeline/importer/converters/test_clip.py::test_bounds_are_those_of_onnx_runtime"),
     ),

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import tvm
 from tvm import relax
 
-from relaxtune.models.axes.slices import TO_THE_END
+from relaxtune.models.dims import TO_THE_END
 from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, static_shape, transposed_axes
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, fits, listed_sizes, plain, quotient, sizes_of
 

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.models.axes.polynomials import Polynomial
+from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.passes.kit.ir import shape_of
 
 # A number is always an `int`, or equal to one; arithmetic may mix both kinds.

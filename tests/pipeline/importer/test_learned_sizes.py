@@ -10,11 +10,12 @@ from tvm import relax, tirx
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.importer.learned_sizes import LearnedSizes
+from relaxtune.pipeline.importer.sizes import KnownSizes
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, random_feeds, run_relax
 
 SIDE, OTHER = tirx.Var("side", "int64"), tirx.Var("other", "int64")
 QUOTIENT = SIDE // 8
+BUILDER = relax.BlockBuilder()
 
 
 def patches_with_positions() -> OnnxModel:
@@ -77,10 +78,10 @@ def tensor(*shape: object) -> relax.Var:
     return relax.Var("x", relax.TensorType(list(shape), "float32"))
 
 
-def learnt(before: object, after: int) -> LearnedSizes:
+def learnt(before: tirx.Expr, after: int) -> KnownSizes:
     """Return what is known after a check of one axis."""
-    sizes = LearnedSizes(relax.BlockBuilder())
-    sizes.learn([None, tensor(before)], [None, tensor(after)])
+    sizes = KnownSizes()
+    sizes.learn(before, tirx.IntImm("int64", after))
     return sizes
 
 
@@ -100,7 +101,7 @@ def learnt(before: object, after: int) -> LearnedSizes:
 def test_a_quotient_is_known_where_it_is_all_that_a_size_is_made_of(
     size: tirx.Expr, number: int, quotient: int | None
 ) -> None:
-    found = learnt(size, number).of(QUOTIENT * 5)
+    found = learnt(size, number).of(BUILDER, QUOTIENT * 5)
     assert found is not None
     if quotient is None:
         tvm.ir.assert_structural_equal(found, QUOTIENT * 5)
@@ -110,12 +111,12 @@ def test_a_quotient_is_known_where_it_is_all_that_a_size_is_made_of(
 
 def test_shapes_and_sizes_have_the_number_and_what_is_not_of_it_stays() -> None:
     sizes = learnt(QUOTIENT * QUOTIENT + 1, 17)
-    shape = sizes.of(relax.ShapeExpr([SIDE, QUOTIENT, 544 // (QUOTIENT * QUOTIENT * 8 + 8)]))
+    shape = sizes.of(BUILDER, relax.ShapeExpr([SIDE, QUOTIENT, 544 // (QUOTIENT * QUOTIENT * 8 + 8)]))
     assert isinstance(shape, relax.ShapeExpr)
     assert shape.values[0].same_as(SIDE)
     assert [int(size) for size in list(shape.values)[1:]] == [4, 4]
     other = tensor(SIDE, OTHER // 8)
-    assert sizes.of(other).same_as(other)
+    assert sizes.of(BUILDER, other).same_as(other)
     condition = QUOTIENT > 3
-    assert sizes.of(condition).same_as(condition)
-    assert sizes.of(None) is None
+    assert sizes.of(BUILDER, condition).same_as(condition)
+    assert sizes.of(BUILDER, None) is None

@@ -24,7 +24,8 @@ from relaxtune.pipeline.importer.converter_input import (
     sizes_of,
     static_size,
 )
-from relaxtune.pipeline.importer.shape_values import simplify, size_list
+from relaxtune.pipeline.importer.shape_values import size_list
+from relaxtune.pipeline.importer.sizes import simplify
 
 # The attributes that shape the weights of one axis; their meaning has not changed since opset 11.
 _WEIGHT_ATTRIBUTES = (

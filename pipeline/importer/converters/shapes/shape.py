@@ -12,7 +12,7 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.models.axes.slices import TO_THE_END, reaches_the_end
+from relaxtune.models.dims import TO_THE_END, reaches_the_end
 from relaxtune.pipeline.importer.converter_input import (
     ConverterInput,
     constant,
@@ -22,8 +22,8 @@ from relaxtune.pipeline.importer.converter_input import (
     static_size,
     tensor_attribute,
 )
-from relaxtune.pipeline.importer.shape_values import is_shape_value, onnx_slice, simplify, size_list
-from relaxtune.pipeline.importer.size_limits import SizeLimits
+from relaxtune.pipeline.importer.shape_values import onnx_slice, size_list
+from relaxtune.pipeline.importer.sizes import KnownSizes, is_shape_value, simplify
 
 # Sizes of axes are less than that.
 _AXIS_MAX = 1 << 31
@@ -170,7 +170,7 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         raise ValueError("input 4 (steps): expected numbers above 0 where a start or an end is computed")
     if min(steps) > 0 and ((strided and computed) or any(map(_may_be_empty, sizes, starts, ends))):
         return relax.op.strided_slice(
-            data, numbers, *_kept(node.limits, sizes, starts, ends), steps, assume_inbound=True
+            data, numbers, *_kept(node.sizes, sizes, starts, ends), steps, assume_inbound=True
         )
     if strided:
         return None
@@ -193,7 +193,7 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         return _constant_slice(data, numbers, [onnx_slice(*item, 1) for item in zip(sizes, starts, ends, strict=True)])
     if all(isinstance(item, int) for item in bounds):
         return relax.op.strided_slice(data, numbers, starts, ends)
-    kept = _kept(node.limits, sizes, starts, ends)
+    kept = _kept(node.sizes, sizes, starts, ends)
     return relax.op.strided_slice(data, numbers, *kept, [1] * len(numbers), assume_inbound=True)
 
 
@@ -212,7 +212,7 @@ def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
 
 
 def _kept(
-    limits: SizeLimits,
+    known: KnownSizes,
     sizes: Sequence[tvm.ir.Expr | int],
     starts: Sequence[tvm.ir.Expr | int],
     ends: Sequence[tvm.ir.Expr | int],
@@ -220,7 +220,7 @@ def _kept(
     """Return the bounds of a slice counted from the front; those that may lie outside of an axis are clipped to it."""
 
     def holds(gap: tvm.ir.Expr | int) -> bool:
-        return _is_never_negative(simplify(gap)) or limits.keep(simplify(gap))
+        return _is_never_negative(simplify(gap)) or known.keep(simplify(gap))
 
     def inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
         place = _bound(bound, size)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tvm import relax, tirx
 
-from relaxtune.models.axes.polynomials import Polynomial
+from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.passes.kit.sizes import Size, Symbols, fits, order, quotient, size_of, sizes_of
 
 B, S = Polynomial.symbol("b"), Polynomial.symbol("s")

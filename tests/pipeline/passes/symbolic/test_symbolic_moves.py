@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from onnx import helper
 
-from relaxtune.models.axes.polynomials import Polynomial
 from relaxtune.models.inputs import random_inputs
+from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.sizes import Shape

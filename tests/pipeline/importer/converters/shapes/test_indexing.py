@@ -10,7 +10,7 @@ import tvm
 from onnx import TensorProto, helper
 
 from relaxtune.models import OnnxModel
-from relaxtune.models.axes.slices import reaches_the_end
+from relaxtune.models.dims import reaches_the_end
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.importer.shape_values import onnx_slice
 from tests.pipeline.importer.onnx_cases import assert_agrees, make_model, run_reference, run_relax

@@ -18,7 +18,7 @@ from relaxtune.models.spec import AxisRelation
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.importer import import_model
-from relaxtune.pipeline.importer.size_limits import SizeLimits
+from relaxtune.pipeline.importer.sizes import KnownSizes
 from tests.pipeline.importer.onnx_cases import make_model
 
 ROWS = 7
@@ -122,7 +122,7 @@ def test_rows_within_the_limit_are_cut_without_a_clip(tmp_path: Path) -> None:
 
 def test_limits_are_compared_as_polynomials() -> None:
     n, m = (tirx.Var(name, "int64") for name in "nm")
-    limits = SizeLimits([AxisRelation("m * n", "<=", "16"), AxisRelation("m", ">=", "((n + 1) // 2)")])
+    limits = KnownSizes(relations=[AxisRelation("m * n", "<=", "16"), AxisRelation("m", ">=", "((n + 1) // 2)")])
     assert limits.keep(16 - n * m)
     assert limits.keep(20 - n * m)
     assert not limits.keep(15 - n * m)
