@@ -8,21 +8,19 @@ from collections.abc import Sequence
 import tvm
 from tvm.ir import GlobalVar, IRModule
 from tvm.s_tir import Schedule, ScheduleError
-from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.any_size.attention import AnySizeAttention
-from relaxtune.schedules.cpu.any_size.matmul import AnySizeMatmul
-from relaxtune.schedules.cpu.any_size.rows import AnySizeRows
+from relaxtune.schedules.cpu.any_size.attention import any_size_attention
+from relaxtune.schedules.cpu.any_size.matmul import any_size_matmul
+from relaxtune.schedules.cpu.any_size.rows import any_size_rows
 from relaxtune.schedules.cpu.contraction import find_convolution
-from relaxtune.schedules.cpu.generic import Elementwise, Generic, Plain
-from relaxtune.schedules.cpu.normed_matmul import NormedMatmul
-from relaxtune.schedules.cpu.reduction import RowReduction
-from relaxtune.schedules.cpu.tiling import ContractionRule, find_tiled_matmul
+from relaxtune.schedules.cpu.generic import elementwise, generic, plain
+from relaxtune.schedules.cpu.reduction import row_reduction
+from relaxtune.schedules.cpu.tiling import contraction_rule, find_tiled_matmul, normed_matmul
 from relaxtune.schedules.cpu.vector_math import register_vector_math
 from relaxtune.schedules.errors import TargetError, UnscheduledError
-from relaxtune.schedules.gpu.dlight_rules import cuda_rules
+from relaxtune.schedules.gpu.dlight_rules import Rule, cuda_rules
 from relaxtune.schedules.marks import SCHEDULED_ATTR, is_scheduled
 from relaxtune.schedules.tir.symbolic_sizes import with_named_sizes
 
@@ -31,13 +29,6 @@ logger = logging.getLogger(__name__)
 
 def apply_fallback(mod: IRModule, target: Target) -> IRModule:
     """Return the module with every unscheduled PrimFunc scheduled by the first rule that takes it.
-
-    Parameters
-    ----------
-    mod : tvm.ir.IRModule
-        Relax and TIR functions; only PrimFuncs without `tirx.is_scheduled` are touched.
-    target : tvm.target.Target
-        `llvm` or `cuda`.
 
     Raises
     ------
@@ -49,7 +40,7 @@ def apply_fallback(mod: IRModule, target: Target) -> IRModule:
     return fallback_with_rules(mod, target)[0]
 
 
-def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
+def rules_for(target: Target) -> list[tuple[str, Rule]]:
     """Return the default rules of a target with their names, the most special first.
 
     Raises
@@ -59,12 +50,18 @@ def rules_for(target: Target) -> list[tuple[str, ScheduleRule]]:
     """
     if target.kind.name == "llvm":
         register_vector_math()
-        rules = (
-            *(Elementwise(), AnySizeMatmul(), AnySizeAttention(), ContractionRule("cpu-matmul", find_tiled_matmul)),
-            *(NormedMatmul(), ContractionRule("cpu-convolution", find_convolution)),
-            *(AnySizeRows(), RowReduction(), Generic(), Plain()),
-        )
-        return [(rule.name, rule) for rule in rules]
+        return [
+            ("cpu-elementwise", elementwise),
+            ("cpu-any-size-matmul", any_size_matmul),
+            ("cpu-any-size-attention", any_size_attention),
+            ("cpu-matmul", contraction_rule(find_tiled_matmul)),
+            ("cpu-normed-matmul", normed_matmul),
+            ("cpu-convolution", contraction_rule(find_convolution)),
+            ("cpu-any-size-rows", any_size_rows),
+            ("cpu-reduction", row_reduction),
+            ("cpu-generic", generic),
+            ("cpu-plain", plain),
+        ]
     if target.kind.name == "cuda":
         return cuda_rules()
     raise TargetError(f"no default schedules for target kind {target.kind.name!r}; expected llvm or cuda.")
@@ -106,7 +103,7 @@ def apply_plainest(name: str, func: PrimFunc, target: Target) -> PrimFunc:
 
 
 def schedule_by_rules(
-    name: str, func: PrimFunc, target: Target, rules: Sequence[tuple[str, ScheduleRule]] | None = None
+    name: str, func: PrimFunc, target: Target, rules: Sequence[tuple[str, Rule]] | None = None
 ) -> tuple[str, Schedule]:
     """Return the first rule that takes a function, and its schedule; the name is for messages.
 
@@ -122,7 +119,7 @@ def schedule_by_rules(
     with target:
         for rule_name, rule in rules:
             try:
-                sch = rule.apply(func, target, False)
+                sch = rule(func, target)
             except (ScheduleError, tvm.error.InternalError) as error:
                 # A rule that misjudged a function must not stop the compilation: the next one is more modest.
                 reason = str(error).strip().rpartition("\n")[2] or type(error).__name__

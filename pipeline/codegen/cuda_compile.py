@@ -7,6 +7,7 @@ and the like, whatever the option.)
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import tvm
 
-from relaxtune.pipeline.codegen import fat_binary
+from relaxtune.pipeline.codegen.cuda_libraries import TOOLKIT_FOLDERS, load_library, pypi_folders
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource, prepare_source
 from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
@@ -27,6 +28,11 @@ from relaxtune.pipeline.workers.machine_faults import told_of
 from relaxtune.schedules.targets.capabilities import virtual_arch
 
 ELF_MAGIC = b"\x7fELF"
+#: First bytes of the file, `FATBINC_MAGIC` of CUDA's fatbinary_section.h as memory has it.
+FAT_MAGIC = bytes.fromhex("50ed55ba")
+_FAT_LIBRARY = "libnvfatbin.so.13"
+_FAT_NAME = b"kernels"
+_FAT_OPTIONS = (b"-64", b"-cuda")
 
 # Attribute of a CUDA target, so that it is part of every record's target key and of an artifact's manifest:
 # --target '{"kind": "cuda", "arch": "sm_90a", "feature.fast_math": true}'
@@ -173,9 +179,49 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, 
         _, size = nvrtc.nvrtcGetPTXSize(program)
         ptx = bytearray(size)
         nvrtc.nvrtcGetPTX(program, ptx)
-        return fat_binary.pack(bytes(cubin), bytes(ptx), arch)
+        return pack_fat_binary(bytes(cubin), bytes(ptx), arch)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def pack_fat_binary(cubin: bytes, ptx: bytes, arch: str) -> bytes:
+    """Return machine code and PTX for an architecture such as `sm_80` in one file, of which the driver takes what runs.
+
+    It takes the machine code where that fits, and translates the PTX for a newer GPU (CUDA C++ Programming Guide 13.0,
+    "Just-in-Time Compilation"); it keeps what it translated in a cache of its own. A driver reads the PTX of its own
+    release of CUDA and of earlier ones.
+
+    Raises
+    ------
+    LoweringError
+        CUDA's library for it (nvFatbin) is missing, or refuses them.
+    """
+    reason = load_library(_FAT_LIBRARY, [*pypi_folders("nvidia-nvfatbin"), *TOOLKIT_FOLDERS])
+    if reason is not None:
+        raise LoweringError(
+            f"--portable packs machine code and PTX with CUDA's nvFatbin, which cannot be loaded ({reason}); "
+            "install it with: pip install 'relaxtune[cuda]'"
+        )
+    library = ctypes.CDLL(_FAT_LIBRARY)
+    number = virtual_arch(arch).rpartition("_")[2].encode()
+    handle, size = ctypes.c_void_p(), ctypes.c_size_t()
+
+    def call(name: str, *arguments: object) -> None:
+        result = getattr(library, name)(*arguments)
+        if result:
+            raise LoweringError(f"nvFatbin does not pack the kernels for {arch}: {name} gave error {result}")
+
+    options = (ctypes.c_char_p * len(_FAT_OPTIONS))(*_FAT_OPTIONS)
+    call("nvFatbinCreate", ctypes.byref(handle), options, ctypes.c_size_t(len(_FAT_OPTIONS)))
+    try:
+        call("nvFatbinAddCubin", handle, cubin, ctypes.c_size_t(len(cubin)), number, _FAT_NAME)
+        call("nvFatbinAddPTX", handle, ptx, ctypes.c_size_t(len(ptx)), number, _FAT_NAME, b"")
+        call("nvFatbinSize", handle, ctypes.byref(size))
+        packed = ctypes.create_string_buffer(size.value)
+        call("nvFatbinGet", handle, packed)
+    finally:
+        library.nvFatbinDestroy(ctypes.byref(handle))
+    return packed.raw
 
 
 def _refused(compiler: str, arch: str, log: str) -> LoweringError:

@@ -27,13 +27,13 @@ import tvm_ffi
 
 from relaxtune.pipeline.codegen.cuda_compile import (
     ELF_MAGIC,
+    FAT_MAGIC,
     CompileOptions,
     OnLog,
     compile_with_nvcc,
     compile_with_nvrtc,
 )
 from relaxtune.pipeline.codegen.cuda_libraries import DRIVER, load_cuda_runtime, load_library, pypi_root
-from relaxtune.pipeline.codegen.fat_binary import FAT_MAGIC
 from relaxtune.pipeline.codegen.wgmma_check import count_early_reads
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.temporary import temporary_folder

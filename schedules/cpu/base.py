@@ -1,19 +1,23 @@
-"""What the CPU rules share: the rule class, inlining, and how loops are made parallel and vector."""
+"""What the CPU rules share: inlining, and how loops are made parallel and vector."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import tvm
+from tvm import tirx
+from tvm.ir import IRModule
 from tvm.s_tir import Schedule
-from tvm.s_tir.dlight.base import ScheduleRule
 from tvm.s_tir.schedule import LoopRV, SBlockRV
 from tvm.target import Target
+from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.transposition import find_crossed_axis
 from relaxtune.schedules.cpu.wrapping import wraps_by_lane
 from relaxtune.schedules.targets import CpuLimits, TargetLimits, target_limits
-from relaxtune.schedules.tir.blocks import element_bytes, static_extent
+from relaxtune.schedules.tir.blocks import element_bytes, static_extent, static_shape
+from relaxtune.schedules.tir.expressions import find_all
 from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
     can_inline,
@@ -30,11 +34,7 @@ PARALLEL_MIN_WORK = 16 * 1024
 # TVM's LoopPartition splits constant loops at the point where a bound check becomes provable only where it is asked to.
 PARTITION_HINT = "pragma_loop_partition_hint"
 
-
-class CpuRule(ScheduleRule):  # type: ignore[misc]  # dlight has no type information
-    """A schedule rule for LLVM targets; `name` is what reports call it."""
-
-    name = "cpu"
+_ELEMENTS_MAX = 2**31 - 1
 
 
 def cpu_limits(target: Target) -> CpuLimits:
@@ -170,3 +170,31 @@ def _chunk_of(extent: int | None, lanes: int, limits: CpuLimits) -> int:
         return 16 * lanes
     share = -(-extent // (4 * limits.cores))
     return max(1, min(-(-share // lanes), 64)) * lanes
+
+
+def narrow_partitioned(mod: IRModule) -> IRModule:
+    """Return the scheduled module with 32-bit indices in the functions that ask for partitioned loops.
+
+    `LoopPartition` looks for the loop that its hint names. In a function with 64-bit indices, as Relax makes them, the
+    pass before it replaces every loop variable by a 32-bit one, the hint's own is forgotten, and nothing is cut: a
+    vector loop with a remainder then runs one lane at a time. With 32-bit indices from the start the hint holds.
+
+    Functions of symbolic shape, with 64-bit integer tensors, or with tensors that 32 bits cannot index stay as they
+    are, and so does the module when there is nothing to narrow.
+    """
+    narrowed = {}
+    for var, func in mod.functions_items():
+        loops = find_all(func.body, tirx.For) if isinstance(func, PrimFunc) else []
+        if any(PARTITION_HINT in loop.annotations for loop in loops) and all(map(_fits, func.params)):
+            narrowed[var] = tvm.tirx.transform.ForceNarrowIndexToInt32()(IRModule({"main": func}))["main"]
+    if not narrowed:
+        return mod
+    result = IRModule(dict(mod.functions_items()), attrs=mod.attrs, global_infos=mod.global_infos)
+    for var, func in narrowed.items():
+        result[var] = func
+    return result
+
+
+def _fits(param: tirx.Var) -> bool:
+    shape = static_shape(param)
+    return shape is not None and str(param.dtype) not in ("int64", "uint64") and math.prod(shape) <= _ELEMENTS_MAX

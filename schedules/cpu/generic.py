@@ -17,7 +17,6 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.base import (
-    CpuRule,
     cpu_limits,
     inline_spatial,
     schedule_elementwise,
@@ -27,51 +26,36 @@ from relaxtune.schedules.cpu.base import (
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, is_canonical, list_blocks
 
 
-class Generic(CpuRule):
-    """Everything that no other rule took."""
-
-    name = "cpu-generic"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return a valid schedule."""
-        sch = Schedule(func)
-        inline_spatial(sch)
-        limits = cpu_limits(target)
-        for block in list_blocks(sch):
-            if not is_canonical(sch, block):
-                continue
-            if block.is_spatial:
-                schedule_elementwise(sch, block, limits)
-            elif block.is_reduction:
-                schedule_reduction_plainly(sch, block)
-        return sch
+def generic(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return a valid schedule of any function."""
+    sch = Schedule(func)
+    inline_spatial(sch)
+    limits = cpu_limits(target)
+    for block in list_blocks(sch):
+        if not is_canonical(sch, block):
+            continue
+        if block.is_spatial:
+            schedule_elementwise(sch, block, limits)
+        elif block.is_reduction:
+            schedule_reduction_plainly(sch, block)
+    return sch
 
 
-class Elementwise(Generic):
-    """Functions in which every block is data parallel; it goes first, so that no other rule looks at them."""
-
-    name = "cpu-elementwise"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the schedule, None when a block reduces or is opaque."""
-        sch = Schedule(func)
-        blocks = list_blocks(sch)
-        fits = bool(blocks) and all(block.is_spatial and is_canonical(sch, block) for block in blocks)
-        return super().apply(func, target, tunable) if fits else None
+def elementwise(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return the schedule of data-parallel blocks alone, so that no other rule looks at them; None for others."""
+    sch = Schedule(func)
+    blocks = list_blocks(sch)
+    fits = bool(blocks) and all(block.is_spatial and is_canonical(sch, block) for block in blocks)
+    return generic(func, target) if fits else None
 
 
-class Plain(CpuRule):
-    """Every function as it came: valid, serial code.
+def plain(func: PrimFunc, _target: Target) -> Schedule | None:
+    """Return a function as it came: valid, serial code.
 
-    It takes functions in which TVM's own schedule primitives fail: fused loops over sums of symbolic sizes, for
-    instance, which TVM cannot prove to divide one another.
+    TVM's own schedule primitives fail in some: fused loops over sums of symbolic sizes, for instance, which TVM cannot
+    prove to divide one another.
     """
-
-    name = "cpu-plain"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the function unchanged."""
-        return Schedule(func)
+    return Schedule(func)
 
 
 def schedule_reduction_plainly(sch: Schedule, block: ScheduledBlock) -> None:

@@ -25,7 +25,6 @@ from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.base import (
     PARTITION_HINT,
-    CpuRule,
     cpu_limits,
     inline_spatial,
     vectorize_loop,
@@ -44,27 +43,22 @@ from relaxtune.schedules.tir.scheduled_blocks import (
 )
 
 
-class RowReduction(CpuRule):
-    """Functions whose blocks all walk or reduce rows of the same leading axes."""
-
-    name = "cpu-reduction"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the schedule, None when there is no reduction or the blocks do not share their leading axes."""
-        sch = Schedule(func)
-        if not all(is_canonical(sch, block) for block in list_blocks(sch)):
-            return None
-        inline_spatial(sch)
-        blocks = list_blocks(sch)
-        rows = count_shared_rows(sch, blocks)
-        if rows == 0 or not any(block.is_reduction for block in blocks):
-            return None
-        if [block.name for block in blocks if not sch.get_consumers(block.rv)] != [blocks[-1].name]:
-            return None
-        limits = cpu_limits(target)
-        lanes = [split_lanes(sch, block, limits) for block in blocks if block.is_reduction]
-        _merge_rows(sch, rows, limits, [rv for rv in lanes if rv is not None])
-        return sch
+def row_reduction(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return the schedule of blocks that all walk or reduce rows of the same leading axes; None for others."""
+    sch = Schedule(func)
+    if not all(is_canonical(sch, block) for block in list_blocks(sch)):
+        return None
+    inline_spatial(sch)
+    blocks = list_blocks(sch)
+    rows = count_shared_rows(sch, blocks)
+    if rows == 0 or not any(block.is_reduction for block in blocks):
+        return None
+    if [block.name for block in blocks if not sch.get_consumers(block.rv)] != [blocks[-1].name]:
+        return None
+    limits = cpu_limits(target)
+    lanes = [split_lanes(sch, block, limits) for block in blocks if block.is_reduction]
+    _merge_rows(sch, rows, limits, [rv for rv in lanes if rv is not None])
+    return sch
 
 
 def count_shared_rows(sch: Schedule, blocks: list[ScheduledBlock]) -> int:

@@ -15,7 +15,6 @@ from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.cpu.base import (
     PARTITION_HINT,
-    CpuRule,
     cpu_limits,
     inline_spatial,
     schedule_elementwise,
@@ -31,9 +30,12 @@ from relaxtune.schedules.cpu.contraction import (
     find_matmul,
     needs_padding,
 )
+from relaxtune.schedules.cpu.generic import schedule_reduction_plainly
+from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import same_sizes, static_extent
 from relaxtune.schedules.tir.expressions import is_zero, used_vars
+from relaxtune.schedules.tir.matmul import recognise_matmul
 from relaxtune.schedules.tir.scheduled_blocks import (
     ScheduledBlock,
     block_facts,
@@ -49,28 +51,24 @@ from relaxtune.schedules.tir.scheduled_blocks import (
 Found = tuple[TiledContraction, Tile]
 
 
-class ContractionRule(CpuRule):
-    """A rule for functions with one reduction, a contraction; `find` returns its roles and tile, None for any other."""
+def contraction_rule(
+    find: Callable[[ScheduledBlock, CpuLimits], Found | None],
+) -> Callable[[PrimFunc, Target], Schedule | None]:
+    """Return a rule for functions with one reduction, a contraction; `find` returns its roles and tile."""
 
-    def __init__(self, name: str, find: Callable[[ScheduledBlock, CpuLimits], Found | None]) -> None:
-        super().__init__()
-        self.name, self._find = name, find
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the schedule, None when the only reduction is none for this rule or there is not exactly one."""
+    def apply(func: PrimFunc, target: Target) -> Schedule | None:
         sch, limits = Schedule(func), cpu_limits(target)
         reduction = find_only_reduction(sch)
-        if reduction is None or self._find(reduction, limits) is None:
+        if reduction is None or find(reduction, limits) is None:
             return None
         inline_spatial(sch, keep=find_path_to(sch, reduction))
-        found = self._find(block_facts(sch, reduction.rv), limits)
+        found = find(block_facts(sch, reduction.rv), limits)
         if found is None:
             return None
-        done = schedule_contraction(sch, *found, limits)
-        for other in list_blocks(sch):
-            if other.name not in done and other.is_spatial:
-                schedule_elementwise(sch, other, limits)
+        schedule_contraction(sch, *found, limits)
         return sch
+
+    return apply
 
 
 def find_tiled_matmul(block: ScheduledBlock, limits: CpuLimits) -> Found | None:
@@ -79,11 +77,35 @@ def find_tiled_matmul(block: ScheduledBlock, limits: CpuLimits) -> Found | None:
     return None if con is None else (con, choose_tile(con, limits))
 
 
-def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limits: CpuLimits) -> list[str]:
-    """Tile, pack, vectorise, unroll and parallelise a contraction with its epilogue; return the names of its blocks.
+def normed_matmul(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return the schedule of a matmul with statistics of rows or partial sums; None for any other function.
 
-    Blocks that are not returned (producers of the operands, unrelated ones) are left for the caller.
+    Kernels of such matmuls on a GPU are compared with it. The statistics before the product, and the partial sums of
+    its result after it (`schedules.tir.row_norm`), are loops of their own.
     """
+    found = recognise_matmul(func)
+    if isinstance(found, Refusal) or (found.norm is None and found.partials is None):
+        return None
+    sch = Schedule(func)
+    blocks = list_blocks(sch)
+    products = [block for block in blocks if find_matmul(block) is not None]
+    if len(products) != 1 or not all(is_canonical(sch, block) for block in blocks):
+        return None
+    statistics = [block.name for block in found.norm.blocks] if found.norm is not None else []
+    inline_spatial(sch, keep=[*statistics, *find_path_to(sch, products[0])])
+    if found.norm is not None:
+        # What reads statistics cannot be moved under the product's loops; a copy of the sums is, in its place.
+        sch.cache_write(products[0].rv, 0, "global")
+    con = find_matmul(next(block for block in list_blocks(sch) if block.name == products[0].name))
+    if con is None:
+        return None
+    limits = cpu_limits(target)
+    schedule_contraction(sch, con, choose_tile(con, limits), limits)
+    return sch
+
+
+def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limits: CpuLimits) -> None:
+    """Tile, pack, vectorise, unroll and parallelise a contraction with its epilogue; the other blocks run plainly."""
     block = con.block
     partitioned = _can_partition(con, tile) and can_partition_loops(sch)
     padded = needs_padding(con, tile) and not partitioned
@@ -106,9 +128,13 @@ def schedule_contraction(sch: Schedule, con: TiledContraction, tile: Tile, limit
         sch.parallel(sch.fuse(*loops.outer[:-1]))
     else:
         _parallelize(sch, con, loops, limits, packs=pack is not None)
-    names = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
+    done = [str(sch.get(rv).name_hint) for rv in (block.rv, epilogue, stage, pack) if rv is not None]
     sch.decompose_reduction(block.rv, loops.reduce)
-    return names
+    for other in list_blocks(sch):
+        if other.name not in done and other.is_reduction:
+            schedule_reduction_plainly(sch, other)
+        elif other.name not in done and other.is_spatial:
+            schedule_elementwise(sch, other, limits)
 
 
 def _find_dequantisation(sch: Schedule, con: TiledContraction) -> SBlockRV | None:

@@ -55,7 +55,7 @@ def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.Pri
     zero = tirx.const(0.0, "float32")
 
     def weigh(b: tirx.Var, h: tirx.Var, i: tirx.Var, d: tirx.Var) -> tirx.Expr:
-        bounds = _bounds(spec, b, h, j=last.var) | {d: spec.value_dim}
+        bounds = _bounds(spec, b=b, h=h, j=last.var) | {d: spec.value_dim}
         value = _element(tensors, spec.value, (b, last.var, h // spec.group, d), bounds)
         return te.sum(weights[b, h, i, last].astype(dtype).astype("float32") * value, axis=last)
 
@@ -106,7 +106,7 @@ def _weights(spec: AttentionSpec, inputs: Sequence[te.Tensor]) -> te.Tensor:
     dims = (spec.batch, spec.heads, spec.queries, spec.keys)
 
     def multiply(b: tirx.Var, h: tirx.Var, i: tirx.Var, j: tirx.Var) -> tirx.Expr:
-        bounds = _bounds(spec, b, h, i=i, j=j, d=over.var)
+        bounds = _bounds(spec, b=b, h=h, i=i, j=j, d=over.var)
         query = _element(inputs, spec.query, (b, i, h, over.var), bounds)
         return te.sum(query * _element(inputs, spec.key, (b, j, h // spec.group, over.var), bounds), axis=over)
 
@@ -138,7 +138,7 @@ def _score(
         place = bias.place(i, j)
         if bias.limit:
             place = tirx.max(tirx.min(place, bias.limit), 0)
-        mask = _at(inputs[bias.param], bias.row(b, h) + place, _bounds(spec, b, h, i=i, j=j))
+        mask = _at(inputs[bias.param], bias.row(b, h) + place, _bounds(spec, b=b, h=h, i=i, j=j))
         if bias.kind == "add":
             score = score + mask.astype("float32")
         else:
@@ -174,17 +174,9 @@ def _flat(layout: HeadLayout, position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, t
     return layout.offset + b * layout.batch_stride + i * layout.position_stride + h * layout.head_stride + d
 
 
-def _bounds(
-    spec: AttentionSpec,
-    b: tirx.Var,
-    h: tirx.Var,
-    *,
-    i: tirx.Var | None = None,
-    j: tirx.Var | None = None,
-    d: tirx.Var | None = None,
-) -> dict[tirx.Var, Size]:
-    sizes = ((b, spec.batch), (h, spec.heads), (i, spec.queries), (j, spec.keys), (d, spec.head_dim))
-    return {var: size for var, size in sizes if var is not None}
+def _bounds(spec: AttentionSpec, **axes: tirx.Var) -> dict[tirx.Var, Size]:
+    sizes = {"b": spec.batch, "h": spec.heads, "i": spec.queries, "j": spec.keys, "d": spec.head_dim}
+    return {axis: sizes[name] for name, axis in axes.items()}
 
 
 def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, Size]) -> tirx.Expr:

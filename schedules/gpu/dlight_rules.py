@@ -7,6 +7,7 @@ halves of a concatenation, say). A schedule like that is no answer: the function
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import tvm
 import tvm_ffi
@@ -83,27 +84,23 @@ class Transpose(dlight.gpu.Transpose):  # type: ignore[misc]  # dlight has no ty
         return moved and set(written) == set(read)
 
 
-class BindingRule(ScheduleRule):  # type: ignore[misc]
-    """A dlight rule whose schedules count only where GPU threads run every block."""
+Rule = Callable[[PrimFunc, Target], Schedule | None]
 
-    def __init__(self, rule: ScheduleRule) -> None:
-        super().__init__()
-        self._rule = rule
-        self.name = f"dlight-{type(rule).__name__.lower()}"
 
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the rule's schedule, None when it has none, leaves a block outside the threads or asks for too much.
+def binding_rule(rule: ScheduleRule) -> Rule:
+    """Return a dlight rule whose schedules count only where GPU threads run every block, and do not ask for too much.
 
-        Raises
-        ------
-        tvm.s_tir.ScheduleError
-            The rule ran into a function it does not understand.
-        """
+    It raises `tvm.s_tir.ScheduleError` where dlight runs into a function that it does not understand.
+    """
+
+    def apply(func: PrimFunc, target: Target) -> Schedule | None:
         try:
-            sch = self._rule.apply(without_unit_reductions(func), target, tunable)
+            sch = rule.apply(without_unit_reductions(func), target, False)
         except _MISJUDGED as error:
             raise ScheduleError(f"{type(error).__name__} in dlight: {error}") from error
         return None if sch is None or list_unbound_blocks(sch.mod["main"]) or not _fits(sch, target) else sch
+
+    return apply
 
 
 def _fits(sch: Schedule, target: Target) -> bool:
@@ -120,22 +117,20 @@ def _fits(sch: Schedule, target: Target) -> bool:
     return exceeded is None
 
 
-class Bound(ScheduleRule):  # type: ignore[misc]
-    """Code that names its threads itself (TVM's scatters): it is taken as it is."""
-
-    name = "bound"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return a schedule without a step, None for a function that leaves threads to be bound."""
-        del target, tunable
-        return Schedule(func) if launches_threads(func) and not list_unbound_blocks(func) else None
+def bound(func: PrimFunc, _target: Target) -> Schedule | None:
+    """Return code that names its threads itself (TVM's scatters) as it is; None where threads are left to be bound."""
+    return Schedule(func) if launches_threads(func) and not list_unbound_blocks(func) else None
 
 
-def cuda_rules() -> list[tuple[str, ScheduleRule]]:
+def cuda_rules() -> list[tuple[str, Rule]]:
     """Return the rules with their names for reports; the last one takes every function that has blocks."""
-    rules = [dlight.gpu.Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.GeneralReduction(), Transpose()]
-    last: list[ScheduleRule] = [ElementReduction(), BindingRule(dlight.gpu.Fallback())]
-    return [(str(rule.name), rule) for rule in (Bound(), *map(BindingRule, rules), *last)]
+
+    def named(rule: ScheduleRule) -> tuple[str, Rule]:
+        return f"dlight-{type(rule).__name__.lower()}", binding_rule(rule)
+
+    rules = (dlight.gpu.Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.GeneralReduction(), Transpose())
+    last = named(dlight.gpu.Fallback())
+    return [("bound", bound), *map(named, rules), ("element-reduction", element_reduction), last]
 
 
 # Reductions and what follows them element by element, one thread an element, as one kernel.
@@ -153,27 +148,21 @@ def cuda_rules() -> list[tuple[str, ScheduleRule]]:
 _THREADS = 256
 
 
-class ElementReduction(ScheduleRule):  # type: ignore[misc]  # dlight has no type information
-    """Schedules a reduction and what follows it as one kernel, a thread for each element."""
-
-    name = "element-reduction"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return a schedule, None for a function that is not of the pattern."""
-        del target, tunable
-        sch = Schedule(without_unit_reductions(func))
-        infos = try_inline(sch, normalize_prim_func(sch) or [])
-        if len(infos) != 2 or not _follows(sch, *infos):
-            return None
-        reduction, following = (info.block_rv for info in infos)
-        loops = sch.get_loops(following)
-        sch.compute_at(reduction, loops[-1], preserve_unit_loops=True)
-        sch.set_scope(reduction, 0, "local")
-        blocks, threads = sch.split(sch.fuse(*loops), [None, _THREADS])
-        sch.bind(blocks, "blockIdx.x")
-        sch.bind(threads, "threadIdx.x")
-        sch.decompose_reduction(reduction, sch.get_loops(reduction)[2])
-        return sch
+def element_reduction(func: PrimFunc, _target: Target) -> Schedule | None:
+    """Return a reduction and what follows it as one kernel, a thread for each element; None for other functions."""
+    sch = Schedule(without_unit_reductions(func))
+    infos = try_inline(sch, normalize_prim_func(sch) or [])
+    if len(infos) != 2 or not _follows(sch, *infos):
+        return None
+    reduction, following = (info.block_rv for info in infos)
+    loops = sch.get_loops(following)
+    sch.compute_at(reduction, loops[-1], preserve_unit_loops=True)
+    sch.set_scope(reduction, 0, "local")
+    blocks, threads = sch.split(sch.fuse(*loops), [None, _THREADS])
+    sch.bind(blocks, "blockIdx.x")
+    sch.bind(threads, "threadIdx.x")
+    sch.decompose_reduction(reduction, sch.get_loops(reduction)[2])
+    return sch
 
 
 def _follows(sch: Schedule, reduction: SBlockInfo, following: SBlockInfo) -> bool:

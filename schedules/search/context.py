@@ -16,24 +16,8 @@ class QuietTuneContext(ms.TuneContext):  # type: ignore[misc]  # TVM's classes c
     """A TuneContext whose construction does not import all of TVM's tensor intrinsics.
 
     That import takes 15 seconds of CPU time in every process; a space generator that needs some brings its own.
-    What MetaSchedule says goes to the logger `relaxtune.metaschedule`.
-
-    Parameters
-    ----------
-    mod : IRModule
-        The task's module.
-    target : Target
-        What is compiled for.
-    space : SpaceGenerator
-        The design space; a context takes it over, since it keeps state.
-    strategy : SearchStrategy or None
-        What proposes candidates; None when only the designs are wanted.
-    name : str
-        For messages.
-    seed : int
-        From 1 on, or -1 for a random one.
-    threads : int
-        Of the search.
+    What MetaSchedule says goes to the logger `relaxtune.metaschedule`. A context takes the space over, since that keeps
+    state. No strategy is needed where only the designs are wanted. Seeds are from 1 on, or -1 for a random one.
     """
 
     def __init__(

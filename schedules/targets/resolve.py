@@ -215,28 +215,23 @@ def vector_features(target: Target) -> set[str]:
 
 
 def _resolve_local_cpu(asked: str) -> ResolvedTarget:
-    cpu = str(codegen.llvm_get_system_cpu())
-    target, corrections = _local_cpu_target(cpu)
-    corrected = f", {', '.join(corrections)} by /proc/cpuinfo" if corrections else ""
+    target = _host_target()
+    corrections = ", ".join(map(str, target.attrs.get("mattr", ())))
+    corrected = f", {corrections} by /proc/cpuinfo" if corrections else ""
     source = f"{asked}: LLVM's name of this host's processor{corrected}; cores from the process's affinity and quota"
+    cpu = str(target.attrs["mcpu"])
     return ResolvedTarget(Target(target, host=target), source, "llvm", cpu, _cpu_limits(target))
 
 
-def _local_cpu_target(cpu: str) -> tuple[Target, list[str]]:
+def _host_target() -> Target:
     config: dict[str, object] = {
         "kind": "llvm",
         "mtriple": str(codegen.llvm_get_system_triple()),
-        "mcpu": cpu,
+        "mcpu": str(codegen.llvm_get_system_cpu()),
         "num-cores": physical_cores(),
     }
     corrections = correct_features(vector_features(Target(config)))
-    if corrections:
-        config["mattr"] = corrections
-    return Target(config), corrections
-
-
-def _host_target() -> Target:
-    return _local_cpu_target(str(codegen.llvm_get_system_cpu()))[0]
+    return Target({**config, "mattr": corrections} if corrections else config)
 
 
 def _resolve_local_cuda(asked: str) -> ResolvedTarget:

@@ -167,18 +167,11 @@ class _Builder:
         replace: Callable[[tirx.Expr, Visit], tirx.Expr | None] = lambda _expr, _visit: None,
         group: int | None = None,
     ) -> tirx.PrimFunc:
-        """Return the function.
+        """Return the function, whose epilogue reads what `normalise` makes of the product.
 
-        Parameters
-        ----------
-        normalise : callable
-            Makes of the product what the epilogue reads.
-        statistics : Tensor or None
-            An output beside the function's own.
-        replace : callable
-            Returns what stands in the place of a node of the epilogue, None where it stays; visits operands itself.
-        group : int or None
-            Columns of a group of the partial sums that become an output; those that are one stay.
+        `replace` returns what stands in the place of a node of the epilogue, None where it stays; it visits operands
+        itself. Statistics are an output beside the function's own, and so are partial sums of `group` columns; partial
+        sums that are an output stay.
         """
         m, epilogue = self._matmul, self._matmul.epilogue
         product = normalise(float32_product(self.inputs[m.a], self.inputs[m.b], turned=m.b_transposed))

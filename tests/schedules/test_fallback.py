@@ -12,7 +12,7 @@ from tvm.script import ir as I
 from tvm.script import tirx as T
 
 from relaxtune.schedules import fallback
-from relaxtune.schedules.cpu.generic import Elementwise
+from relaxtune.schedules.cpu.generic import elementwise
 from relaxtune.schedules.errors import TargetError, UnscheduledError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules, rules_for
 from relaxtune.schedules.marks import is_scheduled
@@ -74,12 +74,12 @@ def test_fallback_keeps_relax_functions_and_runs_when_the_shape_is_symbolic():
 
 
 def test_next_rule_takes_over_and_it_is_logged_when_a_rule_misjudges_a_function(monkeypatch, caplog):
-    def misjudge(self, func, target, tunable):
+    def misjudge(func, target):
         schedule = Schedule(func)
         schedule.vectorize(schedule.get_loops(schedule.get_child_blocks(schedule.get_sblock("root"))[0])[-1])
         return schedule
 
-    monkeypatch.setattr(Elementwise, "apply", misjudge)
+    monkeypatch.setattr(fallback, "elementwise", misjudge)
     with caplog.at_level(logging.WARNING, "relaxtune.schedules.fallback"):
         names = fallback_with_rules(IRModule({"main": matmul_case(4, 16, 8).func}), host().target)[1]
     assert names == {"main": "cpu-matmul"}
@@ -92,7 +92,7 @@ def test_fallback_refuses_when_the_target_has_no_rules():
 
 
 def test_fallback_refuses_when_no_rule_takes_a_function(monkeypatch):
-    monkeypatch.setattr(fallback, "rules_for", lambda target: [("cpu-elementwise", Elementwise())])
+    monkeypatch.setattr(fallback, "rules_for", lambda target: [("cpu-elementwise", elementwise)])
     with pytest.raises(UnscheduledError, match="no default rule for llvm took the function 'main'"):
         apply_fallback(IRModule({"main": matmul_case(2, 2, 2).func}), host().target)
 

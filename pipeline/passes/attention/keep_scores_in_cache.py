@@ -13,7 +13,7 @@ from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import called_function
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.cpu.any_size.attention import AnySizeAttention
+from relaxtune.schedules.cpu.any_size.attention import any_size_attention
 from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.schedules.tir.contraction import find_operands
 
@@ -147,7 +147,7 @@ class _Maker:
         if key not in self._made:
             func = self._fused(calls)
             with self._target:
-                taken = AnySizeAttention().apply(func, self._target, False)
+                taken = any_size_attention(func, self._target)
             self._made[key] = None if taken is None else func
         return self._made[key]
 

@@ -35,7 +35,7 @@ from relaxtune.schedules.cpu.any_size.attention_kernel import Attention, Attenti
 from relaxtune.schedules.cpu.any_size.emit import View
 from relaxtune.schedules.cpu.any_size.product import ELEMENT_BYTES, SET_STRIDE_BYTES, Product
 from relaxtune.schedules.cpu.any_size.rows import Rows
-from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
+from relaxtune.schedules.cpu.base import cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, find_matmul, lanes_of
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.targets import CpuLimits
@@ -47,15 +47,10 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts
 _VECTORS = 2
 
 
-class AnySizeAttention(CpuRule):
-    """Functions of two float32 matmuls with a softmax, or another walk of rows, between them."""
-
-    name = "cpu-any-size-attention"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the kernel as a schedule of nothing more to do, None for any other function."""
-        found = _find(Schedule(func), cpu_limits(target))
-        return None if found is None else Schedule(tvm.IRModule({"main": AttentionKernel(found).build()}))
+def any_size_attention(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return the kernel of two float32 matmuls with a softmax, or another walk of rows, between; None for others."""
+    found = _find(Schedule(func), cpu_limits(target))
+    return None if found is None else Schedule(tvm.IRModule({"main": AttentionKernel(found).build()}))
 
 
 def _find(sch: Schedule, limits: CpuLimits) -> Attention | None:

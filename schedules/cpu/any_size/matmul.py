@@ -35,7 +35,7 @@ from tvm.tirx import PrimFunc
 from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel
 from relaxtune.schedules.cpu.any_size.product import ELEMENT_BYTES, SET_STRIDE_BYTES, Product, find_cut
 from relaxtune.schedules.cpu.any_size.tile_kernel import fills_tiles
-from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
+from relaxtune.schedules.cpu.base import cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, find_matmul, lanes_of
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.targets import CpuLimits
@@ -49,24 +49,19 @@ _VECTORS_MAX = 4
 _TILES_L2_BYTES = 2 << 20
 
 
-class AnySizeMatmul(CpuRule):
-    """Functions of one float32 matmul whose rows, columns or reduction have a symbolic size, or that fills tiles."""
-
-    name = "cpu-any-size-matmul"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the kernel as a schedule of nothing more to do, None for any other function."""
-        sch, limits = Schedule(func), cpu_limits(target)
-        product = find_only_reduction(sch)
-        if product is None:
-            return None
-        inline_spatial(sch)
-        con = find_matmul(block_facts(sch, product.rv))
-        epilogue = None if con is None else find_epilogue(sch, con)
-        if con is None or len(list_blocks(sch)) != (1 if epilogue is None else 2):
-            return None
-        found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
-        return None if found is None else Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
+def any_size_matmul(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return the kernel of one float32 matmul of a symbolic size, or that fills tiles; None for any other function."""
+    sch, limits = Schedule(func), cpu_limits(target)
+    product = find_only_reduction(sch)
+    if product is None:
+        return None
+    inline_spatial(sch)
+    con = find_matmul(block_facts(sch, product.rv))
+    epilogue = None if con is None else find_epilogue(sch, con)
+    if con is None or len(list_blocks(sch)) != (1 if epilogue is None else 2):
+        return None
+    found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
+    return None if found is None else Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
 
 
 def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None, limits: CpuLimits) -> Product | None:

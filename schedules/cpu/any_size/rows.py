@@ -32,7 +32,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
     share_jobs,
     wide,
 )
-from relaxtune.schedules.cpu.base import CpuRule, cpu_limits, inline_spatial
+from relaxtune.schedules.cpu.base import cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.reduction import count_shared_rows
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.blocks import position_of, same_sizes, shape_of
@@ -43,22 +43,17 @@ from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, is_canonica
 _COMBINED = (tirx.Add, tirx.Max, tirx.Min)
 
 
-class AnySizeRows(CpuRule):
-    """Functions whose float32 blocks walk or reduce rows of one symbolic size."""
-
-    name = "cpu-any-size-rows"
-
-    def apply(self, func: PrimFunc, target: Target, tunable: bool) -> Schedule | None:
-        """Return the kernel as a schedule of nothing more to do, None for any other function."""
-        sch = Schedule(func)
-        if not all(is_canonical(sch, block) for block in list_blocks(sch)):
-            return None
-        inline_spatial(sch)
-        blocks = list_blocks(sch)
-        rows = _rows_of(sch, blocks)
-        lanes = cpu_limits(target).vector_bytes // 4
-        found = None if rows is None else _find(sch.mod["main"], blocks, rows, lanes)
-        return None if found is None else Schedule(tvm.IRModule({"main": RowsKernel(found).build()}))
+def any_size_rows(func: PrimFunc, target: Target) -> Schedule | None:
+    """Return the kernel of float32 blocks that walk or reduce rows of one symbolic size; None for others."""
+    sch = Schedule(func)
+    if not all(is_canonical(sch, block) for block in list_blocks(sch)):
+        return None
+    inline_spatial(sch)
+    blocks = list_blocks(sch)
+    rows = _rows_of(sch, blocks)
+    lanes = cpu_limits(target).vector_bytes // 4
+    found = None if rows is None else _find(sch.mod["main"], blocks, rows, lanes)
+    return None if found is None else Schedule(tvm.IRModule({"main": RowsKernel(found).build()}))
 
 
 @dataclass(frozen=True)

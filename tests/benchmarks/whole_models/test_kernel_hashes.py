@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.whole_models.kernel_hashes import GRAPH, default_models, differences, parse_case, write
 from relaxtune.schedules import fallback
-from relaxtune.schedules.cpu.generic import Plain
+from relaxtune.schedules.cpu.generic import plain
 
 
 def test_default_models_are_of_the_whole_zoo_and_parse() -> None:
@@ -23,7 +23,7 @@ def test_a_changed_rule_changes_the_hash_of_its_kernels_alone(tmp_path: Path, mo
     hashes = []
     for name in ("before", "again", "after"):
         if name == "after":
-            monkeypatch.setattr(fallback, "Elementwise", Plain)
+            monkeypatch.setattr(fallback, "elementwise", plain)
         write(tmp_path / name, ["bert-tiny@sequence=16"], ["llvm"])
         hashes.append(json.loads((tmp_path / name).read_text()))
     before, again, after = hashes

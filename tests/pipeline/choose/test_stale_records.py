@@ -10,7 +10,7 @@ from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules import fallback
-from relaxtune.schedules.cpu.generic import Plain
+from relaxtune.schedules.cpu.generic import plain
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.artifact.test_compile import elementwise, fallback_record, keep, parallel_trace, record_of
@@ -70,5 +70,5 @@ def test_fallback_holds_whatever_version_of_the_schedules_was_noted(task, llvm_t
 
 def test_changed_schedule_makes_the_record_of_its_fallback_stale(task, llvm_target, lookup, monkeypatch):
     record = fallback_record(task, llvm_target)
-    monkeypatch.setattr(fallback, "Elementwise", Plain)
+    monkeypatch.setattr(fallback, "elementwise", plain)
     assert without_stale(lookup, task, [record]) == []

@@ -5,8 +5,7 @@ import tvm
 from tvm import te
 from tvm.s_tir import Schedule
 
-from relaxtune.pipeline.codegen.cuda_vectors import fit_vectors
-from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
+from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels, fit_vectors
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.lowering import tir_pipeline_for
 

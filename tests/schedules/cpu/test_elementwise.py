@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tvm import te, tirx, topi
 
-from relaxtune.schedules.cpu.partitioning import narrow_partitioned
+from relaxtune.schedules.cpu.base import narrow_partitioned
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.tir.blocks import static_extent
 from relaxtune.schedules.tir.expressions import find_all

@@ -11,7 +11,7 @@ from tvm import te, tirx
 from tvm.s_tir import SBlock, Schedule, transform
 
 from relaxtune.schedules.cpu.contraction import choose_tile, find_matmul
-from relaxtune.schedules.cpu.tiling import ContractionRule, find_tiled_matmul
+from relaxtune.schedules.cpu.tiling import contraction_rule, find_tiled_matmul
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.scheduled_blocks import list_blocks
@@ -130,6 +130,6 @@ def _bytes(buffer):
 
 
 def test_matmul_rule_passes_when_there_is_no_single_product():
-    rule = ContractionRule("cpu-matmul", find_tiled_matmul)
-    assert rule.apply(rows_case("softmax", 4, 8).module["main"], host().target, False) is None
-    assert rule.apply(rows_case("sum", 4, 8).module["main"], host().target, False) is None
+    rule = contraction_rule(find_tiled_matmul)
+    assert rule(rows_case("softmax", 4, 8).module["main"], host().target) is None
+    assert rule(rows_case("sum", 4, 8).module["main"], host().target) is None

@@ -8,7 +8,7 @@ import tvm
 from tvm import te, tirx, topi
 from tvm.ir.instrument import pass_instrument
 
-from relaxtune.schedules.cpu.partitioning import narrow_partitioned
+from relaxtune.schedules.cpu.base import narrow_partitioned
 from relaxtune.schedules.fallback import apply_fallback
 from tests.schedules.kernel_cases import check, host, matmul_case, packed_matmul_case, prim_func, rows_case
 

@@ -13,7 +13,7 @@ from relaxtune.schedules.errors import UnscheduledError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
 from relaxtune.schedules.gpu import dlight_rules
 from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
-from relaxtune.schedules.gpu.dlight_rules import BindingRule
+from relaxtune.schedules.gpu.dlight_rules import binding_rule
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import prim_func
 
@@ -38,7 +38,7 @@ def test_dlight_transpose_leaves_blocks_unbound_and_is_passed_over(
     with target:
         left = list_unbound_blocks(stock.apply(transpose_and_join, target, False).mod["main"])
         assert left == ["T_concat"]
-        assert BindingRule(stock).apply(transpose_and_join, target, False) is None
+        assert binding_rule(stock)(transpose_and_join, target) is None
     module = tvm.IRModule({"main": transpose_and_join})
     assert fallback_with_rules(module, target)[1] == {"main": "dlight-fallback"}
     assert list_unbound_blocks(apply_fallback(module, target)["main"]) == []

@@ -12,7 +12,7 @@ from tvm import te, tirx, topi
 
 from relaxtune.schedules.fallback import fallback_with_rules
 from relaxtune.schedules.gpu.binding import count_launches, list_unbound_blocks
-from relaxtune.schedules.gpu.dlight_rules import ElementReduction
+from relaxtune.schedules.gpu.dlight_rules import element_reduction
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import prim_func
 
@@ -97,7 +97,7 @@ def test_what_is_not_of_the_pattern_is_left_to_the_next_rule(
     data = te.placeholder((ROWS, COLUMNS), "float32", name="data")
     func = prim_func([data, *follow(data, _sums(data))])
     with TARGET.target:
-        assert ElementReduction().apply(func, TARGET.target, False) is None
+        assert element_reduction(func, TARGET.target) is None
 
 
 def test_a_sum_that_is_scaled_is_of_the_pattern() -> None:
@@ -105,6 +105,6 @@ def test_a_sum_that_is_scaled_is_of_the_pattern() -> None:
     sums = _sums(data)
     func = prim_func([data, te.compute((ROWS,), lambda i: tirx.exp(sums[i]), name="after")])
     with TARGET.target:
-        sch = ElementReduction().apply(func, TARGET.target, False)
+        sch = element_reduction(func, TARGET.target)
     assert sch is not None
     assert count_launches(sch.mod["main"]) == 1
