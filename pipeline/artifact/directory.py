@@ -24,6 +24,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.entries import FileEntry, PaddingEntry
@@ -226,7 +227,10 @@ def record_padding(directory: Path, padding: tuple[PaddingEntry, ...]) -> Manife
     ArtifactError
         The directory is no artifact, has no buckets, or cannot be written.
     """
-    return _replace_manifest(directory, load_manifest(directory).with_padding(padding))
+    manifest = load_manifest(directory)
+    if manifest.buckets is None:
+        raise ArtifactError(f"artifact of {manifest.model} has no shape buckets, so nothing is padded")
+    return _replace_manifest(directory, replace(manifest, buckets=replace(manifest.buckets, padding=padding)))
 
 
 def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:

@@ -17,7 +17,6 @@ from relaxtune.pipeline.artifact.entries import (
     FileEntry,
     KernelEntry,
     MemoryEntry,
-    PaddingEntry,
     PassEntry,
     RecipeEntry,
     TargetEntry,
@@ -95,12 +94,6 @@ class Manifest:
     def with_validation(self, report: Mapping[str, object]) -> Manifest:
         """Return the same manifest with the result of a validation."""
         return replace(self, validation=dict(report))
-
-    def with_padding(self, padding: tuple[PaddingEntry, ...]) -> Manifest:
-        """Return the same manifest with what was found about padding; it has buckets."""
-        if self.buckets is None:
-            raise ArtifactError(f"artifact of {self.model} has no shape buckets, so nothing is padded")
-        return replace(self, buckets=replace(self.buckets, padding=padding))
 
     def of_bucket(self, entry: BucketEntry) -> Manifest:
         """Return what the manifest would be of one bucket alone."""

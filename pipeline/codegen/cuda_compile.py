@@ -159,27 +159,23 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, 
     )
     if created != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise LoweringError(f"NVRTC cannot be used: {created.name}; check cuda-bindings and nvidia-cuda-nvrtc")
+
+    def read(what: str) -> bytes:
+        _, size = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+        buffer = bytearray(size)
+        getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+        return bytes(buffer)
+
     try:
         (outcome,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        buffer = bytearray(size)
-        nvrtc.nvrtcGetProgramLog(program, buffer)
-        log = buffer.decode(errors="replace").rstrip("\0\n")
+        log = read("ProgramLog").decode(errors="replace").rstrip("\0\n")
         if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # The log says what is wrong with the code; that memory is full stands in the outcome alone.
             told = log if outcome == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION else f"error: {outcome.name}\n{log}"
             raise _refused("nvrtc", arch, told)
         if on_log is not None:
             on_log(log)
-        _, size = nvrtc.nvrtcGetCUBINSize(program)
-        cubin = bytearray(size)
-        nvrtc.nvrtcGetCUBIN(program, cubin)
-        if not portable:
-            return bytes(cubin)
-        _, size = nvrtc.nvrtcGetPTXSize(program)
-        ptx = bytearray(size)
-        nvrtc.nvrtcGetPTX(program, ptx)
-        return pack_fat_binary(bytes(cubin), bytes(ptx), arch)
+        return pack_fat_binary(read("CUBIN"), read("PTX"), arch) if portable else read("CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -178,18 +178,9 @@ def best_tile(
     A tile of r rows and v vectors needs r * v accumulators, v vectors of the right operand and one broadcast. Per
     step of k it issues r * v multiply-adds and v + r loads; two loads go out per cycle.
 
-    Parameters
-    ----------
-    rows, columns : int or None
-        Extents of the tiled axes, None where symbolic.
-    lanes, registers : int
-        Elements of a vector, and vector registers.
-    exact : bool
-        Consider only tiles that divide `columns`; a tile that does not is the answer where none does.
-    width : int or None
-        Consider only tiles of so many columns.
-    streamed : bool
-        The right operand comes from the second cache for every tile, at less than a vector a cycle.
+    Rows and columns are the extents of the tiled axes, None where symbolic. With `exact`, tiles divide the columns (one
+    that does not is the answer where none does); with `width`, they have so many columns. With `streamed`, the right
+    operand comes from the second cache for every tile, at less than a vector a cycle.
     """
     vector_cycles = _STREAMED_VECTOR if streamed else _LOAD
     best, best_cost = Tile(1, 1 if width is None else max(1, width // lanes), lanes), math.inf
