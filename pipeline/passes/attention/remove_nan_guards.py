@@ -18,7 +18,6 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 ACTIVATION_BOUND = {"float16": 1e4, "float32": 1e19, "bfloat16": 1e19, "float64": 1e150}
 
 _ACTIVATIONS = ("matmul", "nn.conv1d", "nn.conv2d", "nn.layer_norm", "nn.rms_norm", "nn.gelu", "tanh", "sigmoid")
-_VIEWS = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
     A row of a softmax is NaN only when it holds a NaN or +inf, or is -inf all over. What has to be proved is that
     `t` holds neither NaN nor +inf, and that each row has an element that is surely finite. Ranges are followed through
-    constants, casts, `where`, sums, differences, products and quotients, rounding as the tensor's dtype does; so a
-    finite minimum of float32 stays finite under any score, whereas in float16 it overflows to -inf and proves nothing.
+    constants, `where` and sums, rounding as the tensor's dtype does; so a finite minimum of float32 stays finite under
+    any score, whereas in float16 it overflows to -inf and proves nothing.
 
     Assumed, not proved: results of matmuls, convolutions and norms are finite and under `ACTIVATION_BOUND`. A network
     that breaks this computes NaN or infinity of its own, which the guard would have hidden as zeros.
@@ -104,20 +103,16 @@ def _range_of(expr: tvm.ir.Expr, graph: Graph, depth: int) -> Range | None:
     if is_op(value, *_ACTIVATIONS) and dtype in ACTIVATION_BOUND:
         bound = ACTIVATION_BOUND[dtype]
         return Range(np.array(True), -bound, bound)
-    if not isinstance(value, relax.Call):
-        return None
-    if is_op(value, "astype") and dtype_of(value.args[0]) == "bool":
-        return Range(np.array(True), 0.0, 1.0)
-    if is_op(value, *_VIEWS, "astype", "take"):
-        inner = _range_of(value.args[0], graph, depth + 1)
-        if inner is None or not inner.is_finite:
-            return None
-        return _rounded(np.array(True), inner.low, inner.high, dtype)
     if is_op(value, "where"):
-        return _range_of_where(value, graph, depth)
-    if is_op(value, "add", "subtract", "multiply", "divide"):
+        left, right = (_range_of(arg, graph, depth + 1) or _minus_infinity(arg) for arg in value.args[1:])
+        if left is None or right is None:
+            return None
+        return Range(left.finite & right.finite, min(left.low, right.low), max(left.high, right.high))
+    if is_op(value, "add"):
         left, right = (_range_of(arg, graph, depth + 1) for arg in value.args)
-        return None if left is None or right is None else _combined(value, left, right, dtype)
+        if left is None or right is None:
+            return None
+        return _rounded(left.finite & right.finite, left.low + right.low, left.high + right.high, dtype)
     return None
 
 
@@ -129,45 +124,15 @@ def _range_of_array(array: np.ndarray) -> Range | None:
     return Range(finite, float(data[finite].min()), float(data[finite].max()))
 
 
-def _range_of_where(value: relax.Call, graph: Graph, depth: int) -> Range | None:
-    chosen = array_of(value.args[0]) if is_constant(value.args[0]) else None
-    left, right = (_range_of(arg, graph, depth + 1) or _minus_infinity(arg) for arg in value.args[1:])
-    if left is None or right is None:
-        return None
-    low, high = min(left.low, right.low), max(left.high, right.high)
-    if chosen is not None:
-        return Range(np.where(chosen, left.finite, right.finite), low, high)
-    return Range(left.finite & right.finite, low, high)
-
-
 def _minus_infinity(expr: tvm.ir.Expr) -> Range | None:
     """Return the range of a constant that is -inf everywhere."""
     return Range(np.array(False), np.inf, -np.inf) if is_constant(expr) and (array_of(expr) == -np.inf).all() else None
 
 
-def _combined(value: relax.Call, left: Range, right: Range, dtype: str) -> Range | None:
-    """Return the range of a sum, difference, product or quotient."""
-    if is_op(value, "add"):
-        return _rounded(left.finite & right.finite, left.low + right.low, left.high + right.high, dtype)
-    if not right.is_finite:
-        return None
-    if is_op(value, "subtract"):
-        return _rounded(left.finite, left.low - right.high, left.high - right.low, dtype)
-    if is_op(value, "divide"):
-        if right.low <= 0.0 <= right.high:
-            return None
-        right = Range(right.finite, 1 / right.high, 1 / right.low)
-    positive = right.low > 0.0
-    if not left.is_finite and not positive:
-        return None
-    ends = [a * b for a in (left.low, left.high) for b in (right.low, right.high)]
-    return _rounded(left.finite, min(ends), max(ends), dtype)
-
-
 def _rounded(finite: np.ndarray, low: float, high: float, dtype: str) -> Range | None:
     """Return a range as its dtype stores it: a low end that overflows may be -inf, a high end that does is unknown."""
     if dtype not in ACTIVATION_BOUND:
-        return Range(finite, low, high) if dtype == "bool" else None
+        return None
     with np.errstate(over="ignore"):
         kind = np.dtype("float32") if dtype == "bfloat16" else np.dtype(dtype)
         stored_low, stored_high = float(kind.type(low)), float(kind.type(high))

@@ -26,7 +26,7 @@ def moves(draw: st.DrawFn) -> tuple[StridedView, np.ndarray]:
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))
     view, array = whole(shape), np.arange(math.prod(shape)).reshape(shape)
     for _ in range(draw(st.integers(0, 5))):
-        move = draw(st.sampled_from(["permute", "reshape", "slice", "broadcast", "repeat"]))
+        move = draw(st.sampled_from(["permute", "reshape", "slice", "broadcast"]))
         axis = draw(st.integers(0, array.ndim - 1)) if array.ndim else 0
         moved: StridedView | None = None
         if move == "permute":
@@ -41,13 +41,9 @@ def moves(draw: st.DrawFn) -> tuple[StridedView, np.ndarray]:
             step = draw(st.integers(1, 2))
             made = array[(slice(None),) * axis + (slice(start, stop, step),)]
             moved = view.sliced(axis, start, stop, step)
-        elif move == "broadcast":
+        else:
             target = (2, *(size if size > 1 else 3 for size in array.shape))
             moved, made = view.broadcast(target), np.broadcast_to(array, target)
-        else:
-            inner = draw(st.booleans())
-            moved = view.repeated(axis, 2, inner=inner)
-            made = np.repeat(array, 2, axis) if inner else np.concatenate([array, array], axis)
         if moved is not None and made.size <= 500:
             view, array = moved, made
     return view, array
