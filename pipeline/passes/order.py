@@ -29,16 +29,15 @@ from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
+from relaxtune.pipeline.passes.layout.convolutions_to_matmul import convolutions_to_matmul
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
 from relaxtune.pipeline.passes.layout.gather_rows import gather_rows
 from relaxtune.pipeline.passes.layout.gathers_to_views import gathers_to_views
 from relaxtune.pipeline.passes.layout.interleave_gates import interleave_gates
-from relaxtune.pipeline.passes.layout.patches_to_matmul import patches_to_matmul
 from relaxtune.pipeline.passes.layout.scatters_to_concat import scatters_to_concat
 from relaxtune.pipeline.passes.layout.share_repeated_weights import share_repeated_weights
 from relaxtune.pipeline.passes.layout.simplify_views import simplify_views
 from relaxtune.pipeline.passes.layout.unflatten_matmuls import unflatten_matmuls
-from relaxtune.pipeline.passes.layout.windows_to_matmul import windows_to_matmul
 from relaxtune.pipeline.passes.layout.write_matmuls_transposed import write_matmuls_transposed
 from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from relaxtune.pipeline.passes.merge_common_subexpressions import merge_common_subexpressions
@@ -125,8 +124,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.REMOVE_DEAD_CODE, "merge_common_subexpressions", merge_common_subexpressions),
         Step(Phase.REMOVE_DEAD_CODE, "gathers_to_views", gathers_to_views),
         Step(Phase.REMOVE_DEAD_CODE, "unflatten_matmuls", unflatten_matmuls),
-        Step(Phase.REMOVE_DEAD_CODE, "patches_to_matmul", patches_to_matmul),
-        Step(Phase.REMOVE_DEAD_CODE, "windows_to_matmul", windows_to_matmul),
+        Step(Phase.REMOVE_DEAD_CODE, "convolutions_to_matmul", convolutions_to_matmul),
         Step(Phase.REMOVE_DEAD_CODE, "share_repeated_weights", share_repeated_weights),
         Step(Phase.REMOVE_DEAD_CODE, "simplify_views", simplify_views),
         Step(Phase.REMOVE_DEAD_CODE, "scatters_to_concat", scatters_to_concat),
