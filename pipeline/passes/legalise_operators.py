@@ -7,8 +7,9 @@ are known is that of real numbers.
 from __future__ import annotations
 
 import math
+import operator as operators
 from collections.abc import Callable, Set
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import tvm
@@ -18,10 +19,10 @@ from tvm_ffi import StructuralKey
 
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, dtype_of, is_constant, is_op, static_shape
-from relaxtune.pipeline.passes.kit.numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.legalise_reductions import Legaliser, reduction_legalisers
 from relaxtune.pipeline.passes.symbolic.symbolic_moves import legalise_concatenation, legalise_reshape, legalise_slice
+from relaxtune.pipeline.passes.weights.fold_constants import FOLDED, is_special_number
 
 # TVM generates no code for them in float16, on a CPU or on a GPU.
 _NOT_IN_HALF = ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")
@@ -33,22 +34,9 @@ def _relu(x: te.Tensor) -> te.Tensor:
     return _each(lambda value: tirx.Select(value < 0, tirx.const(0, x.dtype), value), x)
 
 
-def _sign(x: te.Tensor) -> te.Tensor:
-    one, minus_one = tirx.const(1, x.dtype), tirx.const(-1, x.dtype)
-    return _each(lambda value: tirx.Select(value > 0, one, tirx.Select(value < 0, minus_one, value)), x)
-
-
 def _clip(x: te.Tensor, low: tvm.ir.Expr, high: tvm.ir.Expr) -> te.Tensor:
     low, high = tirx.const(float(low.value), x.dtype), tirx.const(float(high.value), x.dtype)
     return _each(lambda value: tirx.Select(value < low, low, tirx.Select(value > high, high, value)), x)
-
-
-def _maximum(a: te.Tensor, b: te.Tensor | tvm.ir.Expr) -> te.Tensor:
-    return _extreme(a, b, lambda x, y: x > y)
-
-
-def _minimum(a: te.Tensor, b: te.Tensor | tvm.ir.Expr) -> te.Tensor:
-    return _extreme(a, b, lambda x, y: x < y)
 
 
 def _extreme(
@@ -131,27 +119,21 @@ def _leaky_relu(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
     return _stock("relax.nn.leakyrelu")(builder, call)
 
 
-def _equal(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
-    """Return a comparison; TVM takes `x == x` for true, which a NaN is not."""
-    first, second = call.args
-    if isinstance(first, relax.Var) and first == second and dtype_of(first).startswith(("float", "bfloat")):
-        return builder.call_te(
-            lambda x: _each(lambda value: tirx.Not(_is_nan(value)), x), first, primfunc_name_hint="equal"
-        )
-    return _stock("relax.equal")(builder, call)
+def _of_itself(operator: str, function: Callable[[tvm.ir.Expr], tvm.ir.Expr]) -> Legaliser:
+    """Return how an operator of two tensors is lowered, which may be one: TVM forgets that a NaN is not itself."""
+
+    def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        first, second = call.args
+        if isinstance(first, relax.Var) and first == second and dtype_of(first).startswith(("float", "bfloat")):
+            return builder.call_te(lambda x: _each(function, x), first, primfunc_name_hint=operator)
+        return _stock(f"relax.{operator}")(builder, call)
+
+    return legalise
 
 
 def _stock(operator: str) -> Legaliser:
     legalise: Legaliser = tvm.ir.Op.get(operator).get_attr("FLegalize")
     return legalise
-
-
-def _subtract(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
-    """Return a difference; TVM makes 0 of `x - x`, which is NaN where x is infinite or NaN."""
-    first, second = call.args
-    if isinstance(first, relax.Var) and first == second and str(call.ty.dtype.dtype).startswith(("float", "bfloat")):
-        return builder.call_te(_zero_where_finite, first, primfunc_name_hint="subtract")
-    return _stock("relax.subtract")(builder, call)
 
 
 def _divided(function: Callable[..., te.Tensor], floats: Legaliser, *, remainder: bool = False) -> Legaliser:
@@ -165,10 +147,11 @@ def _divided(function: Callable[..., te.Tensor], floats: Legaliser, *, remainder
         zero, one, minus_one = (tirx.const(number, dtype) for number in (0, 1, -1 if dtype.startswith("int") else 0))
 
         def divide(a: te.Tensor, b: te.Tensor) -> te.Tensor:
-            traps = _each(lambda value: tirx.Or(value == zero, value == minus_one), b)
-            result = function(
-                a, _each(lambda value: tirx.Select(tirx.Or(value == zero, value == minus_one), one, value), b)
-            )
+            def is_trap(value: tvm.ir.Expr) -> tvm.ir.Expr:
+                return tirx.Or(value == zero, value == minus_one)
+
+            traps = _each(is_trap, b)
+            result = function(a, _each(lambda value: tirx.Select(is_trap(value), one, value), b))
             shape = topi.utils.get_const_tuple(result.shape)
 
             def element(*axes: tirx.Var) -> tvm.ir.Expr:
@@ -249,14 +232,16 @@ def _as(builder: relax.BlockBuilder, value: tvm.ir.Expr, wanted: tvm.ir.Type) ->
     return builder.emit(builder.call_te(topi.cast, builder.emit(value), str(wanted.dtype), primfunc_name_hint="cast"))
 
 
-def _zero_where_finite(x: te.Tensor) -> te.Tensor:
-    zero, nan = tirx.const(0, x.dtype), tirx.const(float("nan"), x.dtype)
+def _sign(value: tvm.ir.Expr) -> tvm.ir.Expr:
+    one, minus_one = (tirx.const(number, value.ty.dtype) for number in (1, -1))
+    return tirx.Select(value > 0, one, tirx.Select(value < 0, minus_one, value))
 
-    def difference(value: tvm.ir.Expr) -> tvm.ir.Expr:
-        wide = value.astype("float32") if str(x.dtype) in ("float16", "bfloat16") else value
-        return tirx.Select(tirx.Or(tirx.isnan(wide), tirx.isinf(wide)), nan, zero)
 
-    return _each(difference, x)
+def _less_itself(value: tvm.ir.Expr) -> tvm.ir.Expr:
+    """Return `x - x`: NaN where x is infinite or NaN."""
+    zero, nan = (tirx.const(number, value.ty.dtype) for number in (0, float("nan")))
+    wide = value.astype("float32") if str(value.ty.dtype) in ("float16", "bfloat16") else value
+    return tirx.Select(tirx.Or(tirx.isnan(wide), tirx.isinf(wide)), nan, zero)
 
 
 @cache
@@ -264,10 +249,10 @@ def _legalisers() -> dict[str, Legaliser]:
     """Return how each operator is lowered, under its name; what TVM does not lower has none."""
     functions: dict[str, Callable[..., te.Tensor]] = {
         "relax.clip": _clip,
-        "relax.maximum": _maximum,
-        "relax.minimum": _minimum,
+        "relax.maximum": partial(_extreme, wins=operators.gt),
+        "relax.minimum": partial(_extreme, wins=operators.lt),
         "relax.nn.relu": _relu,
-        "relax.sign": _sign,
+        "relax.sign": lambda x: _each(_sign, x),
     }
     own = {operator: _legaliser(operator, function) for operator, function in functions.items()}
     own |= {name: _kept_apart(own.get(name) or _stock(name)) for name in (f"relax.{operator}" for operator in FOLDED)}
@@ -277,7 +262,9 @@ def _legalisers() -> dict[str, Legaliser]:
     own["relax.divide"] = _divided(topi.divide, own["relax.divide"])
     for name, function in (("relax.mod", topi.mod), ("relax.floor_mod", topi.floor_mod)):
         own[name] = _divided(function, own[name], remainder=True)
-    own |= {"relax.equal": _equal, "relax.nn.leakyrelu": _leaky_relu, "relax.subtract": _subtract}
+    own["relax.equal"] = _of_itself("equal", lambda value: tirx.Not(_is_nan(value)))
+    own["relax.subtract"] = _of_itself("subtract", _less_itself)
+    own["relax.nn.leakyrelu"] = _leaky_relu
     own |= reduction_legalisers()
     names = (name for name in tvm.ir.Op.list_op_names() if name.startswith("relax."))
     # `has_attr` says yes for every operator; what TVM does not lower has None.

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import tvm
 
 import relaxtune.pipeline.passes.kit.tvm_errors  # noqa: F401  TVM hands on interrupts
 from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
-from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, constant_dtypes, main_of
+from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, bindings_of, constants_in, dtype_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
 from relaxtune.pipeline.passes.onnx_nodes_of_kernels import collect_kernels
-from relaxtune.pipeline.passes.order import Phase, Step, lowering_steps
-from relaxtune.pipeline.passes.precision.integer_matmuls import find_integer_matmuls
+from relaxtune.pipeline.passes.order import Step, lowering_steps
 
 _LOG = logging.getLogger(__name__)
 
@@ -71,7 +69,10 @@ def _lower(
             reports.append(report)
             last_of_phase = index + 1 == len(steps) or steps[index + 1].phase != step.phase
             if options.dump_dir is not None and last_of_phase:
-                _dump(mod, step.phase, options.dump_dir)
+                number, _, name = step.phase.partition(" ")
+                options.dump_dir.mkdir(parents=True, exist_ok=True)
+                path = options.dump_dir / f"{int(number):02d}-{name.replace(' ', '-')}.py"
+                path.write_text(mod.script(show_meta=False) + "\n", encoding="utf-8")
     kernels = collect_kernels(mod, state)
     _LOG.info(
         "%s: %d kernels, %d of them distinct, %d weights",
@@ -97,28 +98,21 @@ def _check(options: LoweringOptions, steps: tuple[Step, ...], graph: ImportedGra
     unknown = sorted(options.disabled_passes - required.keys())
     if unknown:
         optional = ", ".join(name for name, reason in required.items() if not reason)
-        msg = f"no pass is called {', '.join(map(repr, unknown))}; the passes that can be switched off are: {optional}"
-        raise UsageError(msg)
+        raise UsageError(
+            f"no pass is called {', '.join(map(repr, unknown))}; the passes that can be switched off are: {optional}"
+        )
     for name in sorted(options.disabled_passes):
         if required[name]:
-            msg = f"pass {name!r} cannot be switched off: {required[name]}"
-            raise UsageError(msg)
+            raise UsageError(f"pass {name!r} cannot be switched off: {required[name]}")
 
 
 def _check_precision(options: LoweringOptions, graph: ImportedGraph) -> None:
-    """Refuse a name that would have no effect: half precision made wider, or int8 of a graph that is not quantised."""
+    """Refuse a name that would have no effect: half precision made wider."""
     policy = options.policy
-    if policy is None or policy.half is not None:
+    if policy is None or policy.half is not None or policy.integer:
         return
-    if policy.integer and not find_integer_matmuls(main_of(graph.mod)):
-        raise UsageError(
-            f"precision {policy.name!r} of model {graph.name!r}: none of its matmuls reads 8-bit activations and a "
-            "constant 8-bit matrix with one scale or one a column; quantise the model first (quantize_static in "
-            "QDQ format or quantize_dynamic, of onnxruntime.quantization), or choose another precision"
-        )
-    if policy.integer:
-        return
-    halves = sorted({dtype for dtype in constant_dtypes(graph.mod) if dtype in HALVES})
+    constants = (one for binding in bindings_of(main_of(graph.mod)) for one in constants_in(binding.value))
+    halves = sorted({dtype_of(one) for one in constants} & set(HALVES))
     if halves:
         raise UsageError(
             f"precision {policy.name!r} of model {graph.name!r}: its weights are {' and '.join(halves)}, and widening "
@@ -138,8 +132,11 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
     except (UsageError, LoweringError, MemoryError):
         raise
     except Exception as e:  # TVM's error classes share no base of their own
-        failure = _reason(e)
-        needed = _why_needed(step, state)
+        lines = str(e).strip().splitlines()
+        failure = f"{type(e).__name__}: {lines[-1] if lines else 'no message'}"
+        needed = step.required
+        if step.makes_precision:
+            needed = f"without it the model has not the precision {state.options.precision!r}"
         message = f"pass {step.name!r} ({step.phase}) failed on model {state.graph.name!r}: {failure}"
         if needed or END_AT_FAILED_PASS:
             raise LoweringError(f"{message}; {needed or 'the compile would go on without it'}; report the model") from e
@@ -156,22 +153,3 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
     report = PassReport(step.phase, step.name, not failure, seconds, removed, state.constants_folded, notes, failure)
     _LOG.debug("%s: %.3f s, %d bindings removed, %d folded", step.name, seconds, removed, state.constants_folded)
     return result, report
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
-
-
-def _why_needed(step: Step, state: LoweringState) -> str:
-    """Return why the compile cannot go on without a pass, "" where it can."""
-    if step.required:
-        return step.required
-    return f"without it the model has not the precision {state.options.precision!r}" if step.makes_precision else ""
-
-
-def _dump(mod: tvm.ir.IRModule, phase: Phase, folder: Path) -> None:
-    number, _, name = phase.partition(" ")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{int(number):02d}-{name.replace(' ', '-')}.py"
-    path.write_text(mod.script(show_meta=False) + "\n", encoding="utf-8")

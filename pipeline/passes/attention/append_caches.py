@@ -47,14 +47,22 @@ def append_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     if not state.launches_cost:
         return mod
     graph = Graph(mod)
-    pairs = [pair for binding in graph.bindings if (pair := caches_of(binding.value, graph)) and _can_wait(pair, graph)]
-    if not pairs:
-        return mod
-    state.note(f"{len(pairs)} pairs of caches grow in one kernel each")
+    order = graph.order
     # Each pair is made where the last of its results was.
-    pair_of = {max(results_of(pair), key=graph.order.__getitem__): pair for pair in pairs}
-    gone = {var: None for pair in pairs for var in results_of(pair)}
-    return replace_found(mod, state, {**gone, **pair_of}, _emit)
+    made: dict[relax.Var, tuple[Grown, Grown]] = {}
+    for binding in graph.bindings:
+        if (pair := caches_of(binding.value, graph)) is not None:
+            results = results_of(pair)
+            last = max(results, key=order.__getitem__)
+            # Nothing else may read any of the results before.
+            readers = [reader for var in results for reader in graph.readers(var) if reader not in results]
+            if all(order[reader] > order[last] for reader in readers):
+                made[last] = pair
+    if not made:
+        return mod
+    state.note(f"{len(made)} pairs of caches grow in one kernel each")
+    gone = {var: None for pair in made.values() for var in results_of(pair)}
+    return replace_found(mod, state, {**gone, **made}, _emit)
 
 
 def results_of(pair: tuple[Grown, Grown]) -> list[relax.Var]:
@@ -66,12 +74,7 @@ def caches_of(call: tvm.ir.Expr, graph: Graph) -> tuple[Grown, Grown] | None:
     """Return the caches of an attention that both grow in this graph, to as many positions."""
     callee = called_function(call)
     spec = spec_of(graph.mod[callee]) if callee is not None and isinstance(graph.mod[callee], tirx.PrimFunc) else None
-    if (
-        spec is None
-        or not isinstance(call, relax.Call)
-        or spec.key.param == spec.value.param
-        or spec.growth is not None
-    ):
+    if spec is None or spec.key.param == spec.value.param or spec.growth is not None:
         return None
     operands = call.args[1].fields
     key, value = (_grown(operands[layout.param], graph) for layout in (spec.key, spec.value))
@@ -98,23 +101,14 @@ def _grown(operand: tvm.ir.Expr, graph: Graph) -> Grown | None:
     return None
 
 
-def _can_wait(pair: tuple[Grown, Grown], graph: Graph) -> bool:
-    """Return whether nothing else reads any of the results before the last of them is made."""
-    results, order = results_of(pair), graph.order
-    last = max(order[var] for var in results)
-    return all(reader in results or order[reader] > last for var in results for reader in graph.readers(var))
-
-
-def _emit(new: Rewriter, _binding: relax.VarBinding, pair: tuple[Grown, Grown] | None) -> Done:
-    if pair is None:
-        return DONE
-    results = results_of(pair)
+def _emit(new: Rewriter, _binding: relax.VarBinding, pair: tuple[Grown, Grown]) -> Done:
     args = [new.of(arg) for grown in pair for arg in (grown.past, grown.base)]
-    made = new.extra(
-        f"{results[0].name}__appended",
-        new.kernel(_append(pair), *args, name="append", op_pattern=OPAQUE),
-        results,
-    )
+    return bind_all(new, results_of(pair), new.kernel(_append(pair), *args, name="append", op_pattern=OPAQUE))
+
+
+def bind_all(new: Rewriter, results: Sequence[relax.Var], call: relax.Call) -> Done:
+    """Bind variables to the results of one call."""
+    made = new.extra(f"{results[0].name}__appended", call, results)
     for index, var in enumerate(results):
         new.name(var, relax.TupleGetItem(made, index))
         new.state.sources[var.name] = ()
@@ -126,47 +120,36 @@ def _append(pair: tuple[Grown, Grown]) -> Callable[..., list[te.Tensor]]:
     dtypes = [[dtype_of(var) for var in grown.results] for grown in pair]
 
     def compute(*tensors: te.Tensor) -> list[te.Tensor]:
-        outputs = []
-        for number, grown in enumerate(pair):
-            past, base = tensors[2 * number : 2 * number + 2]
-            for dtype in dtypes[number]:
-                shape = _symbols(past, base).shape(grown.shape)
-                outputs.append(te.compute(shape, _element(grown, past, base, dtype), name="append"))
-        return outputs
+        return [
+            _appended(grown, tensors[2 * number], tensors[2 * number + 1], dtype)
+            for number, grown in enumerate(pair)
+            for dtype in dtypes[number]
+        ]
 
     return compute
 
 
-def _element(grown: Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> Callable[..., tirx.Expr]:
+def _appended(grown: Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> te.Tensor:
     before, size = past.shape[grown.axis], size_of(past.shape[grown.axis])
     one = size is not None and grown.shape[grown.axis] - size == 1
-    offset, *strides = _symbols(past, base).shape((grown.offset, *grown.strides))
+    symbols = Symbols(var for tensor in (past, base) for axis in tensor.shape for var in used_vars(axis))
+    shape, (offset, *strides) = symbols.shape(grown.shape), symbols.shape((grown.offset, *grown.strides))
+
+    sizes = [axis if static_extent(axis) is None else int(axis) for axis in base.shape]
+    inner = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
 
     def element(*index: tirx.Var) -> tirx.Expr:
+        analyzer = tvm.sym.Analyzer()
+        for var, extent in zip(index, shape, strict=True):
+            analyzer.bind(var, tvm.ir.Range(0, extent))
         place = [*index]
         place[grown.axis] = tirx.IntImm("int64", 0) if one else index[grown.axis] - before
         flat = sum((at * stride for at, stride in zip(place, strides, strict=True)), start=offset)
-        new = base[_unflattened(flat, past, base, grown, index)]
+        position = flat if isinstance(flat, tirx.Expr) else tirx.IntImm("int64", flat)
+        parts = zip(inner, sizes, strict=True)
+        new = base[
+            tuple(analyzer.simplify(tirx.floormod(tirx.floordiv(position, step), extent)) for step, extent in parts)
+        ]
         return tirx.if_then_else(index[grown.axis] < before, past(*index), new).astype(dtype)
 
-    return element
-
-
-def _symbols(*tensors: te.Tensor) -> Symbols:
-    return Symbols(var for tensor in tensors for axis in tensor.shape for var in used_vars(axis))
-
-
-def _unflattened(
-    flat: tirx.Expr | int, past: te.Tensor, base: te.Tensor, grown: Grown, index: Sequence[tirx.Var]
-) -> tuple[tirx.Expr, ...]:
-    """Return the indices of a row-major position."""
-    analyzer = tvm.sym.Analyzer()
-    for var, size in zip(index, _symbols(past, base).shape(grown.shape), strict=True):
-        analyzer.bind(var, tvm.ir.Range(0, size))
-    shape = [size if static_extent(size) is None else int(size) for size in base.shape]
-    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    position = flat if isinstance(flat, tirx.Expr) else tirx.IntImm("int64", flat)
-    return tuple(
-        analyzer.simplify(tirx.floormod(tirx.floordiv(position, step), size))
-        for step, size in zip(inner, shape, strict=True)
-    )
+    return te.compute(shape, element, name="append")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeAlias
 
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.pipeline.passes.attention.append_caches import Grown, caches_of, results_of
+from relaxtune.pipeline.passes.attention.append_caches import Grown, bind_all, caches_of, results_of
 from relaxtune.pipeline.passes.attention.kernel import param_shape, template_refusal
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import called_function, dtype_of, shape_of
-from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.rewrite import Done, Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, plain, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import (
@@ -26,14 +27,8 @@ from relaxtune.schedules.functions.attention import (
 from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.sizes import variables_of
 
-
-@dataclass(frozen=True)
-class _Attention:
-    """An attention with the caches that it writes: its result, then keys and values; operands and scalars in order."""
-
-    results: tuple[relax.Var, relax.Var, relax.Var]
-    operands: tuple[tvm.ir.Expr, ...]
-    func: tirx.PrimFunc
+# An attention with the caches that it writes: its result, keys and values; operands and scalars in order; function.
+_Attention: TypeAlias = tuple[tuple[relax.Var, ...], tuple[tvm.ir.Expr, ...], tirx.PrimFunc]
 
 
 def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -62,7 +57,7 @@ def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
         made = _attention(mod, binding.var, binding.value, pair, graph.symbols)
         if made is None:
             continue
-        reason = template_refusal(made.func, state.target)
+        reason = template_refusal(made[2], state.target)
         if reason is not None:
             state.note(f"caches not appended in attention at {binding.var.name}: {reason}")
             continue
@@ -70,7 +65,7 @@ def append_in_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
     if not found:
         return mod
     state.note(f"{len(found)} attentions append to their caches")
-    gone = {cache: None for attention in found.values() for cache in attention.results[1:]}
+    gone = {cache: None for results, _, _ in found.values() for cache in results[1:]}
     return replace_found(mod, state, {**gone, **found}, _emit)
 
 
@@ -97,7 +92,9 @@ def _attention(
     for grown, layout in zip(pair, layouts, strict=True):
         if layout is None:
             return None
-        cache, new = (_expressed(one, symbols) for one in layout)
+        cache, new = (
+            HeadLayout(0, *symbols.shape([plain(stride) for stride in (one.offset, *_strides(one))])) for one in layout
+        )
         parts.append((replace(cache, param=position(grown.past)), replace(new, param=position(grown.base))))
     bias = None if spec.bias is None else replace(spec.bias, param=position(given[spec.bias.param]))
     results = (result, pair[0].results[0], pair[1].results[0])
@@ -117,12 +114,7 @@ def _attention(
     )
     # The variables of the function that is replaced may be others.
     appended = AttentionSpec.from_json(appended.to_json(), variables_of(shapes_of(params)))
-    return _Attention(results, (*operands, *scalars), attention_function(appended, params))
-
-
-def _expressed(layout: HeadLayout, symbols: Symbols) -> HeadLayout:
-    strides = (layout.offset, layout.batch_stride, layout.position_stride, layout.head_stride)
-    return HeadLayout(layout.param, *symbols.shape([plain(stride) for stride in strides]))
+    return results, (*operands, *scalars), attention_function(appended, params)
 
 
 def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLayout, HeadLayout] | None:
@@ -135,7 +127,8 @@ def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLa
     for axes in ((0, 1, 2, 3), (0, 2, 1, 3)):
         if tuple(grown.shape[axis] for axis in axes) != sizes or axes[2] != grown.axis:
             continue
-        if not _lies(layout, _dense(grown.shape, axes), sizes):
+        lies = zip(_strides(layout), _strides(_dense(grown.shape, axes)), (sizes[0], sizes[2], sizes[1]), strict=True)
+        if size_of(layout.offset) != 0 or not all(size_of(got) == one or size == 1 for got, one, size in lies):
             continue
         before = sizes_of(grown.past)
         batch, head, position, unit = (grown.strides[axis] for axis in axes)
@@ -143,6 +136,10 @@ def _grown_layouts(spec: AttentionSpec, role: str, grown: Grown) -> tuple[HeadLa
             return None
         return _dense(before, axes), HeadLayout(0, grown.offset, batch, position, head)
     return None
+
+
+def _strides(layout: HeadLayout) -> tuple[Size, Size, Size]:
+    return layout.batch_stride, layout.position_stride, layout.head_stride
 
 
 def _dense(shape: Shape, axes: tuple[int, ...]) -> HeadLayout:
@@ -153,24 +150,8 @@ def _dense(shape: Shape, axes: tuple[int, ...]) -> HeadLayout:
     return HeadLayout(0, 0, strides[axes[0]], strides[axes[2]], strides[axes[1]])
 
 
-def _lies(layout: HeadLayout, expected: HeadLayout, sizes: tuple[Size | None, ...]) -> bool:
-    pairs = (
-        (layout.batch_stride, expected.batch_stride, sizes[0]),
-        (layout.head_stride, expected.head_stride, sizes[1]),
-        (layout.position_stride, expected.position_stride, sizes[2]),
-    )
-    return size_of(layout.offset) == 0 and all(size_of(got) == wanted or size == 1 for got, wanted, size in pairs)
-
-
-def _emit(new: Rewriter, _binding: relax.VarBinding, attention: _Attention | None) -> Done:
-    if attention is None:
-        return DONE
-    operands = relax.Tuple([new.of(operand) for operand in attention.operands])
-    types = [relax.TensorType(shape_of(var), dtype_of(var)) for var in attention.results]
-    function = new.function(attention.func.without_attr("global_symbol"), "attention")
-    name = f"{attention.results[0].name}__appended"
-    made = new.extra(name, relax.call_tir(function, operands, types), attention.results)
-    for index, var in enumerate(attention.results):
-        new.name(var, relax.TupleGetItem(made, index))
-        new.state.sources[var.name] = ()
-    return DONE
+def _emit(new: Rewriter, _binding: relax.VarBinding, attention: _Attention) -> Done:
+    results, operands, func = attention
+    types = [relax.TensorType(shape_of(var), dtype_of(var)) for var in results]
+    function = new.function(func.without_attr("global_symbol"), "attention")
+    return bind_all(new, results, relax.call_tir(function, relax.Tuple(list(map(new.of, operands))), types))

@@ -11,14 +11,14 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.attention.head_layout import (
+    Heads,
     Planes,
     Reading,
-    Strides,
     head_counts,
+    heads_of,
     inverse,
     planes_of,
     readings_of,
-    strides_of,
 )
 from relaxtune.pipeline.passes.attention.remove_nan_guards import guarded_by
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, Scores, ScoreStep, scores_of
@@ -29,14 +29,6 @@ from relaxtune.pipeline.passes.kit.sizes import Size, quotient, sizes_of
 
 # Ways tried of reading three operands, the furthest back first.
 _READINGS_MAX = 64
-
-
-@dataclass(frozen=True)
-class Heads:
-    """A tensor that holds heads: what it is made of, and where they lie in it."""
-
-    base: tvm.ir.Expr
-    strides: Strides
 
 
 @dataclass(frozen=True)
@@ -187,40 +179,30 @@ def _laid_out(
     if output is None:
         raise NotAttentionError("the rows of its result do not lie together")
     for query, key, value in itertools.islice(itertools.product(*planes), _READINGS_MAX):
-        laid = _strides((query[1], key[1], value[1]), output, leading)
-        if laid is None:
-            continue
-        heads, strides = laid
-        return Attention(
-            result=result,
-            path=(*scores.path, *weights, *chain),
-            dtype=dtype_of(result),
-            batch=quotient(output.count, heads) or 1,
-            heads=heads,
-            queries=queries,
-            keys=keys,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            scale=scores.scale * query[0].scale * key[0].scale,
-            query=Heads(query[0].base, strides[0]),
-            key=Heads(key[0].base, strides[1]),
-            value=Heads(value[0].base, strides[2]),
-            output=Heads(result, strides[3]),
-            steps=scores.steps,
-            guarded=guarded,
-        )
+        tensors = [*((reading.base, plane) for reading, plane in (query, key, value)), (result, output)]
+        for count in head_counts(leading, [plane for _, plane in tensors]):
+            matched = (
+                heads_of(*tensor, count, shared=shared)
+                for tensor, shared in zip(tensors, (False, True, True, False), strict=True)
+            )
+            heads = [one for one in matched if one is not None]
+            if len(heads) == len(tensors) and heads[1].count == heads[2].count:
+                return Attention(
+                    result=result,
+                    path=(*scores.path, *weights, *chain),
+                    dtype=dtype_of(result),
+                    batch=quotient(output.count, count) or 1,
+                    heads=count,
+                    queries=queries,
+                    keys=keys,
+                    head_dim=head_dim,
+                    value_dim=value_dim,
+                    scale=scores.scale * query[0].scale * key[0].scale,
+                    query=heads[0],
+                    key=heads[1],
+                    value=heads[2],
+                    output=heads[3],
+                    steps=scores.steps,
+                    guarded=guarded,
+                )
     raise NotAttentionError("its heads lie in a way that no strides describe")
-
-
-def _strides(
-    operands: tuple[Planes, Planes, Planes], output: Planes, leading: Sequence[Size]
-) -> tuple[int, tuple[Strides, Strides, Strides, Strides]] | None:
-    """Return the number of heads and the strides of query, key, value and output."""
-    for heads in head_counts(leading, [*operands, output]):
-        query, key, value, out = (
-            strides_of(planes, heads, shared=shared)
-            for planes, shared in zip((*operands, output), (False, True, True, False), strict=True)
-        )
-        if query and key and value and out and key.heads == value.heads:
-            return heads, (query, key, value, out)
-    return None

@@ -24,6 +24,7 @@ from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import HALVES, dtype_of, is_op, numbers_beside
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter
 from relaxtune.pipeline.passes.kit.sizes import Size, order, quotient, sizes_of
+from relaxtune.schedules.functions.attention import HeadLayout
 
 
 class Roundings:
@@ -116,14 +117,12 @@ def _apply(chain: Sequence[relax.Call], reading: Reading) -> Reading | None:
 
 
 @dataclass(frozen=True)
-class Strides:
-    """Of batch, head and position; `heads` counts those that differ."""
+class Heads:
+    """A tensor that holds heads: what it is made of, where they lie in it, in sizes of passes, and how many differ."""
 
-    offset: Size
-    batch: Size
-    head: Size
-    position: Size
-    heads: int
+    base: tvm.ir.Expr
+    layout: HeadLayout
+    count: int
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,8 @@ def planes_of(view: StridedView, leading: Sequence[Size], *, transposed: bool = 
     return Planes(flat, view.offset, positions, math.prod(view.shape))
 
 
-def strides_of(planes: Planes, heads: int, *, shared: bool) -> Strides | None:
-    """Return strides when each `heads` planes are one batch element; heads may be `shared` by neighbours."""
+def heads_of(base: tvm.ir.Expr, planes: Planes, heads: int, *, shared: bool) -> Heads | None:
+    """Return the heads of a tensor, `heads` planes for each batch element; neighbours may share one (`shared`)."""
     parts = regrouped(planes.leading, (quotient(planes.count, heads) or 1, heads))
     if parts is None or len(parts[0]) > 1:
         return None
@@ -168,24 +167,10 @@ def strides_of(planes: Planes, heads: int, *, shared: bool) -> Strides | None:
     if len(own) > 1:
         return None
     # The stride of an axis of size 1 does not matter; this one is as aligned as any other.
-    return Strides(
-        offset=planes.offset,
-        batch=_stride(batch, planes.unit),
-        head=_stride(own, planes.unit),
-        position=_stride(planes.positions, planes.unit),
-        heads=_count(own) if shared else heads,
-    )
-
-
-def _count(factors: Factors) -> int:
-    """Return how many of a number of heads differ."""
-    size = size_of_axis(factors)
-    assert isinstance(size, int)
-    return size
-
-
-def _stride(factors: Factors, of_one: Size) -> Size:
-    return factors[0][1] if factors else of_one
+    strides = (axis[0][1] if axis else planes.unit for axis in (batch, planes.positions, own))
+    differing = size_of_axis(own)
+    assert isinstance(differing, int)
+    return Heads(base, HeadLayout(0, planes.offset, *strides), differing if shared else heads)
 
 
 def head_counts(leading: Sequence[Size], planes: Sequence[Planes]) -> list[int]:

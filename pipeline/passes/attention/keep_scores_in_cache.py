@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import tvm
@@ -38,34 +37,24 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
         return mod
     graph = Graph(mod)
     maker = _Maker(graph, state.target)
-    found: dict[relax.Var, _Attention] = {}
+    found: dict[relax.Var, tuple[_Calls, tirx.PrimFunc]] = {}
     for binding in graph.bindings:
         calls = _find(binding.var, graph)
         func = None if calls is None else maker.make(calls)
         if calls is not None and func is not None:
             calls, func = _with_moves(calls, func, graph, maker)
-            found[calls[-1]] = _Attention(calls, func)
+            found[calls[-1]] = calls, func
             state.sources[calls[-1].name] = state.nodes_of(var.name for var in calls)
-    if not found:
-        return mod
-    state.note(f"{len(found)} attentions keep their scores in the cache")
     added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
 
-    def emit(new: Rewriter, binding: relax.VarBinding, attention: _Attention) -> tvm.ir.Expr:
-        if attention.func not in added:
-            added[attention.func] = new.function(attention.func, "attention")
-        operands = [new.of(arg) for arg in _operands(attention.calls, graph)]
-        return relax.call_tir(added[attention.func], relax.Tuple(operands), binding.var.ty)
+    def emit(new: Rewriter, binding: relax.VarBinding, made: tuple[_Calls, tirx.PrimFunc]) -> tvm.ir.Expr:
+        calls, func = made
+        if func not in added:
+            added[func] = new.function(func, "attention")
+        operands = [new.of(arg) for arg in _operands(calls, graph)]
+        return relax.call_tir(added[func], relax.Tuple(operands), binding.var.ty)
 
-    return replace_found(mod, state, found, emit)
-
-
-@dataclass(frozen=True)
-class _Attention:
-    """The calls of a matmul, a softmax and a matmul, perhaps after others that move Q and V, and their function."""
-
-    calls: _Calls
-    func: tirx.PrimFunc
+    return replace_found(mod, state, found, emit, "attentions keep their scores in the cache")
 
 
 def _find(softmax: relax.Var, graph: Graph) -> _Calls | None:
@@ -87,15 +76,9 @@ def _with_moves(calls: _Calls, func: tirx.PrimFunc, graph: Graph, maker: _Maker)
     for reader in (calls[0], calls[-1]):
         for moved in _tensors(graph.value(reader)):
             callee = called_function(graph.value(moved))
-            if (
-                moved in calls
-                or callee is None
-                or graph.only_reader(moved) != reader
-                or not _is_move(graph.mod[callee])
-            ):
+            if moved in calls or callee is None or graph.only_reader(moved) != reader:
                 continue
-            made = maker.make((moved, *calls))
-            if made is not None:
+            if _is_move(graph.mod[callee]) and (made := maker.make((moved, *calls))) is not None:
                 calls, func = (moved, *calls), made
     return calls, func
 

@@ -8,7 +8,6 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.attention.find_attention import Attention
-from relaxtune.pipeline.passes.attention.head_layout import Strides
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError
 from relaxtune.pipeline.passes.kit.ir import dtype_of, shape_of
@@ -55,17 +54,17 @@ def kernel_of(
             raise NotAttentionError(f"more than one axis, or none, is called by a name of its size {given}")
         return symbols.expression(plain(given))
 
-    def layout(param: int, strides: Strides) -> HeadLayout:
-        return HeadLayout(param, *map(size, (strides.offset, strides.batch, strides.position, strides.head)))
+    def layout(param: int, of: HeadLayout) -> HeadLayout:
+        return HeadLayout(param, *map(size, (of.offset, of.batch_stride, of.position_stride, of.head_stride)))
 
     query, key, value = (
-        layout(position(heads.base), heads.strides) for heads in (attention.query, attention.key, attention.value)
+        layout(position(heads.base), heads.layout) for heads in (attention.query, attention.key, attention.value)
     )
     params: list[Param] = [(param_shape(base), attention.dtype) for base in bases]
     bias = None
     if (lies := masking.layout) is not None:
-        strides = (size(lies.batch), size(lies.head), size(lies.query), size(lies.key))
-        bias = ScoreBias(len(params), masking.kind, *strides, size(lies.offset), lies.limit, lies.period)
+        strides = (size(lies.batch_stride), size(lies.head_stride), size(lies.query_stride), size(lies.key_stride))
+        bias = ScoreBias(len(params), lies.kind, *strides, size(lies.offset), lies.limit, lies.period)
         dtype = "float32" if masking.source is None else dtype_of(masking.source)
         params.append((tuple(map(size, masking.shape)), dtype))
     if spans is not None:
@@ -75,7 +74,7 @@ def kernel_of(
     spec = AttentionSpec(
         batch=size(attention.batch),
         heads=attention.heads,
-        kv_heads=attention.key.strides.heads,
+        kv_heads=attention.key.count,
         queries=size(attention.queries),
         keys=size(attention.keys),
         head_dim=attention.head_dim,
@@ -86,7 +85,7 @@ def kernel_of(
         query=query,
         key=key,
         value=value,
-        output=layout(len(params) + len(scalars), attention.output.strides),
+        output=layout(len(params) + len(scalars), attention.output.layout),
         bias=bias,
         spans=None if spans is None else len(params) - 1,
         guarded=attention.guarded and masking != Masking(),

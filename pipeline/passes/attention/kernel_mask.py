@@ -16,34 +16,21 @@ from relaxtune.pipeline.passes.attention.find_attention import Attention
 from relaxtune.pipeline.passes.attention.head_layout import readings_of
 from relaxtune.pipeline.passes.attention.read_mask import Condition, Mask, MaskReader
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
-from relaxtune.pipeline.passes.attention.strided_view import Factors, StridedView, merged, regrouped, whole
+from relaxtune.pipeline.passes.attention.strided_view import StridedView, merged, regrouped, whole
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, order, quotient, sizes_of
 from relaxtune.pipeline.passes.symbolic.tables import TablePlaces, table_places
-
-
-@dataclass(frozen=True)
-class BiasLayout:
-    """Strides in elements, and the rest, as `schedules.functions.attention.ScoreBias` has them."""
-
-    batch: Size
-    head: Size
-    query: Size
-    key: Size
-    offset: Size = 0
-    limit: int = 0
-    period: int = 0
+from relaxtune.schedules.functions.attention import ScoreBias
 
 
 @dataclass(frozen=True)
 class Masking:
-    """The mask of an attention; `causal`, `window` and `kind` are those of `schedules.functions.attention`."""
+    """The mask of an attention; `causal`, `window` and `layout` are those of `schedules.functions.attention`."""
 
     causal: bool = False
     window: int = 0
-    kind: Literal["add", "keep"] = "add"
-    layout: BiasLayout | None = None  # In the tensor that is read, None when none is.
+    layout: ScoreBias | None = None  # In the tensor that is read, with sizes of passes; None when none is.
     # That tensor where the graph has it. Otherwise it is to be made: the sum of `addends` times their factors, and of
     # `fill` where `conditions` do not all hold.
     source: tvm.ir.Expr | None = None
@@ -56,6 +43,11 @@ class Masking:
     def elements(self) -> Size:
         """How many the tensor has."""
         return 0 if self.layout is None else math.prod(self.shape)
+
+    @property
+    def operands(self) -> list[tvm.ir.Expr]:
+        """The tensors that it is made of."""
+        return [expr for expr, _ in self.addends] + [condition.expr for condition in self.conditions]
 
     def key(self) -> tuple[object, ...]:
         """Return what masks that are the same tensor have in common."""
@@ -74,25 +66,31 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
     if not attention.steps:
         return Masking()
     shape = max((step.shape for step in attention.steps), key=len)
-    attention = replace(attention, steps=tuple(_of_shape(step, shape, graph.symbols) for step in attention.steps))
+    steps = [_of_shape(step, shape, graph.symbols) for step in attention.steps]
     reader = MaskReader(graph, attention.queries, attention.keys)
-    masks = [_mask_of(step, reader) for step in attention.steps]
-    whole_mask = Mask()
-    for mask in masks:
-        whole_mask = whole_mask.joined(mask)
-    finite = (is_constant(expr) and np.isfinite(array_of(expr)).all() for expr in whole_mask.addends)
+    masks = [_mask_of(step, reader) for step in steps]
+    mask = Mask()
+    for one in masks:
+        mask = mask.joined(one)
+    finite = (is_constant(expr) and np.isfinite(array_of(expr)).all() for expr in mask.addends)
     if attention.guarded and not all(finite):
         raise NotAttentionError("zeros take the place of rows that are NaN, which its bias may make")
-    infinite = any(np.isneginf(fill) for fill in whole_mask.fills)
-    fill = max((fill for fill in whole_mask.fills if np.isfinite(fill)), default=-np.inf)
-    addends = tuple(
-        (expr, step.factor) for step, mask in zip(attention.steps, masks, strict=True) for expr in mask.addends
-    )
-    apart = _taken_apart(attention, shape, graph, whole_mask, addends, fill)
-    nothing_is_read = apart.layout is None
-    if nothing_is_read or whole_mask.causal or whole_mask.window or (attention.guarded and infinite):
+    infinite = any(np.isneginf(fill) for fill in mask.fills)
+    fill = max((fill for fill in mask.fills if np.isfinite(fill)), default=-np.inf)
+    addends = tuple((expr, step.factor) for step, one in zip(steps, masks, strict=True) for expr in one.addends)
+    scores = _Scores(attention, shape, graph)
+    apart = scores.laid_out(Masking(mask.causal, mask.window, addends=addends, conditions=mask.conditions, fill=fill))
+    if apart.layout is None or mask.causal or mask.window or (attention.guarded and infinite):
         return apart
-    as_it_is = _as_it_is(attention, shape, graph)
+    # The tensors read, or added up, as they stand in the graph.
+    masked = [step for step in steps if step.kind != "add"]
+    as_it_is = scores.laid_out(
+        Masking(
+            addends=tuple((step.expr, step.factor) for step in steps if step.kind == "add"),
+            conditions=tuple(Condition(step.expr, step.kind == "where_not") for step in masked),
+            fill=max((step.fill for step in masked), default=0.0),
+        )
+    )
     return apart if order(apart.elements) < order(as_it_is.elements) else as_it_is
 
 
@@ -118,128 +116,96 @@ def _mask_of(step: ScoreStep, reader: MaskReader) -> Mask:
     return mask if known else Mask(addends=(step.expr,))
 
 
-def _as_it_is(attention: Attention, shape: Shape, graph: Graph) -> Masking:
-    """Return the mask with its tensors read, or added up, as they stand in the graph."""
-    steps = attention.steps
-    if len(steps) == 1 and steps[0].kind == "where" and np.isneginf(steps[0].fill):
-        return _read(attention, shape, graph, steps[0].expr, "keep", Masking())
-    if len(steps) == 1 and steps[0].kind == "add" and steps[0].factor == 1.0:
-        return _read(attention, shape, graph, steps[0].expr, "add", Masking())
-    masked = [step for step in steps if step.kind != "add"]
-    return _made(
-        attention,
-        shape,
-        graph,
-        Masking(
-            addends=tuple((step.expr, step.factor) for step in steps if step.kind == "add"),
-            conditions=tuple(Condition(step.expr, step.kind == "where_not") for step in masked),
-            fill=max((step.fill for step in masked), default=0.0),
-        ),
-    )
+@dataclass(frozen=True)
+class _Scores:
+    """The scores [..., queries, keys] of an attention, of some shape, which tensors are added to or hide."""
 
+    attention: Attention
+    shape: Shape
+    graph: Graph
 
-def _taken_apart(
-    attention: Attention,
-    shape: Shape,
-    graph: Graph,
-    mask: Mask,
-    addends: tuple[tuple[tvm.ir.Expr, float], ...],
-    fill: float,
-) -> Masking:
-    conditions = mask.conditions
-    plain = Masking(mask.causal, mask.window)
-    if not addends and not conditions:
-        return plain
-    if not addends and len(conditions) == 1 and not conditions[0].negated and np.isneginf(fill):
-        return _read(attention, shape, graph, conditions[0].expr, "keep", plain)
-    if not conditions and len(addends) == 1 and addends[0][1] == 1.0:
-        return _read(attention, shape, graph, addends[0][0], "add", plain)
-    made = Masking(mask.causal, mask.window, addends=addends, conditions=conditions, fill=fill)
-    return _made(attention, shape, graph, made)
+    def laid_out(self, masking: Masking) -> Masking:
+        """Return a mask with the tensor that is read: one of the graph, where one says it all."""
+        addends, conditions = masking.addends, masking.conditions
+        plain = Masking(masking.causal, masking.window)
+        if not addends and not conditions:
+            return plain
+        if not addends and len(conditions) == 1 and not conditions[0].negated and np.isneginf(masking.fill):
+            return self._read(conditions[0].expr, "keep", plain)
+        if not conditions and len(addends) == 1 and addends[0][1] == 1.0:
+            return self._read(addends[0][0], "add", plain)
+        return self._made(masking)
 
+    def _read(self, expr: tvm.ir.Expr, kind: Literal["add", "keep"], masking: Masking) -> Masking:
+        """Return a masking that reads a tensor of the graph, as far back as the kernel can."""
+        for reading in readings_of(expr, self.graph, scaled=False):
+            layout, source = self._layout(reading.view, kind), reading.base
+            if layout is None:
+                continue
+            if kind == "add" and (places := table_places(source, self.graph)) is not None:
+                along = self._along_table(layout, sizes_of(source) or (), places)
+                layout, source = (layout, source) if along is None else (along, places.table)
+            return replace(masking, layout=layout, source=source, shape=sizes_of(source) or ())
+        raise NotAttentionError(f"its mask {sizes_of(expr)} lies in a way that no strides describe")
 
-def _read(
-    attention: Attention, shape: Shape, graph: Graph, expr: tvm.ir.Expr, kind: Literal["add", "keep"], masking: Masking
-) -> Masking:
-    """Return a masking that reads a tensor of the graph, as far back as the kernel can."""
-    for reading in readings_of(expr, graph, scaled=False):
-        layout, source = _bias_layout(attention, reading.view, shape), reading.base
+    def _made(self, masking: Masking) -> Masking:
+        """Return a masking whose tensor is still to be made."""
+        masking, period = _without_repeats(masking, self.shape, self.graph)
+        made = _broadcast([sizes_of(expr) for expr in masking.operands])
+        if made is None:
+            raise NotAttentionError("its mask has an unknown shape")
+        view = whole(made)
+        if period:
+            view = replace(view, axes=(((quotient(self.shape[0], period) or 0, 0), *view.axes[0]), *view.axes[1:]))
+        layout = self._layout(view, "add")
         if layout is None:
-            continue
-        if kind == "add" and (places := table_places(source, graph)) is not None:
-            along = _along_table(attention, layout, sizes_of(source) or (), places)
-            layout, source = (layout, source) if along is None else (along, places.table)
-        return replace(masking, kind=kind, layout=layout, source=source, shape=sizes_of(source) or ())
-    raise NotAttentionError(f"its mask {sizes_of(expr)} lies in a way that no strides describe")
+            raise NotAttentionError(f"its mask {made} lies in a way that no strides describe")
+        return replace(masking, layout=layout, shape=made)
 
-
-def _made(attention: Attention, shape: Shape, graph: Graph, masking: Masking) -> Masking:
-    """Return a masking whose tensor is still to be made."""
-    masking, period = _without_repeats(masking, shape, graph)
-    parts = [sizes_of(expr) for expr, _ in masking.addends]
-    parts += [sizes_of(condition.expr) for condition in masking.conditions]
-    made = _broadcast(parts)
-    if made is None:
-        raise NotAttentionError("its mask has an unknown shape")
-    view = whole(made)
-    if period:
-        view = replace(view, axes=(((quotient(shape[0], period) or 0, 0), *view.axes[0]), *view.axes[1:]))
-    layout = _bias_layout(attention, view, shape)
-    if layout is None:
-        raise NotAttentionError(f"its mask {made} lies in a way that no strides describe")
-    return replace(masking, layout=layout, shape=made)
-
-
-def _bias_layout(attention: Attention, view: StridedView, shape: Shape) -> BiasLayout | None:
-    """Return where a view, which broadcasts to scores of some shape, lies; None where no strides describe it."""
-    wide = view.broadcast(shape)
-    if wide is None:
-        return None
-    leading = merged(factor for axis in wide.axes[:-2] for factor in axis)
-    parts = regrouped(leading, (attention.batch, attention.heads))
-    if parts is None:
-        return None
-    period = _period(parts[0])
-    axes = (parts[0][1:] if period else parts[0], parts[1], *wide.axes[-2:])
-    if any(len(axis) > 1 for axis in axes):
-        return None
-    batch, head, query, key = (axis[0][1] if axis else 0 for axis in axes)
-    return BiasLayout(batch, head, query, key, offset=wide.offset, period=period)
-
-
-def _period(axis: Factors) -> int:
-    """Return after how many places an axis repeats, 0 for never."""
-    if len(axis) != 2 or axis[0][1] != 0:
-        return 0
-    size = axis[1][0]
-    return size if isinstance(size, int) else 0
-
-
-def _along_table(attention: Attention, layout: BiasLayout, shape: Shape, places: TablePlaces) -> BiasLayout | None:
-    """Return where a mask, laid out in a tensor of some shape, lies in the table of that; None where no strides say it.
-
-    What counts in the table are queries and keys: along those alone a kernel stays inside.
-    """
-    if layout.offset != 0 or layout.period:
-        return None
-    own = [(math.prod(shape[axis + 1 :]), size) for axis, size in enumerate(shape)]
-    wanted = (
-        (layout.batch, attention.batch),
-        (layout.head, attention.heads),
-        (layout.query, attention.queries),
-        (layout.key, attention.keys),
-    )
-    strides: list[Size] = []
-    for place, (stride, extent) in enumerate(wanted):
-        axis = next((axis for axis, one in enumerate(own) if one == (stride, extent)), None)
-        counts = axis is not None and places.counting[axis]
-        if (axis is None and stride != 0) or (counts and place < 2) or (place >= 2 and stride != 0 and not counts):
+    def _layout(self, view: StridedView, kind: Literal["add", "keep"]) -> ScoreBias | None:
+        """Return where a view, which broadcasts to the scores, lies; None where no strides describe it."""
+        wide = view.broadcast(self.shape)
+        if wide is None:
             return None
-        strides.append(0 if axis is None or stride == 0 else places.strides[axis])
-    batch, head, query, key = strides
-    if not isinstance(query, int) or not isinstance(key, int):
-        return None
-    return BiasLayout(batch, head, query, key, offset=places.offset, limit=places.limit)
+        leading = merged(factor for axis in wide.axes[:-2] for factor in axis)
+        parts = regrouped(leading, (self.attention.batch, self.attention.heads))
+        if parts is None:
+            return None
+        batch_axis, period = parts[0], 0
+        if len(batch_axis) == 2 and batch_axis[0][1] == 0 and isinstance(size := batch_axis[1][0], int):
+            batch_axis, period = batch_axis[1:], size
+        axes = (batch_axis, parts[1], *wide.axes[-2:])
+        if any(len(axis) > 1 for axis in axes):
+            return None
+        batch, head, query, key = (axis[0][1] if axis else 0 for axis in axes)
+        return ScoreBias(0, kind, batch, head, query, key, offset=wide.offset, period=period)
+
+    def _along_table(self, layout: ScoreBias, shape: Shape, places: TablePlaces) -> ScoreBias | None:
+        """Return where a mask, laid out in a tensor of some shape, lies in its table; None where no strides say it.
+
+        What counts in the table are queries and keys: along those alone a kernel stays inside.
+        """
+        if layout.offset != 0 or layout.period:
+            return None
+        attention = self.attention
+        own = [(math.prod(shape[axis + 1 :]), size) for axis, size in enumerate(shape)]
+        wanted = (
+            (layout.batch_stride, attention.batch),
+            (layout.head_stride, attention.heads),
+            (layout.query_stride, attention.queries),
+            (layout.key_stride, attention.keys),
+        )
+        strides: list[Size] = []
+        for place, (stride, extent) in enumerate(wanted):
+            axis = next((axis for axis, one in enumerate(own) if one == (stride, extent)), None)
+            counts = axis is not None and places.counting[axis]
+            if (axis is None and stride != 0) or (counts and place < 2) or (place >= 2 and stride != 0 and not counts):
+                return None
+            strides.append(0 if axis is None or stride == 0 else places.strides[axis])
+        batch, head, query, key = strides
+        if not isinstance(query, int) or not isinstance(key, int):
+            return None
+        return ScoreBias(0, "add", batch, head, query, key, offset=places.offset, limit=places.limit)
 
 
 def _without_repeats(masking: Masking, shape: Shape, graph: Graph) -> tuple[Masking, int]:
@@ -247,8 +213,7 @@ def _without_repeats(masking: Masking, shape: Shape, graph: Graph) -> tuple[Mask
 
     The windows of an image have the masks of another one's, say. 0 places: nothing is repeated.
     """
-    exprs = [expr for expr, _ in masking.addends] + [condition.expr for condition in masking.conditions]
-    once = [_once(expr, shape, graph) for expr in exprs]
+    once = [_once(expr, shape, graph) for expr in masking.operands]
     shapes = [sizes_of(expr) or () for expr in once]
     leading = {own[0] for own in shapes if len(own) == len(shape)} - {1}
     period = leading.pop() if len(leading) == 1 else 0

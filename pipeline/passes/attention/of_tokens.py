@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import tvm
 from tvm import relax
 
 from relaxtune.models.unpadding import ROWS, SLOTS, SPANS
-from relaxtune.pipeline.passes.attention.find_attention import Attention, Heads
+from relaxtune.pipeline.passes.attention.find_attention import Attention
+from relaxtune.pipeline.passes.attention.head_layout import Heads
 from relaxtune.pipeline.passes.attention.kernel import AttentionFunctions, AttentionKernel, kernel_of
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import is_constant, is_op, number_of
-from relaxtune.pipeline.passes.kit.numbers import MASKED, number_at
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
-
-_MOVES = ("reshape", "expand_dims", "squeeze", "broadcast_to", "permute_dims")
+from relaxtune.pipeline.passes.kit.uniform import MASKED, UniformValues
 
 
 def of_tokens(kernel: AttentionKernel, graph: Graph, functions: AttentionFunctions) -> AttentionKernel | None:
@@ -57,7 +57,7 @@ def of_tokens(kernel: AttentionKernel, graph: Graph, functions: AttentionFunctio
         query=query,
         key=key,
         value=value,
-        output=_of_one_batch(Heads(result[-1], attention.output.strides)),
+        output=_of_one_batch(replace(attention.output, base=result[-1])),
         steps=(),
     )
     try:
@@ -75,12 +75,12 @@ def _packed(heads: Heads, graph: Graph) -> Heads | None:
         value = graph.value(value.args[0])
     if not is_op(value, "take") or not _is_flat(value.args[1], SLOTS, graph):
         return None
-    return _of_one_batch(Heads(value.args[0], heads.strides))
+    return _of_one_batch(replace(heads, base=value.args[0]))
 
 
 def _of_one_batch(heads: Heads) -> Heads:
     # The stride of an axis of size 1 does not matter; this one is as aligned as any other.
-    return replace(heads, strides=replace(heads.strides, batch=math.prod(sizes_of(heads.base) or (0,))))
+    return replace(heads, layout=replace(heads.layout, batch_stride=math.prod(sizes_of(heads.base) or (0,))))
 
 
 def _result(attention: Attention, graph: Graph) -> list[relax.Var] | None:
@@ -105,28 +105,12 @@ def _is_flat(index: tvm.ir.Expr, name: str, graph: Graph) -> bool:
 
 def _hides_padding(step: ScoreStep, graph: Graph, mask: relax.Var) -> bool:
     """Return whether a mask hides the keys where an input is 0, and does nothing where it is 1."""
-    hidden, seen = (_number(step.expr, graph, mask, number) for number in (0.0, 1.0))
+    hidden, seen = (
+        UniformValues(graph.values, {mask: np.dtype(dtype_of(mask)).type(number)}).of(step.expr) for number in (0, 1)
+    )
     if hidden is None or seen is None:
         return False
     if step.kind == "add":
-        return hidden * step.factor <= MASKED and seen == 0.0
-    kept = (hidden, seen) == ((0.0, 1.0) if step.kind == "where" else (1.0, 0.0))
+        return bool(float(hidden) * step.factor <= MASKED and seen == 0)
+    kept = (bool(hidden), bool(seen)) == ((False, True) if step.kind == "where" else (True, False))
     return kept and step.fill <= MASKED
-
-
-def _number(expr: tvm.ir.Expr, graph: Graph, mask: relax.Var, number: float) -> float | None:
-    """Return what an elementwise function of an input is where that holds a number; None where it is none."""
-    if isinstance(expr, relax.Var) and expr == mask:
-        return number
-    if is_constant(expr):
-        return number_of(expr, expr)
-    value = graph.value(expr) if isinstance(expr, relax.Var) else expr
-    if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
-        return None
-    moves = is_op(value, *_MOVES)
-    count = 1 if moves else len(value.args)
-    operands = [_number(one, graph, mask, number) for one in value.args[:count]]
-    if any(one is None for one in operands):
-        return None
-    known = [one for one in operands if one is not None]
-    return known[0] if moves else number_at(str(value.op.name).removeprefix("relax."), known)

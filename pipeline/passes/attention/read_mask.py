@@ -7,6 +7,7 @@ causal or sliding-window form become two numbers, from which a kernel knows what
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,8 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, number_of, numbers_beside
-from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, sizes_of
+from relaxtune.pipeline.passes.kit.uniform import MASKED
 from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 
 _QUERIES, _KEYS = -2, -1
@@ -243,9 +244,5 @@ def _differ_in_leading_ones(left: tvm.ir.Expr, right: tvm.ir.Expr) -> bool:
     shapes = [sizes_of(expr) for expr in (left, right)]
     if shapes[0] is None or shapes[1] is None:
         return False
-    first, second = (list(shape or ()) for shape in shapes)
-    while first and first[0] == 1:
-        first.pop(0)
-    while second and second[0] == 1:
-        second.pop(0)
+    first, second = (list(itertools.dropwhile(lambda size: size == 1, shape or ())) for shape in shapes)
     return first == second

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import tvm
 from tvm import relax, tirx
@@ -48,16 +47,6 @@ def recognise_attention(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
     """
     if not has_template(state.target):
         return mod
-    return attention_as_kernels(mod, state)
-
-
-def has_template(target: tvm.target.Target) -> bool:
-    """Return whether there is a template of attention for a target."""
-    return target_features(target) >= {Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX}
-
-
-def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with each attention that a template makes as one PrimFunc."""
     graph = Graph(mod)
     functions = AttentionFunctions(state.target)
     found: dict[relax.Var, AttentionKernel] = {}
@@ -81,40 +70,35 @@ def attention_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
     if not found:
         return mod
     state.note(f"{len(found)} attentions recognised")
-    return rewrite(mod, state, _Emit(found, functions))
+    roundings = Roundings()
+    masks: dict[tuple[object, ...], tvm.ir.Expr] = {}
+    added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
 
-
-class _Emit:
-    def __init__(self, found: Mapping[relax.Var, AttentionKernel], functions: AttentionFunctions) -> None:
-        self._found = found
-        self._functions = functions
-        self._roundings = Roundings()
-        self._masks: dict[tuple[object, ...], tvm.ir.Expr] = {}
-        self._added: dict[tirx.PrimFunc, tvm.ir.GlobalVar] = {}
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        kernel = self._found.get(binding.var)
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        kernel = found.get(binding.var)
         if kernel is None:
-            self._roundings.note(binding)
+            roundings.note(binding)
             return None
-        operands = [self._roundings.get(new, base, kernel.attention.dtype) for base in kernel.bases]
+        operands = [roundings.get(new, base, kernel.attention.dtype) for base in kernel.bases]
         if kernel.spec.bias is not None:
-            operands.append(self._mask(new, kernel.masking))
+            source, key = kernel.masking.source, kernel.masking.key()
+            if source is None and key not in masks:
+                masks[key] = _composed(new, kernel.masking)
+            operands.append(masks[key] if source is None else _bound(new, source))
         if kernel.spans is not None:
             operands.append(new.of(kernel.spans))
-        func = self._functions.get(kernel)
-        if func not in self._added:
-            self._added[func] = new.function(func.without_attr("global_symbol"), "attention")
+        func = functions.get(kernel)
+        if func not in added:
+            added[func] = new.function(func.without_attr("global_symbol"), "attention")
         operands += [param for param in kernel.params if isinstance(param, tirx.Var)]
-        return relax.call_tir(self._added[func], relax.Tuple(operands), relax.TensorType(*kernel.params[-1]))
+        return relax.call_tir(added[func], relax.Tuple(operands), relax.TensorType(*kernel.params[-1]))
 
-    def _mask(self, new: Rewriter, masking: Masking) -> tvm.ir.Expr:
-        if masking.source is not None:
-            return _bound(new, masking.source)
-        key = masking.key()
-        if key not in self._masks:
-            self._masks[key] = _composed(new, masking)
-        return self._masks[key]
+    return rewrite(mod, state, rule)
+
+
+def has_template(target: tvm.target.Target) -> bool:
+    """Return whether there is a template of attention for a target."""
+    return target_features(target) >= {Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX}
 
 
 def _bound(new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:

@@ -35,8 +35,7 @@ class _Rotation:
     path: tuple[relax.Var, ...]
 
     @property
-    def columns(self) -> int:
-        """Columns of the base that are rotated."""
+    def columns(self) -> int:  # Of the base, that are rotated.
         return self.shape[1] * self.shape[3]
 
 
@@ -61,19 +60,39 @@ def recognise_rotary(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         if rotation is not None:
             key = (rotation.base, rotation.cos, rotation.sin, rotation.dtype, rotation.shape[3])
             found.setdefault(key, []).append(rotation)
-    groups = [group for rotations in found.values() if (group := _side_by_side(rotations))]
+    groups = []
+    for rotations in found.values():
+        rotations.sort(key=lambda rotation: rotation.start)
+        starts = [rotation.start for rotation in rotations[1:]]
+        if starts and starts == [rotation.start + rotation.columns for rotation in rotations[:-1]]:
+            groups.append(rotations)
     if not groups:
         return mod
     state.note(f"{len(groups)} pairs of rotations as one kernel each")
-    return rewrite(mod, state, _Emit(groups))
+    group_of = {rotation.result: (rotation, group) for group in groups for rotation in group}
+    roundings = Roundings()
+    # Cos or sin -> the same as [1 or batch, positions, size].
+    tables: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
+    rotated: dict[relax.Var, relax.Var] = {}
 
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var not in group_of:
+            roundings.note(binding)
+            return None
+        rotation, group = group_of[binding.var]
+        first = group[0]
+        if first.result not in rotated:
+            rotated[first.result] = _rotated(new, group, roundings, tables)
+        batch, heads, positions, size = binding.var.ty.shape.values
+        start, whole = rotation.start - first.start, rotated[first.result]
+        part = relax.op.strided_slice(whole, [2], [start], [start + rotation.columns], assume_inbound=True)
+        split = relax.op.reshape(new.emit(part), (batch, positions, heads, size))
+        moved = relax.op.permute_dims(new.emit(split), [0, 2, 1, 3])
+        state.sources[binding.var.name] = ()
+        same = rotation.dtype == dtype_of(binding.var)
+        return moved if same else relax.op.astype(new.emit(moved), dtype_of(binding.var))
 
-def _side_by_side(rotations: Sequence[_Rotation]) -> list[_Rotation]:
-    """Return the rotations by column when they are of neighbouring columns, and more than one."""
-    ordered = sorted(rotations, key=lambda rotation: rotation.start)
-    ends = [rotation.start + rotation.columns for rotation in ordered]
-    neighbours = all(end == after.start for end, after in zip(ends, ordered[1:], strict=False))
-    return ordered if len(ordered) > 1 and neighbours else []
+    return rewrite(mod, state, rule)
 
 
 def _rotation(var: relax.Var, graph: Graph) -> _Rotation | None:
@@ -106,21 +125,18 @@ def _turned_steps(expr: relax.Var, data: relax.Var, graph: Graph) -> tuple[relax
     value, shape = graph.value(expr), sizes_of(data)
     if not is_op(value, "concat") or not isinstance(value.args[0], relax.Tuple) or shape is None:
         return None
-    parts = list(value.args[0].fields)
-    if len(parts) != 2 or int(value.attrs.axis) not in (-1, len(shape) - 1):
-        return None
+    parts, half = list(value.args[0].fields), _half(shape)
     negative = graph.value(parts[0])
-    if not is_op(negative, "negative"):
+    if len(parts) != 2 or int(value.attrs.axis) not in (-1, len(shape) - 1) or not is_op(negative, "negative"):
         return None
-    half = _half(shape)
     high, low = negative.args[0], parts[1]
-    if _last_axis_slice(high, data, graph) == (half, shape) and _last_axis_slice(low, data, graph) == (0, shape):
+    if _start_of_half(high, data, graph) == half and _start_of_half(low, data, graph) == 0:
         return parts[0], high, low
     return None
 
 
-def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, graph: Graph) -> tuple[Size, Shape] | None:
-    """Return where the half of the last axis of `data` that `expr` is starts, and the shape of `data`."""
+def _start_of_half(expr: tvm.ir.Expr, data: relax.Var, graph: Graph) -> Size | None:
+    """Return where the half of the last axis of `data` that `expr` is starts, None where it is no such half."""
     value, shape = graph.value(expr), sizes_of(data)
     if not is_op(value, "strided_slice") or value.args[0] != data or shape is None:
         return None
@@ -129,7 +145,7 @@ def _last_axis_slice(expr: tvm.ir.Expr, data: relax.Var, graph: Graph) -> tuple[
     axes, starts = (listed_sizes(arg) for arg in value.args[1:3])
     if axes not in ([-1], [len(shape) - 1]) or starts is None or not isinstance(starts[0], int):
         return None
-    return (plain(starts[0] + shape[-1]) if starts[0] < 0 else starts[0]), shape
+    return plain(starts[0] + shape[-1]) if starts[0] < 0 else starts[0]
 
 
 def _is_table(expr: tvm.ir.Expr, shape: Shape) -> bool:
@@ -185,53 +201,26 @@ def rounded_dtype(var: relax.Var, graph: Graph) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-class _Emit:
-    def __init__(self, groups: Sequence[Sequence[_Rotation]]) -> None:
-        self._found = {rotation.result: (rotation, group) for group in groups for rotation in group}
-        self._roundings = Roundings()
-        self._tables: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
-        self._rotated: dict[relax.Var, relax.Var] = {}
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        if binding.var not in self._found:
-            self._roundings.note(binding)
-            return None
-        rotation, group = self._found[binding.var]
-        first = group[0]
-        if first.result not in self._rotated:
-            self._rotated[first.result] = self._emit(new, group)
-        batch, heads, positions, size = binding.var.ty.shape.values
-        start = rotation.start - first.start
-        part = relax.op.strided_slice(
-            self._rotated[first.result], [2], [start], [start + rotation.columns], assume_inbound=True
-        )
-        split = relax.op.reshape(new.emit(part), (batch, positions, heads, size))
-        moved = relax.op.permute_dims(new.emit(split), [0, 2, 1, 3])
-        new.state.sources[binding.var.name] = ()
-        if rotation.dtype == dtype_of(binding.var):
-            return moved
-        return relax.op.astype(new.emit(moved), dtype_of(binding.var))
-
-    def _emit(self, new: Rewriter, group: Sequence[_Rotation]) -> relax.Var:
-        first = group[0]
-        columns = sum(rotation.columns for rotation in group)
-        call = new.kernel(
-            rotary(first.start, columns, first.shape[3]),
-            self._roundings.get(new, first.base, first.dtype),
-            self._table(new, first.cos),
-            self._table(new, first.sin),
-            name="rotary",
-            **{ROTARY_ATTR: [first.start, columns, first.shape[3]]},
-        )
-        steps = [step for rotation in group for step in (*rotation.path, rotation.result)]
-        return new.extra(f"{first.result.name}__rotary", call, steps)
-
-    def _table(self, new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-        """Return cos or sin as [1 or batch, positions, size]."""
-        if expr not in self._tables:
-            batch, _, positions, size = expr.ty.shape.values
-            self._tables[expr] = new.emit(relax.op.reshape(new.of(expr), (batch, positions, size)))
-        return self._tables[expr]
+def _rotated(
+    new: Rewriter, group: Sequence[_Rotation], roundings: Roundings, tables: dict[tvm.ir.Expr, tvm.ir.Expr]
+) -> relax.Var:
+    """Emit the kernel of neighbouring rotations."""
+    first = group[0]
+    for table in (first.cos, first.sin):
+        if table not in tables:
+            batch, _, positions, size = table.ty.shape.values
+            tables[table] = new.emit(relax.op.reshape(new.of(table), (batch, positions, size)))
+    columns = sum(rotation.columns for rotation in group)
+    call = new.kernel(
+        rotary(first.start, columns, first.shape[3]),
+        roundings.get(new, first.base, first.dtype),
+        tables[first.cos],
+        tables[first.sin],
+        name="rotary",
+        **{ROTARY_ATTR: [first.start, columns, first.shape[3]]},
+    )
+    steps = [step for rotation in group for step in (*rotation.path, rotation.result)]
+    return new.extra(f"{first.result.name}__rotary", call, steps)
 
 
 def rotary(start: int, columns: int, size: int) -> Callable[[te.Tensor, te.Tensor, te.Tensor], te.Tensor]:

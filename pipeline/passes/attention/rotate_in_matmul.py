@@ -79,7 +79,33 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     if not found:
         return mod
     state.note(f"{len(found)} rotations in the epilogues of the matmuls before them")
-    return rewrite(mod, state, _Emit(found, state))
+    gone = {var: one for one in found.values() for var in (one.rounded, one.rotated)}
+    made: dict[relax.Var, relax.Var] = {}
+    tables: dict[tuple[tvm.ir.Expr, tuple[tirx.Expr, ...]], tvm.ir.Expr] = {}
+
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
+        value, one = binding.value, found.get(binding.var)
+        if is_op(value, "strided_slice") and value.args[0] in gone:
+            return relax.Call(value.op, [made[gone[value.args[0]].product], *value.args[1:]], value.attrs)
+        if one is None:
+            return DONE if binding.var in gone else None
+        for table in (one.cos, one.sin):
+            if (table, one.table) not in tables:
+                tables[table, one.table] = new.emit(relax.op.reshape(new.of(table), one.table))
+        call = new.kernel(
+            _compute(one, state),
+            new.of(one.data),
+            stored_weight(interleaved_heads(array_of(one.weight), one.head), dtype_of(one.rounded), one.data, state),
+            tables[one.cos, one.table],
+            tables[one.sin, one.table],
+            name="matmul_rotated",
+            op_pattern=OPAQUE,
+        )
+        made[one.product] = new.extra(f"{one.product.name}__rotated", call, (one.product, one.rounded, one.rotated))
+        state.sources[one.product.name] = ()
+        return relax.op.astype(made[one.product], "float32")
+
+    return rewrite(mod, state, rule)
 
 
 def _projection(
@@ -103,8 +129,13 @@ def _projection(
     readers = [
         user for user in (*graph.readers(product), *graph.readers(rounded)) if user not in (rounded, binding.var)
     ]
-    if not all(_reads_from(graph.value(user), columns) for user in readers):
-        return None
+    for value in map(graph.value, readers):
+        # Slices of the last axis of three, from a column on or later.
+        if not is_op(value, "strided_slice"):
+            return None
+        axes, starts = ([int(field) for field in arg.fields] for arg in value.args[1:3])
+        if axes not in ([2], [-1]) or starts[0] < columns:
+            return None
     # What reads the sums before they are rounded is to round them, too.
     if any(rounded_dtype(user, graph) != dtype_of(rounded) for user in readers):
         return None
@@ -115,14 +146,6 @@ def _projection(
         return None
     table = shape_of(cos) or ()
     return _Projection(product, rounded, binding.var, data, weight, tables[0], tables[1], tuple(table), columns, head)
-
-
-def _reads_from(value: tvm.ir.Expr | None, columns: int) -> bool:
-    """Return whether a value is a slice of the last axis of three, from a column on or later."""
-    if not is_op(value, "strided_slice"):
-        return False
-    axes, starts = ([int(field) for field in arg.fields] for arg in value.args[1:3])
-    return axes in ([2], [-1]) and starts[0] >= columns
 
 
 def _known_before(table: tvm.ir.Expr, graph: Graph, product: relax.Var) -> tvm.ir.Expr | None:
@@ -147,41 +170,3 @@ def _function(one: _Projection, state: LoweringState) -> tirx.PrimFunc:
 def _compute(one: _Projection, state: LoweringState) -> Callable[..., te.Tensor]:
     turned = is_turned(one.data, state)
     return rotated_matmul(one.columns, one.head, dtype_of(one.rounded), turned=turned)
-
-
-class _Emit:
-    def __init__(self, found: Mapping[relax.Var, _Projection], state: LoweringState) -> None:
-        self._found, self._state = found, state
-        self._gone = {var: one for one in found.values() for var in (one.rounded, one.rotated)}
-        self._made: dict[relax.Var, relax.Var] = {}
-        self._tables: dict[tuple[tvm.ir.Expr, tuple[tirx.Expr, ...]], tvm.ir.Expr] = {}
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
-        value = binding.value
-        if binding.var in self._found:
-            return self._emit(new, self._found[binding.var])
-        if is_op(value, "strided_slice") and value.args[0] in self._gone:
-            whole = self._made[self._gone[value.args[0]].product]
-            return relax.Call(value.op, [whole, *value.args[1:]], value.attrs)
-        return DONE if binding.var in self._gone else None
-
-    def _emit(self, new: Rewriter, one: _Projection) -> tvm.ir.Expr:
-        dtype = dtype_of(one.rounded)
-        call = new.kernel(
-            _compute(one, self._state),
-            new.of(one.data),
-            stored_weight(interleaved_heads(array_of(one.weight), one.head), dtype, one.data, self._state),
-            self._table(new, one.cos, one.table),
-            self._table(new, one.sin, one.table),
-            name="matmul_rotated",
-            op_pattern=OPAQUE,
-        )
-        nodes_of = (one.product, one.rounded, one.rotated)
-        self._made[one.product] = new.extra(f"{one.product.name}__rotated", call, nodes_of)
-        new.state.sources[one.product.name] = ()
-        return relax.op.astype(self._made[one.product], "float32")
-
-    def _table(self, new: Rewriter, source: tvm.ir.Expr, shape: tuple[tirx.Expr, ...]) -> tvm.ir.Expr:
-        if (source, shape) not in self._tables:
-            self._tables[source, shape] = new.emit(relax.op.reshape(new.of(source), shape))
-        return self._tables[source, shape]

@@ -10,8 +10,8 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside
-from relaxtune.pipeline.passes.kit.numbers import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Shape, sizes_of
+from relaxtune.pipeline.passes.kit.uniform import MASKED
 
 _DEPTH_MAX = 32
 
@@ -46,88 +46,84 @@ class Scores:
     path: tuple[relax.Var, ...] = ()
 
 
-def scores_of(expr: tvm.ir.Expr, graph: Graph) -> Scores:
-    """Return how the argument of a softmax is made of a product of two activations.
+def scores_of(expr: tvm.ir.Expr, graph: Graph, factor: float = 1.0, depth: int = 0) -> Scores:
+    """Return how scores, which are multiplied by `factor` later on, are made of a product of two activations.
 
     Raises
     ------
     NotAttentionError
         It is not, or not in a form that is known.
     """
-    return _Trace(graph).scores(expr, 1.0, 0)
+    value = graph.value(expr)
+    if not isinstance(value, relax.Call) or depth == _DEPTH_MAX:
+        raise NotAttentionError("its scores are made of no matmul")
+    if is_op(value, "matmul"):
+        if not all(isinstance(arg, relax.Var) for arg in value.args):
+            raise NotAttentionError("its scores are a product with a constant")
+        return Scores(expr, factor, path=(expr,))
+    found = _step(value, graph, factor, depth + 1)
+    return replace(found, path=(*found.path, expr))
 
 
-class _Trace:
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+def _step(value: relax.Call, graph: Graph, factor: float, depth: int) -> Scores:
+    if is_op(value, "astype") or (is_op(value, "reshape", "expand_dims", "squeeze") and _keeps_planes(value)):
+        return scores_of(value.args[0], graph, factor, depth)
+    if is_op(value, "multiply", "divide"):
+        return _scaled(value, graph, factor, depth)
+    if is_op(value, "where"):
+        return _masked(value, graph, factor, depth)
+    if is_op(value, "add", "subtract"):
+        return _biased(value, graph, factor, depth)
+    if is_op(value, "maximum"):
+        for scores, floor in numbers_beside(value):
+            if floor * factor <= MASKED:
+                return scores_of(scores, graph, factor, depth)
+    operator = value.op.name if isinstance(value.op, tvm.ir.Op) else "a call"
+    raise NotAttentionError(f"its scores go through {operator}")
 
-    def scores(self, expr: tvm.ir.Expr, factor: float, depth: int) -> Scores:
-        """Return the scores `expr`, which are multiplied by `factor` later on."""
-        value = self._graph.value(expr)
-        if not isinstance(value, relax.Call) or depth == _DEPTH_MAX:
-            raise NotAttentionError("its scores are made of no matmul")
-        if is_op(value, "matmul"):
-            if not all(isinstance(arg, relax.Var) for arg in value.args):
-                raise NotAttentionError("its scores are a product with a constant")
-            return Scores(expr, factor, path=(expr,))
-        found = self._step(value, factor, depth + 1)
-        return replace(found, path=(*found.path, expr))
 
-    def _step(self, value: relax.Call, factor: float, depth: int) -> Scores:
-        if is_op(value, "astype") or (is_op(value, "reshape", "expand_dims", "squeeze") and _keeps_planes(value)):
-            return self.scores(value.args[0], factor, depth)
-        if is_op(value, "multiply", "divide"):
-            return self._scaled(value, factor, depth)
-        if is_op(value, "where"):
-            return self._masked(value, factor, depth)
-        if is_op(value, "add", "subtract"):
-            return self._biased(value, factor, depth)
-        if is_op(value, "maximum"):
-            for scores, floor in numbers_beside(value):
-                if floor * factor <= MASKED:
-                    return self.scores(scores, factor, depth)
-        operator = value.op.name if isinstance(value.op, tvm.ir.Op) else "a call"
-        raise NotAttentionError(f"its scores go through {operator}")
+def _scaled(value: relax.Call, graph: Graph, factor: float, depth: int) -> Scores:
+    for scores, by in numbers_beside(value):
+        if is_op(value, "multiply"):
+            return scores_of(scores, graph, factor * by, depth)
+        if by:
+            return scores_of(scores, graph, factor / by, depth)
+    how = "divided" if is_op(value, "divide") else "multiplied"
+    raise NotAttentionError(f"its scores are {how} by a tensor")
 
-    def _scaled(self, value: relax.Call, factor: float, depth: int) -> Scores:
-        for scores, by in numbers_beside(value):
-            if is_op(value, "multiply"):
-                return self.scores(scores, factor * by, depth)
-            if by:
-                return self.scores(scores, factor / by, depth)
-        how = "divided" if is_op(value, "divide") else "multiplied"
-        raise NotAttentionError(f"its scores are {how} by a tensor")
 
-    def _masked(self, value: relax.Call, factor: float, depth: int) -> Scores:
-        condition, chosen, other = value.args
-        if (fill := number_of(other, value)) is not None:
-            step = ScoreStep("where", condition, _shape(value), fill=fill * factor)
-            scores = chosen
-        elif (fill := number_of(chosen, value)) is not None:
-            step = ScoreStep("where_not", condition, _shape(value), fill=fill * factor)
-            scores = other
-        else:
-            raise NotAttentionError("its mask puts a tensor in the place of scores")
-        if step.fill > MASKED:
-            raise NotAttentionError(f"its mask puts {step.fill:g} in the place of scores, expected {MASKED:g} or less")
-        return self._with(step, scores, factor, depth)
+def _masked(value: relax.Call, graph: Graph, factor: float, depth: int) -> Scores:
+    condition, chosen, other = value.args
+    if (fill := number_of(other, value)) is not None:
+        step = ScoreStep("where", condition, _shape(value), fill=fill * factor)
+        scores = chosen
+    elif (fill := number_of(chosen, value)) is not None:
+        step = ScoreStep("where_not", condition, _shape(value), fill=fill * factor)
+        scores = other
+    else:
+        raise NotAttentionError("its mask puts a tensor in the place of scores")
+    if step.fill > MASKED:
+        raise NotAttentionError(f"its mask puts {step.fill:g} in the place of scores, expected {MASKED:g} or less")
+    return _with(step, scores, graph, factor, depth)
 
-    def _biased(self, value: relax.Call, factor: float, depth: int) -> Scores:
-        forms = either_way(value) if is_op(value, "add") else either_way(value)[:1]
-        by = -factor if is_op(value, "subtract") else factor
-        reasons = []
-        for scores, bias in forms:
-            try:
-                return self._with(ScoreStep("add", bias, _shape(value), factor=by), scores, factor, depth)
-            except NotAttentionError as e:
-                reasons.append(e)
-        raise reasons[0]
 
-    def _with(self, step: ScoreStep, scores: tvm.ir.Expr, factor: float, depth: int) -> Scores:
-        found = self.scores(scores, factor, depth)
-        if _shape(scores) != step.shape:
-            raise NotAttentionError(f"a mask broadcasts its scores from {_shape(scores)} to {step.shape}")
-        return replace(found, steps=(*found.steps, step))
+def _biased(value: relax.Call, graph: Graph, factor: float, depth: int) -> Scores:
+    forms = either_way(value) if is_op(value, "add") else either_way(value)[:1]
+    by = -factor if is_op(value, "subtract") else factor
+    reasons = []
+    for scores, bias in forms:
+        try:
+            return _with(ScoreStep("add", bias, _shape(value), factor=by), scores, graph, factor, depth)
+        except NotAttentionError as e:
+            reasons.append(e)
+    raise reasons[0]
+
+
+def _with(step: ScoreStep, scores: tvm.ir.Expr, graph: Graph, factor: float, depth: int) -> Scores:
+    found = scores_of(scores, graph, factor, depth)
+    if _shape(scores) != step.shape:
+        raise NotAttentionError(f"a mask broadcasts its scores from {_shape(scores)} to {step.shape}")
+    return replace(found, steps=(*found.steps, step))
 
 
 def _shape(expr: tvm.ir.Expr) -> Shape:

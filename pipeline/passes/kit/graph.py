@@ -7,7 +7,7 @@ from functools import cached_property
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of, users_of, values_of
+from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of, users_of
 from relaxtune.pipeline.passes.kit.sizes import Symbols
 from relaxtune.pipeline.passes.kit.uniform import UniformValues
 
@@ -19,7 +19,7 @@ class Graph:
         self.mod = mod
         self.main = main_of(mod)
         self.bindings = tuple(bindings_of(self.main))
-        self.values = values_of(self.main)
+        self.values = {b.var: b.value for b in self.bindings if isinstance(b, relax.VarBinding)}
 
     @cached_property
     def order(self) -> dict[relax.Var, int]:
@@ -64,3 +64,13 @@ class Graph:
                 break
             expr = value.args[0]
         return path
+
+    def unwrapped(self, index: tvm.ir.Expr) -> tuple[tvm.ir.Expr, tvm.ir.Expr] | None:
+        """Return x and the size of `where(x < 0, x + size, x)`: an index that may count from the end."""
+        value = self.value(index)
+        if not is_op(value, "where"):
+            return None
+        test, total, plain = self.value(value.args[0]), self.value(value.args[1]), value.args[2]
+        if not is_op(test, "less") or not is_op(total, "add") or test.args[0] != plain or total.args[0] != plain:
+            return None
+        return (plain, total.args[1]) if self.uniform.of(test.args[1]) == 0 else None

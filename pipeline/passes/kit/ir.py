@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeGuard
 
@@ -53,11 +54,6 @@ def binding_count(mod: tvm.ir.IRModule) -> int:
     return sum(len(block.bindings) for block in body.blocks) if isinstance(body, relax.SeqExpr) else 0
 
 
-def values_of(function: relax.Function) -> dict[relax.Var, tvm.ir.Expr]:
-    """Return variable -> value it is bound to."""
-    return {b.var: b.value for b in bindings_of(function) if isinstance(b, relax.VarBinding)}
-
-
 def users_of(function: relax.Function) -> dict[relax.Var, list[relax.Var]]:
     """Return variable -> variables whose bindings read it; the function's result counts as a reader of its own."""
     users: dict[relax.Var, list[relax.Var]] = {}
@@ -103,16 +99,13 @@ def number_of(expr: tvm.ir.Expr, beside: tvm.ir.Expr) -> float | None:
     own, shape = (static_shape(expr), shape_of(beside)) if is_constant(expr) else (None, None)
     if own is None or (own and (shape is None or len(own) > len(shape))):
         return None
-    if any(size not in (1, _size(axis)) for size, axis in zip(own[::-1], (shape or [])[::-1], strict=False)):
+    pairs = zip(own[::-1], (shape or [])[::-1], strict=False)
+    if any(size != 1 and not (isinstance(axis, tirx.IntImm) and int(axis) == size) for size, axis in pairs):
         return None
     array = array_of(expr)
     if array.size == 0 or not (array == array.flat[0]).all():
         return None
     return float(array.flat[0])
-
-
-def _size(axis: tirx.Expr) -> int | None:
-    return int(axis) if isinstance(axis, tirx.IntImm) else None
 
 
 def either_way(call: relax.Call) -> tuple[tuple[tvm.ir.Expr, tvm.ir.Expr], tuple[tvm.ir.Expr, tvm.ir.Expr]]:
@@ -172,12 +165,8 @@ def longest_row_axis(expr: tvm.ir.Expr) -> int | None:
 
 def row_count(expr: tvm.ir.Expr) -> int | None:
     """Return the product of the axes before the last, None when one is symbolic."""
-    rows = 1
-    for axis in (shape_of(expr) or [])[:-1]:
-        if not isinstance(axis, tirx.IntImm):
-            return None
-        rows *= int(axis)
-    return rows
+    rows = (shape_of(expr) or [])[:-1]
+    return math.prod(map(int, rows)) if all(isinstance(axis, tirx.IntImm) for axis in rows) else None
 
 
 def dtype_of(expr: tvm.ir.Expr) -> str:
@@ -199,11 +188,6 @@ def constants_in(expr: tvm.ir.Expr) -> list[tvm.ir.Expr]:
     found: list[tvm.ir.Expr] = []
     relax.analysis.post_order_visit(expr, lambda e: found.append(e) if is_constant(e) else None)
     return found
-
-
-def constant_dtypes(mod: tvm.ir.IRModule) -> set[str]:
-    """Return the dtypes of the tensor constants that `main` reads."""
-    return {dtype_of(constant) for binding in bindings_of(main_of(mod)) for constant in constants_in(binding.value)}
 
 
 Key = str | tuple["Key", ...]

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
-from tvm_ffi import StructuralKey
+from tvm_ffi import StructuralKey, structural_map
 
 from relaxtune.pipeline.passes.kit.ir import main_of, with_main
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -136,11 +136,11 @@ def with_opaque_calls(mod: tvm.ir.IRModule, state: LoweringState, chosen: Set[re
 def replace_found(
     mod: tvm.ir.IRModule,
     state: LoweringState,
-    found: Mapping[relax.Var, T],
+    found: Mapping[relax.Var, T | None],
     make: Callable[[Rewriter, relax.VarBinding, T], tvm.ir.Expr | Done],
     note: str = "",
 ) -> tvm.ir.IRModule:
-    """Return `mod` with the bindings that a pass has found as `make` makes them; all others stay.
+    """Return `mod` with the bindings that a pass has found as `make` makes them, or gone (None); all others stay.
 
     `note` says what they are ("gathers are views"), and is reported with their number.
     """
@@ -150,7 +150,10 @@ def replace_found(
         state.note(f"{len(found)} {note}")
 
     def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
-        return make(new, binding, found[binding.var]) if binding.var in found else None
+        if binding.var not in found:
+            return None
+        one = found[binding.var]
+        return DONE if one is None else make(new, binding, one)
 
     return rewrite(mod, state, rule)
 
@@ -161,51 +164,22 @@ def written_by(mod: tvm.ir.IRModule, rewriter: Rewriter) -> tvm.ir.IRModule:
     return with_main(rewriter.builder_.get(), function)
 
 
-@mutator
-class _Constants(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, choose: Callable[[tvm.ir.Expr, relax.Var | None], tvm.ir.Expr]) -> None:
-        super().__init__()
-        self._choose = choose
-        self._reader: relax.Var | None = None
-
-    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        self._reader = binding.var
-        super().visit_var_binding_(binding)
-        self._reader = None
-
-    def visit_generic_const_(self, op: tvm.ir.Expr) -> tvm.ir.Expr:
-        return self._choose(op, self._reader)
-
-
 def replace_constants(
     function: relax.Function, choose: Callable[[tvm.ir.Expr, relax.Var | None], tvm.ir.Expr]
 ) -> relax.Function:
     """Return `function` with other expressions for its constants, by the variable whose binding reads each."""
-    result: relax.Function = _Constants(choose).visit_expr(function)
+
+    def in_binding(binding: relax.VarBinding) -> relax.VarBinding:
+        constants = (tvm.ir.GenericConst, lambda constant: choose(constant, binding.var))
+        return relax.VarBinding(binding.var, structural_map(binding.value, [constants]))
+
+    elsewhere = (tvm.ir.GenericConst, lambda constant: choose(constant, None))
+    result: relax.Function = structural_map(function, [(relax.VarBinding, in_binding), elsewhere], order="pre")
     return result
-
-
-@mutator
-class _Rename(PyExprMutator):  # type: ignore[misc]
-    def __init__(self, names: Mapping[relax.Var, str]) -> None:
-        super().__init__()
-        self._names = names
-
-    def _renamed(self, var: relax.Var, kind: type[relax.Var]) -> relax.Var:
-        if var not in self._names:
-            return var
-        new = kind(self._names[var], var.ty)
-        self.set_var_remap(var, new)
-        return new
-
-    def visit_dataflow_var_def_(self, var: relax.Var) -> relax.Var:
-        return self._renamed(var, relax.DataflowVar)
-
-    def visit_var_def_(self, var: relax.Var) -> relax.Var:
-        return self._renamed(var, relax.Var)
 
 
 def rename_bindings(function: relax.Function, names: Mapping[relax.Var, str]) -> relax.Function:
     """Return `function` with the given variables renamed."""
-    renamed: relax.Function = _Rename(names).visit_expr(function)
+    named = {var: type(var)(name, var.ty) for var, name in names.items()}
+    renamed: relax.Function = structural_map(function, [(relax.Var, lambda var: named.get(var, var))])
     return renamed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import tvm
@@ -12,6 +12,9 @@ import tvm
 from relaxtune.models.unpadding import EXTRA_INPUTS, Unpadding
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.module import LoweringOptions
+
+# What no pass changes, and notes, which stay in the report of a pass that failed.
+_NOT_SAVED = ("graph", "target", "options", "notes", "_order")
 
 
 @dataclass
@@ -62,22 +65,9 @@ class LoweringState:
 
     def saved(self) -> dict[str, object]:
         """Return a copy of what passes have told one another, for `restore`."""
-        return {name: copy(getattr(self, name)) for name in _TOLD}
+        return {field.name: copy(getattr(self, field.name)) for field in fields(self) if field.name not in _NOT_SAVED}
 
     def restore(self, saved: Mapping[str, object]) -> None:
         """Forget what a pass told that was left out."""
         for name, value in saved.items():
             setattr(self, name, value)
-
-
-_TOLD = (
-    "sources",
-    "weights",
-    "gate_products",
-    "quantised_nodes",
-    "float_nodes",
-    "unfolded",
-    "tf32",
-    "unpadding",
-    "constants_folded",
-)

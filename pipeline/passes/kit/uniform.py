@@ -7,16 +7,26 @@ step, at place `past`, sees each of the `past + 1` keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
-from relaxtune.pipeline.passes.kit.numbers import COMPUTED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
 
+# A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
+MASKED = -1e4
+# Elementwise operation -> what it makes of numbers.
+COMPUTED: Mapping[str, Callable[..., np.generic]] = {
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "divide": np.divide, "equal": np.equal,
+    "not_equal": np.not_equal, "greater": np.greater, "greater_equal": np.greater_equal, "less": np.less,
+    "less_equal": np.less_equal, "logical_not": np.logical_not, "logical_and": np.logical_and,
+    "logical_or": np.logical_or, "negative": np.negative, "maximum": np.maximum, "minimum": np.minimum,
+    "astype": np.positive, "isnan": np.isnan, "isinf": np.isinf,
+    "where": lambda condition, chosen, other: chosen if condition else other,
+}  # fmt: skip
 # A quotient of integers may be infinite.
 _COMPUTED = tuple(COMPUTED.keys() - {"divide"})
 _MOVED = ("broadcast_to", "expand_dims", "permute_dims", "reshape", "squeeze", "strided_slice")
@@ -36,11 +46,13 @@ Bounds = tuple[Size, Size]
 
 
 class UniformValues:
-    """The numbers that all elements of tensors are, by the bindings of a function."""
+    """The numbers that all elements of tensors are, by the bindings of a function and what is `known` of its inputs."""
 
-    def __init__(self, values: Mapping[relax.Var, tvm.ir.Expr]) -> None:
+    def __init__(
+        self, values: Mapping[relax.Var, tvm.ir.Expr], known: Mapping[relax.Var, np.generic] | None = None
+    ) -> None:
         self._values = values
-        self._uniform: dict[relax.Var, np.generic | None] = {}
+        self._uniform: dict[relax.Var, np.generic | None] = dict(known or {})
         self._bounds: dict[relax.Var, Bounds | None] = {}
 
     def of(self, expr: tvm.ir.Expr, depth: int = 0) -> np.generic | None:
@@ -84,8 +96,10 @@ class UniformValues:
 
     def _compared(self, value: relax.Call, depth: int) -> bool | None:
         """Return what a comparison of integers is at all sizes."""
-        if is_op(value, "less") and self._counts_some(value.args[0]) and self._is_one(value.args[1]):
-            return False
+        if is_op(value, "less") and self._counts_some(value.args[0]):
+            number = self.of(value.args[1])
+            if number is not None and 0 < float(number) <= 1:
+                return False
         swapped, more = _LESS[value.op.name.removeprefix("relax.")]
         left, right = (self.bounds_of(arg, depth + 1) for arg in value.args)
         if left is None or right is None:
@@ -94,10 +108,6 @@ class UniformValues:
         if fits(high + more, other_low):
             return True
         return False if fits(other_high + 1 - more, low) else None
-
-    def _is_one(self, expr: tvm.ir.Expr) -> bool:
-        number = self.of(expr)
-        return number is not None and 0 < float(number) <= 1
 
     def _counts_some(self, expr: tvm.ir.Expr) -> bool:
         """Return whether a tensor counts along the last axis which keys are no further than a query, and one is.

@@ -42,7 +42,16 @@ def gather_rows(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         found[binding.var] = (value.args[1] if plain is None else plain, plain is not None)
         if plain is not None:
             state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
-    return replace_found(mod, state, found, _gather)
+
+    def gather(new: Rewriter, binding: relax.VarBinding, found: tuple[tvm.ir.Expr, bool]) -> tvm.ir.Expr:
+        value, (ids, wrap) = binding.value, found
+        if is_op(value, "gather_elements"):
+            compute = _elements(int(value.attrs.axis))
+        else:
+            compute = _rows(wrap, in_tuples=is_op(value, "gather_nd"))
+        return new.kernel(compute, new.of(value.args[0]), new.of(ids), name="gather", op_pattern=INJECTIVE)
+
+    return replace_found(mod, state, found, gather)
 
 
 def _gathers_rows(value: tvm.ir.Expr) -> bool:
@@ -60,27 +69,11 @@ def _gathers_rows(value: tvm.ir.Expr) -> bool:
 def _unwrapped(call: relax.Call, graph: Graph) -> relax.Var | None:
     """Return x when a table of `rows` rows is read at `where(x < 0, x + rows, x)`."""
     table, ids = call.args
-    value = graph.value(ids)
-    if not is_op(value, "where"):
+    plain, added = graph.unwrapped(ids) or (None, None)
+    if not isinstance(plain, relax.Var) or not same_shape(ids, plain):
         return None
-    condition, wrapped, plain = value.args
-    test, total = graph.value(condition), graph.value(wrapped)
-    if not isinstance(plain, relax.Var) or not is_op(test, "less") or not is_op(total, "add"):
-        return None
-    if test.args[0] != plain or total.args[0] != plain or not same_shape(ids, plain):
-        return None
-    (rows, *_), bounds_of = sizes_of(table) or (None,), graph.uniform.bounds_of
-    return plain if bounds_of(test.args[1]) == (0, 0) and bounds_of(total.args[1]) == (rows, rows) else None
-
-
-def _gather(new: Rewriter, binding: relax.VarBinding, found: tuple[tvm.ir.Expr, bool]) -> tvm.ir.Expr:
-    ids, wrap = found
-    operands = (new.of(binding.value.args[0]), new.of(ids))
-    if is_op(binding.value, "gather_elements"):
-        compute = _elements(int(binding.value.attrs.axis))
-    else:
-        compute = _rows(wrap, in_tuples=is_op(binding.value, "gather_nd"))
-    return new.kernel(compute, *operands, name="gather", op_pattern=INJECTIVE)
+    rows = (sizes_of(table) or (None,))[0]
+    return plain if graph.uniform.bounds_of(added) == (rows, rows) else None
 
 
 def _elements(axis: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:

@@ -13,7 +13,7 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, number_of, shape_of
+from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -104,7 +104,8 @@ def _gathered_axes(call: tvm.ir.Expr, graph: Graph, counted: CountedIntegers, si
         found = counted.of(index) if (sizes_of(call.args[0]) or (0,))[0] == sizes[0] * sizes[1] else None
         axes = None if found is None else _placed(found, sizes_of(index) or (), (sizes[1], 1), sizes)
         return None if axes is None else (axes[0], axes[1])
-    indices = _without_wrap(call.args[1], graph)
+    # An index that counts up from 0 is never negative.
+    indices, _ = graph.unwrapped(call.args[1]) or (call.args[1], None)
     shape = sizes_of(indices) or ()
     if is_constant(indices) and shape[-1:] == (2,):
         parts = [count_of_array(array_of(indices)[..., part : part + 1]) for part in range(2)]
@@ -135,14 +136,3 @@ def _placed(count: Count, shape: Shape, wanted: Sequence[Size], sizes: Sequence[
             del grows[axis]
         found.append(axis)
     return None if grows else tuple(found)
-
-
-def _without_wrap(expr: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr:
-    """Return x of `where(x < 0, x + size, x)`: an index that counts up from 0 is never negative."""
-    value = graph.value(expr)
-    if not is_op(value, "where"):
-        return expr
-    condition, _, plain = value.args
-    test = graph.value(condition)
-    below = is_op(test, "less") and test.args[0] == plain and number_of(test.args[1], plain) == 0.0
-    return plain if below else expr

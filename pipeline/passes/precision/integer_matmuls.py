@@ -23,9 +23,11 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, shape_of, static_shape, values_of
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, shape_of, static_shape
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
+from relaxtune.pipeline.passes.kit.sizes import size_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 _BYTES = ("int8", "uint8")
@@ -36,28 +38,14 @@ _Values = Mapping[relax.Var, tvm.ir.Expr]
 
 
 @dataclass(frozen=True)
-class Activations:
-    """The left operand: integers, their zero point in int32 (None: 0) and scale (None: the result is in integers)."""
-
-    integers: tvm.ir.Expr
-    zero: tvm.ir.Expr | None
-    scale: tvm.ir.Expr | None
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The right operand: integers less zero points [K, N], the scale of each column (None: the result is integer)."""
-
-    centred: np.ndarray
-    scales: np.ndarray | None
-
-
-@dataclass(frozen=True)
 class IntegerMatmul:
-    """A matmul that can be computed in integers."""
+    """A matmul that can be computed in integers; without scales its result is integers, too."""
 
-    activations: Activations
-    weights: Weights
+    integers: tvm.ir.Expr  # The left operand.
+    zero: tvm.ir.Expr | None  # Its zero point in int32; None for 0.
+    scale: tvm.ir.Expr | None
+    centred: np.ndarray  # The right operand [K, N], less its zero points.
+    column_scales: np.ndarray | None
 
 
 def integer_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -66,63 +54,52 @@ def integer_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     Runs before constants are folded: folded, the weights would be floats (or int32). Matmuls of two activations,
     operands of 16 bits and scales along K stay as they are; `LoweringState.float_nodes` has the ONNX matmuls of numbers
     that stay, `LoweringState.quantised_nodes` those that are integer.
+
+    Raises
+    ------
+    UsageError
+        There is none: the precision would have no effect.
     """
     policy = state.options.policy
     if policy is None or not policy.integer:
         return mod
     graph = Graph(mod)
-    found = find_integer_matmuls(graph.main)
+    found: dict[relax.Var, IntegerMatmul] = {}
     for binding in graph.bindings:
         if is_op(binding.value, "matmul"):
-            nodes = state.quantised_nodes if binding.var in found else state.float_nodes
+            match = _match(binding.value, graph.values)
+            if match is not None:
+                found[binding.var] = match
+            nodes = state.float_nodes if match is None else state.quantised_nodes
             nodes.update(state.nodes_of([binding.var.name]))
+    if not found:
+        raise UsageError(
+            f"precision {policy.name!r} of model {state.graph.name!r}: none of its matmuls reads 8-bit activations and "
+            "a constant 8-bit matrix with one scale or one a column; quantise the model first (quantize_static in QDQ "
+            "format or quantize_dynamic, of onnxruntime.quantization), or choose another precision"
+        )
     state.note(f"{len(found)} matmuls in integers, {len(state.float_nodes)} not")
     return replace_found(mod, state, found, _in_integers)
-
-
-def find_integer_matmuls(main: relax.Function) -> dict[relax.Var, IntegerMatmul]:
-    """Return the matmuls of `main` that can be computed in integers, by the variable that each binds."""
-    values = values_of(main)
-    found = {}
-    for var, value in values.items():
-        if is_op(value, "matmul") and (match := _match(value, values)) is not None:
-            found[var] = match
-    return found
 
 
 def _match(matmul: relax.Call, values: _Values) -> IntegerMatmul | None:
     dtype = dtype_of(matmul)
     if dtype not in ("float32", "int32"):
         return None
-    activations = _activations(matmul.args[0], values, scaled=dtype == "float32")
-    weights = _weights(matmul.args[1], values, scaled=dtype == "float32")
-    if activations is None or weights is None:
+    parts = _parts(matmul.args[0], values, scaled=dtype == "float32")
+    matrix = _matrix(matmul.args[1], values, scaled=dtype == "float32")
+    if parts is None or matrix is None or is_constant(parts[0]) or len(shape_of(parts[0]) or ()) < 2:
         return None
-    largest = int(np.abs(weights.centred).sum(axis=0).max(initial=0)) * _LARGEST_ACTIVATION
-    return IntegerMatmul(activations, weights) if largest <= _INT32_MAX else None
-
-
-def _activations(expr: tvm.ir.Expr, values: _Values, *, scaled: bool) -> Activations | None:
-    parts = _parts(expr, values, scaled=scaled)
-    if parts is None or is_constant(parts[0]) or len(shape_of(parts[0]) or ()) < 2:
-        return None
-    integers, zero, scale = parts
+    (_, zero, scale), (centred, scales) = parts, matrix
     # A zero point for each row is taken out of the product as one for all is; one along K is not.
-    if zero is not None and not _is_last_axis_one(zero):
+    if (zero is not None and not _are_ones(zero, last=True)) or (scale is not None and not _are_ones(scale)):
         return None
-    if scale is not None and not _is_one_number(scale):
+    if scales is not None and not (scales == scales[:1]).all():
         return None
-    return Activations(integers, zero, scale)
-
-
-def _weights(expr: tvm.ir.Expr, values: _Values, *, scaled: bool) -> Weights | None:
-    matrix = _matrix(expr, values, scaled=scaled)
-    if matrix is None:
-        return None
-    centred, scales = matrix
-    if scales is None:
-        return Weights(centred, None)
-    return Weights(centred, scales[0].copy()) if (scales == scales[:1]).all() else None
+    largest = int(np.abs(centred).sum(axis=0).max(initial=0)) * _LARGEST_ACTIVATION
+    return (
+        IntegerMatmul(*parts, centred, None if scales is None else scales[0].copy()) if largest <= _INT32_MAX else None
+    )
 
 
 def _matrix(expr: tvm.ir.Expr, values: _Values, *, scaled: bool) -> tuple[np.ndarray, np.ndarray | None] | None:
@@ -179,50 +156,38 @@ def _constant_or_var(expr: tvm.ir.Expr | None, values: _Values) -> tvm.ir.Expr |
     return value if is_constant(value) else expr
 
 
-def _is_last_axis_one(expr: tvm.ir.Expr) -> bool:
+def _are_ones(expr: tvm.ir.Expr, *, last: bool = False) -> bool:
+    """Return whether the axes of a tensor, or its last one, are of size 1."""
     shape = shape_of(expr)
-    return shape is not None and (not shape or _is_one(shape[-1]))
-
-
-def _is_one_number(expr: tvm.ir.Expr) -> bool:
-    shape = shape_of(expr)
-    return shape is not None and all(_is_one(axis) for axis in shape)
-
-
-def _is_one(axis: tvm.tirx.Expr) -> bool:
-    return isinstance(axis, tvm.tirx.IntImm) and int(axis) == 1
+    return shape is not None and all(size_of(axis) == 1 for axis in (shape[-1:] if last else shape))
 
 
 def _in_integers(new: Rewriter, binding: relax.VarBinding, match: IntegerMatmul) -> tvm.ir.Expr:
     def extra(what: str, value: tvm.ir.Expr) -> relax.Var:
         return new.extra(f"{binding.var.name}__{what}", value, [binding.var])
 
-    activations, weights = match.activations, match.weights
-    narrow = relax.const(narrowed(weights.centred))
-    result = relax.op.matmul(new.of(activations.integers), narrow, out_dtype="int32")
-    if activations.zero is not None:
+    result = relax.op.matmul(new.of(match.integers), relax.const(narrowed(match.centred)), out_dtype="int32")
+    zero, scale = match.zero, match.scale
+    if zero is not None:
         products = extra("products", result)
-        result = relax.op.add(products, _correction(new, activations.zero, weights.centred))
-    if activations.scale is not None and weights.scales is not None:
+        # What the zero point takes away from each column's sum: one row, where it is one.
+        columns = -match.centred.sum(axis=0, dtype=np.int32)
+        if is_constant(zero) and array_of(zero).size == 1:
+            correction = relax.const(array_of(zero).reshape(1) * columns)
+        else:
+            correction = new.emit(relax.op.multiply(new.of(zero), relax.const(columns)))
+        result = relax.op.add(products, correction)
+    if scale is not None and match.column_scales is not None:
         numbers = extra("float32", relax.op.astype(extra("sums", result), "float32"))
-        result = relax.op.multiply(numbers, _scale(new, activations.scale, weights.scales))
+        columns = match.column_scales
+        # One number where the columns share theirs.
+        shared = columns[:1].reshape(()) if (columns == columns[0]).all() else columns
+        if is_constant(scale):
+            factors = relax.const(array_of(scale).reshape(()) * shared)
+        else:
+            factors = new.emit(relax.op.multiply(new.of(scale), relax.const(shared)))
+        result = relax.op.multiply(numbers, factors)
     return result
-
-
-def _correction(new: Rewriter, zero: tvm.ir.Expr, centred: np.ndarray) -> tvm.ir.Expr:
-    """Return what the zero point of the activations takes away from each column's sum: one row, where it is one."""
-    columns = -centred.sum(axis=0, dtype=np.int32)
-    if is_constant(zero) and array_of(zero).size == 1:
-        return relax.const(array_of(zero).reshape(1) * columns)
-    return new.emit(relax.op.multiply(new.of(zero), relax.const(columns)))
-
-
-def _scale(new: Rewriter, activations: tvm.ir.Expr, weights: np.ndarray) -> tvm.ir.Expr:
-    """Return the product of both scales, one number where the columns share theirs."""
-    shared = weights[:1].reshape(()) if (weights == weights[0]).all() else weights
-    if is_constant(activations):
-        return relax.const(array_of(activations).reshape(()) * shared)
-    return new.emit(relax.op.multiply(new.of(activations), relax.const(shared)))
 
 
 def narrowed(centred: np.ndarray) -> np.ndarray:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import TypeAlias
 
+import numpy as np
+
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.passes.kit.numbers import MASKED, number_at
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, quotient
+from relaxtune.pipeline.passes.kit.uniform import COMPUTED, MASKED
 
 
 class MixesTokensError(UsageError):
@@ -88,12 +90,6 @@ def leading(axes: Axes) -> int | None:
     return 2 if len(axes) > 1 and kinds(axes[0]) == (Kind.BATCH,) and kinds(axes[1]) == (Kind.PLACE,) else None
 
 
-def padding(axes: Axes) -> Padding:
-    """Return what a tensor of one axis of places holds at padding."""
-    (found,) = places(axes)
-    return found.pad
-
-
 def degraded(axes: Axes) -> Axes:
     """Return the axes of what is computed of each row apart: a number at padding becomes another one."""
     return tuple(tuple(replace(one, pad=Pad.EXACT if one.is_clean else Pad.ANY) for one in axis) for axis in axes)
@@ -124,26 +120,26 @@ def broadcast(name: str, shape: Shape, operands: Sequence[Axes | float | None]) 
             for one in operands
         ]
         known = [axis for axis in own if isinstance(axis, tuple) and axis]
-        told = [axis for axis in known if set(kinds(axis)) != {Kind.OTHER}]
-        if not told:
+        along = [axis for axis in known if set(kinds(axis)) != {Kind.OTHER}]
+        if not along:
             result.append(known[0] if known else plain_axes((size,))[0])
             continue
-        if any([(one.kind, one.size) for one in axis] != [(one.kind, one.size) for one in told[0]] for axis in told):
+        if any([(one.kind, one.size) for one in axis] != [(one.kind, one.size) for one in along[0]] for axis in along):
             raise MixesTokensError(f"its operands have tokens along different axes, of sizes {shape}")
-        axis = []
-        for place, factor in enumerate(told[0]):
-            pads = [_pad_of(one, place, told) for one in own]
-            axis.append(replace(factor, pad=_combined(name, pads)) if factor.kind is Kind.PLACE else factor)
-        result.append(tuple(axis))
+        joined = []
+        for place, factor in enumerate(along[0]):
+            pads = [_pad_of(one, place, along) for one in own]
+            joined.append(replace(factor, pad=_combined(name, pads)) if factor.kind is Kind.PLACE else factor)
+        result.append(tuple(joined))
     if sum(kinds(axis).count(Kind.BATCH) for axis in result) > 1:
         raise MixesTokensError("it combines each row of the batch with each other row")
     return tuple(result)
 
 
-def _pad_of(axis: Axis | float | None, place: int, told: Sequence[Axis]) -> Padding:
+def _pad_of(axis: Axis | float | None, place: int, along: Sequence[Axis]) -> Padding:
     if isinstance(axis, float):
         return axis
-    return axis[place].pad if axis and any(axis is one for one in told) else Pad.EXACT
+    return axis[place].pad if axis and any(axis is one for one in along) else Pad.EXACT
 
 
 def _combined(name: str, pads: Sequence[Padding]) -> Padding:
@@ -157,9 +153,9 @@ def _combined(name: str, pads: Sequence[Padding]) -> Padding:
         return 1.0
     numbers = [pad for pad in pads if isinstance(pad, float)]
     if len(numbers) == len(pads):
-        known = number_at(name, numbers)
-        if known is not None:
-            return known
+        if name in COMPUTED:
+            with np.errstate(all="ignore"):
+                return float(COMPUTED[name](*numbers))
         return numbers[0] if name in ("concat", "broadcast_to") and len(set(numbers)) == 1 else Pad.EXACT
     if _stays_low(name, pads):
         return Pad.LOW

@@ -33,7 +33,7 @@ OF_ELEMENTS = (
     *("logical_or", "isnan", "isinf", "sin", "cos", "floor", "ceil", "round", "sign", "mod", "floor_mod"),
 )
 _REDUCTIONS = ("sum", "mean", "max", "min", "prod", "variance", "std", "argmax", "argmin")
-_NORMS = ("nn.layer_norm", "nn.rms_norm")
+NORMS = ("nn.layer_norm", "nn.rms_norm")
 # Places of a row that a graph may read one by one: [CLS], say.
 _KEPT_MAX = 4
 
@@ -42,17 +42,15 @@ _KEPT_MAX = 4
 class Followed:
     """What is known of a graph."""
 
-    # Variable -> its axes, as it lies in the padded form; of a tuple, those of each field. Of others nothing is known
-    # that matters: they are the graph's everywhere.
-    fields: dict[relax.Var, tuple[Axes | None, ...]] = field(default_factory=dict)
+    # Variable -> its axes, as it lies in the padded form. Others are the graph's everywhere.
+    axes: dict[relax.Var, Axes] = field(default_factory=dict)
     packed: dict[relax.Var, int] = field(default_factory=dict)  # -> how many leading axes the tokens take the place of.
     # Places of a row that are computed even where the mask hides them; from the end where negative.
     kept: set[int] = field(default_factory=set)
 
     def of(self, expr: tvm.ir.Expr) -> Axes | None:
         """Return the axes of a tensor, None where nothing is known."""
-        found = self.fields.get(expr) if isinstance(expr, relax.Var) else None
-        return found[0] if found is not None and isinstance(expr.ty, relax.TensorType) else None
+        return self.axes.get(expr) if isinstance(expr, relax.Var) else None
 
 
 class AxisRules:
@@ -69,37 +67,39 @@ class AxisRules:
         self._rules: dict[str, Callable[[relax.Call], Axes | None]] = {
             **dict.fromkeys(OF_ELEMENTS, self._elementwise),
             **dict.fromkeys(_REDUCTIONS, self._reduction),
-            **dict.fromkeys(_NORMS, self._norm),
-            "matmul": self._matmul, "nn.softmax": self._softmax, "reshape": self._reshape,
-            "permute_dims": self._permute, "expand_dims": self._expand, "squeeze": self._squeeze,
-            "broadcast_to": self._broadcast, "strided_slice": self._slice, "take": self._take,
-            "gather_nd": self._gather, "concat": self._concat,
+            **dict.fromkeys(NORMS, self._norm),
+            "matmul": self._matmul, "nn.softmax": self._softmax,
+            "reshape": self._regrouped, "squeeze": self._regrouped, "expand_dims": self._expand,
+            "permute_dims": lambda value: tuple(map(self._data(value).__getitem__, transposed_axes(value))),
+            "broadcast_to": lambda value: broadcast("broadcast_to", shape_of(value), [self._data(value)]),
+            "strided_slice": self._slice, "take": self._take, "concat": self._concat,
         }  # fmt: skip
 
-    def apply(self, value: tvm.ir.Expr) -> tuple[Axes | None, ...] | None:
-        """Return the axes of each result of an operation, None where it has no rule.
+    def apply(self, value: tvm.ir.Expr, read: Sequence[relax.Var]) -> Axes | None:
+        """Return the axes of what an operation makes of some variables, None where it is the graph's everywhere.
 
         Raises
         ------
         MixesTokensError
-            It mixes tokens and padding, or rows.
+            It mixes tokens and padding, or rows, or may do so.
         """
-        if is_op(value, "split"):
-            return self._split(value)
         is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
         rule = self._rules.get(str(value.op.name).removeprefix("relax.")) if is_operator else None
-        return None if rule is None else (rule(value),)
-
-    def _operand(self, expr: tvm.ir.Expr, beside: tvm.ir.Expr) -> Axes | float | None:
-        if is_constant(expr):
-            return number_of(expr, beside)
-        if isinstance(expr, tirx.FloatImm | tirx.IntImm):
-            return float(expr.value)
-        return self._found.of(expr)
+        if rule is not None:
+            return rule(value)
+        if not all(is_clean(self._found.axes[one]) for one in read):
+            raise MixesTokensError("what it does with tokens is not known")
+        return None
 
     def _elementwise(self, value: relax.Call) -> Axes:
-        name = str(value.op.name).removeprefix("relax.")
-        return broadcast(name, shape_of(value), [self._operand(one, value) for one in value.args])
+        operands: list[Axes | float | None] = []
+        for one in value.args:
+            if is_constant(one):
+                operands.append(number_of(one, value))
+            else:
+                number = isinstance(one, tirx.FloatImm | tirx.IntImm)
+                operands.append(float(one.value) if number else self._found.of(one))
+        return broadcast(str(value.op.name).removeprefix("relax."), shape_of(value), operands)
 
     def _reduction(self, value: relax.Call) -> Axes | None:
         axes = self._data(value)
@@ -155,12 +155,8 @@ class AxisRules:
                 if not factor.is_clean and beside != 0.0:
                     raise MixesTokensError("it sums over the sequence, padding included")
 
-    def _reshape(self, value: relax.Call) -> Axes | None:
+    def _regrouped(self, value: relax.Call) -> Axes | None:
         return self._moved(value, regrouped(self._data(value), shape_of(value)))
-
-    def _permute(self, value: relax.Call) -> Axes:
-        axes = self._data(value)
-        return tuple(axes[axis] for axis in transposed_axes(value))
 
     def _expand(self, value: relax.Call) -> Axes:
         axes = list(self._data(value))
@@ -168,12 +164,6 @@ class AxisRules:
         for axis in sorted(positive(axis, rank) for axis in value.attrs.axis):
             axes.insert(axis, ())
         return tuple(axes)
-
-    def _squeeze(self, value: relax.Call) -> Axes | None:
-        return self._moved(value, regrouped(self._data(value), shape_of(value)))
-
-    def _broadcast(self, value: relax.Call) -> Axes:
-        return broadcast("broadcast_to", shape_of(value), [self._data(value)])
 
     def _slice(self, value: relax.Call) -> Axes | None:
         axes, before, after = list(self._data(value)), shape_of(value.args[0]), shape_of(value)
@@ -196,43 +186,23 @@ class AxisRules:
         return None if is_clean(tuple(axes)) else tuple(axes)
 
     def _take(self, value: relax.Call) -> Axes | None:
-        data, index = value.args
-        axis = None if value.attrs.axis is None else int(value.attrs.axis)
-        axes, ids = self._found.of(data), self._found.of(index)
-        if axes is None and ids is not None and axis == 0:
-            return (*degraded(ids), *plain_axes(shape_of(data)[1:]))
-        if axes is None or ids is not None or axis is None:
-            raise MixesTokensError("it looks tokens up by tokens")
+        index = value.args[1]
+        axes, axis = self._data(value), value.attrs.axis
         if is_clean(axes):
             return None
+        if self._found.of(index) is not None or axis is None:
+            raise MixesTokensError("it looks tokens up by tokens")
         axis = positive(axis, len(axes))
         if Kind.BATCH in kinds(axes[axis]) or not all(one.is_clean for one in axes[axis]):
             self._keep(axes[axis], [int(one) for one in array_of(index).reshape(-1)] if is_constant(index) else None)
-        inner = plain_axes(sizes_of(index) or ())
-        result = (*axes[:axis], *inner, *axes[axis + 1 :])
+        result = (*axes[:axis], *plain_axes(sizes_of(index) or ()), *axes[axis + 1 :])
         return None if is_clean(result) else result
-
-    def _gather(self, value: relax.Call) -> Axes | None:
-        if not is_clean(self._data(value)):
-            raise MixesTokensError("it gathers tokens by places that are not known")
-        return None
 
     def _keep(self, axis: Axis, wanted: list[int] | None) -> None:
         """Compute some places of each row even where the mask hides them."""
         if kinds(axis) != (Kind.PLACE,) or wanted is None or not 0 < len(wanted) <= _KEPT_MAX:
             raise MixesTokensError("it reads a part of the sequence that only the run tells, or a long one")
         self._found.kept |= set(wanted)
-
-    def _split(self, value: relax.Call) -> tuple[Axes | None, ...]:
-        axes = self._data(value)
-        axis = positive(value.attrs.axis, len(axes))
-        self._needs_clean(axes[axis], "it cuts the sequence")
-        parts = []
-        for part in value.ty.fields:
-            sizes = sizes_of(relax.Var("part", part)) or ()
-            own = tuple(plain_axes((size,))[0] if at == axis else axes[at] for at, size in enumerate(sizes))
-            parts.append(None if is_clean(own) else own)
-        return tuple(parts)
 
     def _concat(self, value: relax.Call) -> Axes | None:
         parts = list(value.args[0].fields) if isinstance(value.args[0], relax.Tuple) else [value.args[0]]
@@ -275,7 +245,7 @@ def shape_of(expr: tvm.ir.Expr) -> Shape:
 def axes_read(value: relax.Call) -> list[int]:
     """Return the axes that a reduction, norm or softmax runs over."""
     rank = len(shape_of(value.args[0]))
-    given = value.attrs.axes if is_op(value, *_NORMS) else value.attrs.axis
+    given = value.attrs.axes if is_op(value, *NORMS) else value.attrs.axis
     if given is None:
         return list(range(rank))
     many: Sequence[int] = [given] if isinstance(given, int | tirx.IntImm) else given

@@ -8,25 +8,15 @@ where the graph has a known number: scores that a mask has made low, weights and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op, transposed_axes
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
-from relaxtune.pipeline.passes.tokens.axes import (
-    Axes,
-    Factor,
-    Kind,
-    MixesTokensError,
-    Pad,
-    is_clean,
-    leading,
-    plain_axes,
-)
+from relaxtune.pipeline.passes.tokens.axes import Factor, Kind, MixesTokensError, Pad, is_clean, leading, plain_axes
 from relaxtune.pipeline.passes.tokens.axis_rules import (
+    NORMS,
     OF_ELEMENTS,
     AxisRules,
     Followed,
@@ -35,7 +25,7 @@ from relaxtune.pipeline.passes.tokens.axis_rules import (
     positive,
 )
 
-_MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice", "split", "concat")
+_MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice", "concat")
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -56,7 +46,7 @@ class _Follower:
         self._found = Followed()
         rows, places = sizes_of(mask) or (0, 0)
         self._sizes = (rows, places)
-        self._found.fields[mask] = (((Factor(Kind.BATCH, rows),), (Factor(Kind.PLACE, places, 0.0),)),)
+        self._found.axes[mask] = (Factor(Kind.BATCH, rows),), (Factor(Kind.PLACE, places, 0.0),)
         self._rules = AxisRules(graph, self._found, self._sizes)
 
     def run(self) -> Followed:
@@ -64,50 +54,35 @@ class _Follower:
             self._follow(binding.var, binding.value)
         for binding in reversed(self._graph.bindings):
             var = binding.var
-            moves = is_op(binding.value, *_MOVES) or isinstance(binding.value, relax.TupleGetItem)
-            if var in self._found.packed and moves and not self._is_read_packed(var):
+            # A move of tokens is for what is computed of tokens; heads are moved in the padded form.
+            read = any(reader in self._found.packed and reader != var for reader in self._graph.readers(var))
+            if var in self._found.packed and is_op(binding.value, *_MOVES) and not read:
                 del self._found.packed[var]
         return self._found
-
-    def _is_read_packed(self, var: relax.Var) -> bool:
-        """Return whether a move of tokens is for what is computed of tokens; heads are moved in the padded form."""
-        return any(reader in self._found.packed and reader != var for reader in self._graph.readers(var))
 
     def _follow(self, var: relax.Var, value: tvm.ir.Expr) -> None:
         found = self._found
         if isinstance(value, relax.Tuple):
             return  # of results, or of what is concatenated
-        if isinstance(value, relax.Var | relax.TupleGetItem):
-            source = value if isinstance(value, relax.Var) else value.tuple_value
-            fields = found.fields.get(source, ())
-            fields = fields if isinstance(value, relax.Var) else fields[int(value.index) : int(value.index) + 1]
-            if any(axes is not None for axes in fields):
-                found.fields[var] = fields
-                if source in found.packed:
-                    found.packed[var] = found.packed[source]
+        if isinstance(value, relax.Var):
+            if value in found.axes:
+                found.axes[var] = found.axes[value]
+            if value in found.packed:
+                found.packed[var] = found.packed[value]
             return
-        read = [one for one in relax.analysis.free_vars(value) if one in found.fields]
+        read = [one for one in relax.analysis.free_vars(value) if one in found.axes]
         if not read:
             self._seed(var, value)
             return
         try:
-            fields = self._fields(value, read)
+            axes = self._rules.apply(value, read)
         except MixesTokensError as e:
             raise MixesTokensError(f"at {var.name}: {e}") from None
-        if any(axes is not None for axes in fields):
-            found.fields[var] = fields
+        if axes is not None:
+            found.axes[var] = axes
             cut = self._cut(var, value)
             if cut is not None:
                 found.packed[var] = cut
-
-    def _fields(self, value: tvm.ir.Expr, read: Sequence[relax.Var]) -> tuple[Axes | None, ...]:
-        """Return the axes of what an operation gives."""
-        known = self._rules.apply(value)
-        if known is not None:
-            return known
-        if not all(axes is None or is_clean(axes) for one in read for axes in self._found.fields[one]):
-            raise MixesTokensError("what it does with tokens is not known")
-        return ()
 
     def _seed(self, var: relax.Var, value: tvm.ir.Expr) -> None:
         """Pack what tokens begin with: rows of a table for each place, or features of each place times weights."""
@@ -121,7 +96,7 @@ class _Follower:
         if dtype_of(var) not in _FLOATS or shape is None or (of_ids or ())[:2] != self._sizes or len(shape) < 3:
             return
         first = (Factor(Kind.BATCH, shape[0]),), (Factor(Kind.PLACE, shape[1], Pad.ANY),)
-        self._found.fields[var] = ((*first, *plain_axes(shape[2:])),)
+        self._found.axes[var] = (*first, *plain_axes(shape[2:]))
         self._found.packed[var] = 2
 
     # What a binding of tokens can be computed of.
@@ -136,9 +111,6 @@ class _Follower:
             cuts = {found.packed.get(part) for part in parts}
             cut = cuts.pop() if len(cuts) == 1 else None
             return cut if cut is not None and positive(value.attrs.axis, len(sizes_of(var) or ())) >= cut else None
-        if name == "split":
-            cut = found.packed.get(data)
-            return cut if cut is not None and positive(value.attrs.axis, len(sizes_of(data) or ())) >= cut else None
         axes = found.of(var)
         cut = leading(axes) if axes is not None else None
         if cut is None or axes is None:
@@ -146,22 +118,19 @@ class _Follower:
         if name in _MOVES:
             own = found.packed.get(data)
             return cut if own is not None and self._moves_behind(value, own, cut) else None
-        if name == "take":
-            return cut if value.args[1] in found.packed else None
-        tokens = [one for one in value.args if self._is_of_tokens(one, cut, len(axes))]
+        known = [(one, of) for one in value.args if (of := found.of(one)) is not None]
+        tokens = [
+            one
+            for one, of in known
+            if one in found.packed or (not is_clean(of) and leading(of) == cut and len(of) == len(axes))
+        ]
         if not tokens:
             return None
         if name in OF_ELEMENTS:
             return cut
         if name == "matmul":
             return cut if data in tokens and len(sizes_of(value.args[1]) or ()) == 2 else None
-        return cut if data in tokens and min(axes_read(value)) >= cut else None
-
-    def _is_of_tokens(self, expr: tvm.ir.Expr, cut: int, rank: int) -> bool:
-        axes = self._found.of(expr)
-        return (axes is not None and not is_clean(axes) and leading(axes) == cut and len(axes) == rank) or (
-            axes is not None and expr in self._found.packed
-        )  # fmt: skip
+        return cut if is_op(value, *NORMS) and data in tokens and min(axes_read(value)) >= cut else None
 
     def _moves_behind(self, value: relax.Call, own: int, cut: int) -> bool:
         """Return whether a move leaves the leading axes as they are."""
@@ -170,8 +139,6 @@ class _Follower:
             return True
         if own != cut:
             return False
-        if is_op(value, "permute_dims"):
-            return transposed_axes(value)[:cut] == list(range(cut))
         if is_op(value, "expand_dims"):
             return all(positive(axis, rank + len(value.attrs.axis)) >= cut for axis in value.attrs.axis)
         if is_op(value, "squeeze"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import tvm
@@ -12,12 +13,12 @@ from relaxtune.models.inputs import InputKind, describe_inputs
 from relaxtune.models.unpadding import ROWS, SLOTS, SPANS, TOKENS, Unpadding
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, main_of, shape_of, transposed_axes, with_main
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, main_of, shape_of, with_main
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, written_by
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.tokens.axes import MixesTokensError, is_clean, leading, padding
-from relaxtune.pipeline.passes.tokens.axis_rules import Followed
+from relaxtune.pipeline.passes.tokens.axes import MixesTokensError, is_clean, leading, places
+from relaxtune.pipeline.passes.tokens.axis_rules import NORMS, Followed, axes_read
 from relaxtune.pipeline.passes.tokens.follow import follow_tokens
 
 # Of numbers of tokens on a GPU: each that comes has a CUDA graph.
@@ -53,20 +54,18 @@ def unpad(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         found = follow_tokens(graph, mask)
     except MixesTokensError as e:
         raise UsageError(_refusal(graph, state, str(e))) from None
-    results = _results(graph)
-    for name, result in zip(_output_names(state, results), results, strict=True):
-        axes = found.of(result)
-        if axes is not None and not is_clean(axes) and leading(axes) is None:
+    zeros = []
+    for spec, result in zip(state.graph.outputs, _results(graph), strict=True):
+        axes, name = found.of(result), spec.name
+        if axes is None or is_clean(axes):
+            continue
+        zeros.append(name)
+        if leading(axes) is None:
             raise UsageError(_refusal(graph, state, f"output {name!r} has tokens along other axes than its first ones"))
     if not found.packed:
         raise UsageError(_refusal(graph, state, f"nothing in it is computed of places that {mask.name!r} masks"))
     multiple = _MULTIPLE if state.launches_cost else 1
-    zeros = tuple(
-        name
-        for name, result in zip(_output_names(state, results), results, strict=True)
-        if (axes := found.of(result)) is not None and not is_clean(axes)
-    )
-    state.unpadding = Unpadding(str(mask.name), tuple(sorted(found.kept)), multiple, zeros)
+    state.unpadding = Unpadding(str(mask.name), tuple(sorted(found.kept)), multiple, tuple(zeros))
     state.note(f"{len(found.packed)} of {len(graph.bindings)} bindings are computed of tokens alone")
     mod, rows, slots = _with_inputs(mod, mask)
     return written_by(mod, _Unpad(mod, state, graph, found, mask, rows, slots))
@@ -100,12 +99,6 @@ def _results(graph: Graph) -> list[relax.Var]:
     return list(whole.fields) if isinstance(whole, relax.Tuple) else [result]
 
 
-def _output_names(state: LoweringState, results: Sequence[relax.Var]) -> list[str]:
-    names = [spec.name for spec in state.graph.outputs]
-    assert len(names) == len(results)
-    return names
-
-
 def _with_inputs(mod: tvm.ir.IRModule, mask: relax.Var) -> tuple[tvm.ir.IRModule, relax.Var, relax.Var]:
     """Return the module with the further inputs of `main`, and those of them that say where tokens are."""
     main, tokens = main_of(mod), tirx.Var(TOKENS, "int64")
@@ -120,17 +113,11 @@ def _with_inputs(mod: tvm.ir.IRModule, mask: relax.Var) -> tuple[tvm.ir.IRModule
 @mutator
 class _Unpad(Rewriter):
     def __init__(
-        self,
-        mod: tvm.ir.IRModule,
-        state: LoweringState,
-        graph: Graph,
-        found: Followed,
-        mask: relax.Var,
-        rows: relax.Var,
-        slots: relax.Var,
-    ) -> None:
+        self, mod: tvm.ir.IRModule, state: LoweringState, graph: Graph, found: Followed, mask: relax.Var,
+        rows: relax.Var, slots: relax.Var,
+    ) -> None:  # fmt: skip
         super().__init__(mod, state)
-        self._graph, self._found, self._mask, self._rows, self._slots = graph, found, mask, rows, slots
+        self._found, self._mask, self._rows, self._slots = found, mask, rows, slots
         self._results = set(_results(graph))
         self._tokens = shape_of(rows)[0]  # type: ignore[index]
         self._places = shape_of(mask) or []
@@ -164,15 +151,11 @@ class _Unpad(Rewriter):
     def _whole(self, var: relax.Var) -> tvm.ir.Expr:
         """Return the padded form of tokens, with the graph's number at padding where there is one."""
         if var not in self._padded:
-            if not isinstance(var.ty, relax.TensorType):
-                data = self._graph.values[var]
-                self._padded[var] = self.emit(relax.Call(data.op, [self.of(a) for a in data.args], data.attrs))
-                return self._padded[var]
             wide = self.emit(relax.op.take(self._packed[var], self._one("slots"), axis=0, mode="clip"))
             padded = self.extra(f"{var.name}__padded", relax.op.reshape(wide, var.ty.shape), [var])
-            axes = self._found.of(var)
-            held = padding(axes) if axes is not None else None
-            self._padded[var] = self._filled(var, padded, held) if isinstance(held, float) else padded
+            held = [factor.pad for factor in places(self._found.of(var) or ())]
+            number = held[0] if held and isinstance(held[0], float) else None
+            self._padded[var] = padded if number is None else self._filled(var, padded, number)
         return self._padded[var]
 
     def _result(self, var: tvm.ir.Expr) -> tvm.ir.Expr:
@@ -225,10 +208,7 @@ class _Unpad(Rewriter):
         if not any(wide) and not isinstance(self._tokens, tirx.IntImm):
             return self._reshaped(data, rest or [1])
         which = "all" if all(wide) or cut == 1 else "batch" if wide[0] else "place"
-        total = lead[0]
-        for size in lead[1:]:
-            total = total * size
-        flat = self._reshaped(data, [total, *rest])
+        flat = self._reshaped(data, [math.prod(lead[1:], start=lead[0]), *rest])
         return self.emit(relax.op.take(flat, self._one(which), axis=0, mode="clip"))
 
     def _reshaped(self, data: tvm.ir.Expr, shape: Sequence[tirx.Expr]) -> tvm.ir.Expr:
@@ -242,12 +222,6 @@ class _Unpad(Rewriter):
         cut = self._found.packed[var]
         if isinstance(value, relax.Var):
             return self._packed[value]
-        if isinstance(value, relax.TupleGetItem):
-            return relax.TupleGetItem(self._packed[value.tuple_value], value.index)
-        if is_op(value, "split"):
-            rank = len(shape_of(value.args[0]) or ())
-            axis = int(value.attrs.axis) % rank - cut + 1
-            return relax.op.split(self._packed[value.args[0]], value.attrs.indices_or_sections, axis)
         shape = shape_of(var) or []
         rank = len(shape)
         if is_op(value, "concat"):
@@ -263,8 +237,12 @@ class _Unpad(Rewriter):
             return relax.op.matmul(self._tokens_of(data, cut, rank), self.of(value.args[1]), value.attrs.out_dtype)
         if is_op(value, *_SHAPED):
             return self._moved(value, shape, cut)
-        if is_op(value, *_OF_AXES):
-            return self._of_axes(value, cut)
+        if is_op(value, *NORMS):
+            # Counted from the end, the axes are the same behind tokens.
+            behind = [axis - rank for axis in axes_read(value)]
+            make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
+            rest = [self.of(one) for one in value.args[1:]]
+            return make(self._tokens_of(data, cut, rank), *rest, behind, value.attrs.epsilon)
         return relax.Call(value.op, [self._tokens_of(one, cut, rank) for one in value.args], value.attrs, value.ty_args)
 
     def _moved(self, value: relax.Call, shape: Sequence[tirx.Expr], cut: int) -> tvm.ir.Expr:
@@ -274,28 +252,7 @@ class _Unpad(Rewriter):
             axes = relax.Tuple([tirx.IntImm("int64", int(a) % rank - cut + 1) for a in value.args[1].fields])
             rest = [self.of(one) for one in value.args[2:]]
             return relax.Call(value.op, [data, axes, *rest], value.attrs)
-        if is_op(value, "permute_dims"):
-            return relax.op.permute_dims(data, [0, *(axis - cut + 1 for axis in transposed_axes(value)[cut:])])
         return relax.op.reshape(data, [self._tokens, *shape[cut:]])
 
-    def _of_axes(self, value: relax.Call, cut: int) -> tvm.ir.Expr:
-        """Return a norm, a softmax or a reduction over axes behind the leading ones."""
-        rank = len(shape_of(value.args[0]) or ())
-        args = [self._tokens_of(value.args[0], cut, rank), *(self.of(one) for one in value.args[1:])]
-        name = "axes" if is_op(value, "nn.layer_norm", "nn.rms_norm") else "axis"
-        given = getattr(value.attrs, name)
-        many = [given] if isinstance(given, int | tirx.IntImm) else given
-        behind = [int(axis) % rank - rank for axis in many]
-        make = getattr(relax.op.nn if value.op.name.startswith("relax.nn.") else relax.op, value.op.name.split(".")[-1])
-        if name == "axes":
-            return make(*args, behind, value.attrs.epsilon)
-        if is_op(value, "nn.softmax"):
-            return make(*args, behind[0])
-        return make(*args, behind[0] if is_op(value, "argmax", "argmin") else behind, bool(value.attrs.keepdims))
 
-
-_SHAPED = ("reshape", "permute_dims", "expand_dims", "squeeze", "strided_slice")
-_OF_AXES = (
-    *("nn.layer_norm", "nn.rms_norm", "nn.softmax", "sum", "mean", "max", "min", "prod", "variance", "std"),
-    *("argmax", "argmin"),
-)
+_SHAPED = ("reshape", "expand_dims", "squeeze", "strided_slice")

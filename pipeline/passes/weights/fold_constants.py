@@ -8,6 +8,7 @@ import tvm
 from tvm import relax, topi
 
 from relaxtune.pipeline.passes.kit.ir import (
+    array_of,
     binding_count,
     bindings_of,
     constants_in,
@@ -18,10 +19,11 @@ from relaxtune.pipeline.passes.kit.ir import (
     static_shape,
     with_main,
 )
-from relaxtune.pipeline.passes.kit.numbers import FOLDED, is_special_number
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_constants, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
+# Operators that TVM folds where an operand is a number.
+FOLDED = ("divide", "floor_mod", "maximum", "minimum", "mod", "multiply")
 # A fold may make a constant this large out of nothing (the causal mask of 2048 tokens in float32 is 16 MiB) ...
 FOLD_BYTES_MAX = 16 * 2**20
 # ... or this many times what it is made of (a transposed weight replaces the weight).
@@ -108,20 +110,16 @@ def _with_casts_as_kernels(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir
 def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     before = binding_count(mod)
     result: tvm.ir.IRModule = relax.transform.FoldConstant()(mod)
-    parts = _parts_of_constants(result)
+    # Parts of a split constant are constants, which TVM does not follow further.
+    values = {binding.var: binding.value for binding in bindings_of(main_of(result))}
+    taken = {var: value for var, value in values.items() if isinstance(value, relax.TupleGetItem)}
+    wholes = {var: values.get(value.tuple_value) for var, value in taken.items()}
+    fields = {var: whole.fields[taken[var].index] for var, whole in wholes.items() if isinstance(whole, relax.Tuple)}
+    parts = {var: part for var, part in fields.items() if is_constant(part)}
     if parts:
         result = relax.transform.FoldConstant()(rewrite(result, state, lambda _, binding: parts.get(binding.var)))
     state.constants_folded += before - binding_count(result)
     return result
-
-
-def _parts_of_constants(mod: tvm.ir.IRModule) -> dict[relax.Var, tvm.ir.Expr]:
-    """Return variables -> the constants that they are: parts of a split constant, which TVM does not follow further."""
-    values = {binding.var: binding.value for binding in bindings_of(main_of(mod))}
-    taken = {var: value for var, value in values.items() if isinstance(value, relax.TupleGetItem)}
-    wholes = {var: values.get(value.tuple_value) for var, value in taken.items()}
-    parts = {var: whole.fields[taken[var].index] for var, whole in wholes.items() if isinstance(whole, relax.Tuple)}
-    return {var: part for var, part in parts.items() if is_constant(part)}
 
 
 def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]:
@@ -161,3 +159,15 @@ def _bytes(expr: tvm.ir.Expr) -> int:
     if shape is None or not dtype:
         return 0
     return math.prod(shape) * max(1, int(tvm.DataType(dtype).bits) // 8)
+
+
+def is_special_number(expr: tvm.ir.Expr) -> bool:
+    """Return whether TVM must not see a constant as a number: 0, an infinity or NaN.
+
+    It makes 0 of `x * 0`, `x` of `min(x, NaN)`, and an error of `x / 0`. As tensors of one element they are what they
+    are.
+    """
+    if not is_constant(expr) or expr.ty.ndim or not dtype_of(expr).startswith(("float", "bfloat")):
+        return False
+    value = float(array_of(expr))
+    return value == 0 or not math.isfinite(value)
