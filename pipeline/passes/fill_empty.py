@@ -42,7 +42,11 @@ def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         if _is_empty(value):
             return relax.op.zeros(value.ty.shape, dtype_of(value))
         if is_op(value, "concat"):
-            return _joined(new, value)
+            parts = list(_operands(value))
+            kept = [new.of(part) for part in parts if not _is_empty(part)]
+            if len(kept) == len(parts):
+                return None
+            return kept[0] if len(kept) == 1 else relax.op.concat(kept, value.attrs.axis)
         if is_op(value, *_OF_NONE) and shape_of(value) is not None and any(map(_is_empty, _operands(value))):
             number = number_of_none(value.op.name.removeprefix("relax."), dtype_of(value))
             # TVM fails to lower a `full` of infinities.
@@ -52,15 +56,6 @@ def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         return None if start is None else relax.op.broadcast_to(relax.const(start, dtype_of(value)), value.ty.shape)
 
     return rewrite(mod, state, rule)
-
-
-def _joined(new: Rewriter, concat: relax.Call) -> tvm.ir.Expr | None:
-    """Return a concatenation without parts of no elements; None where it has none."""
-    parts = list(_operands(concat))
-    kept = [new.of(part) for part in parts if not _is_empty(part)]
-    if len(kept) == len(parts):
-        return None
-    return kept[0] if len(kept) == 1 else relax.op.concat(kept, concat.attrs.axis)
 
 
 def _start_of_no_step(func: tirx.PrimFunc) -> float | None:

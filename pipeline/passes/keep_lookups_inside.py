@@ -36,7 +36,7 @@ def keep_lookups_inside(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IR
 def lookups(func: tirx.PrimFunc) -> list[TensorLoad | BufferStore]:
     """Return the reads and writes of a function at places that depend on data and may lie outside the tensor."""
     accesses = [*find_all(func.body, TensorLoad), *find_all(func.body, BufferStore)]
-    return [one for one in accesses if any(map(_may_leave, one.indices, _shape_of(one)))]
+    return [one for one in accesses if _places(one) is not None]
 
 
 def _clamped(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -63,17 +63,12 @@ def _clamped(func: tirx.PrimFunc) -> tirx.PrimFunc:
     )
 
 
-def _shape_of(access: TensorLoad | BufferStore) -> list[tirx.Expr]:
-    buffer = access.source if isinstance(access, TensorLoad) else access.buffer
-    return list(buffer.ty.shape)
-
-
 def _places(access: TensorLoad | BufferStore) -> tuple[tirx.Expr, ...] | None:
     """Return the indices of an access, those that may leave their axis clamped; None where none may."""
-    pairs = list(zip(access.indices, _shape_of(access), strict=True))
-    if not any(_may_leave(index, size) for index, size in pairs):
-        return None
-    return tuple(inside(index, size) if _may_leave(index, size) else index for index, size in pairs)
+    buffer = access.source if isinstance(access, TensorLoad) else access.buffer
+    pairs = zip(access.indices, buffer.ty.shape, strict=True)
+    places = tuple(inside(index, size) if _may_leave(index, size) else index for index, size in pairs)
+    return None if all(map(tvm.ir.Expr.same_as, places, access.indices)) else places
 
 
 def inside(index: tirx.Expr, size: tirx.Expr) -> tirx.Expr:

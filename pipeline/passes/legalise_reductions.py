@@ -9,6 +9,7 @@ such step, and what was in memory would be the result: there it is what `fill_em
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -70,14 +71,14 @@ def _place(operator: str, reduce: Reduce, *, nan_last: bool) -> Legaliser:
     stock = tvm.ir.Op.get(f"relax.{operator}").get_attr("FLegalize")
 
     def legalise(builder: relax.BlockBuilder, call: tvm.ir.Call) -> tvm.ir.Expr:
+        axis = call.attrs.axis
         if not _is_float(str(call.args[0].ty.dtype.dtype)):
             return stock(builder, call)
-        if _is_of_one(call):
+        if all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in _sizes(call.args[0].ty.shape, axis)):
             return relax.op.zeros(call.ty.shape, str(call.ty.dtype.dtype))
-        axes, kept = call.attrs.axis, bool(call.attrs.keepdims)
 
         def compute(x: te.Tensor) -> te.Tensor:
-            return _unless_none(x, axes, reduce(keys_of(x, nan_last=nan_last), axes, kept), 0)
+            return _unless_none(x, axis, reduce(keys_of(x, nan_last=nan_last), axis, bool(call.attrs.keepdims)), 0)
 
         return builder.call_te(compute, call.args[0], primfunc_name_hint=operator)
 
@@ -96,9 +97,7 @@ def _by_keys(reduce: Reduce, *, nan_last: bool) -> Reduce:
 
 
 def _mean(x: te.Tensor, axes: Axes, kept: bool) -> te.Tensor:
-    count = tirx.const(1, "int64")
-    for size in _sizes(x.shape, axes):
-        count = count * size
+    count = math.prod(_sizes(x.shape, axes), start=tirx.const(1, "int64"))
     # TVM divides by it, and a mean of none is not what this gives.
     return topi.divide(topi.sum(x, axes, kept), tirx.Max(count, tirx.const(1, "int64")).astype(x.dtype))
 
@@ -128,15 +127,15 @@ def _sizes_that_may_be_none(shape: Sequence[tvm.ir.Expr], axes: Axes) -> list[tv
     """
     places = _places(axes, shape)
     kept = [size_of(size) for place, size in enumerate(shape) if place not in places]
+
+    def is_no_larger(size: Size | None, than: Size | None) -> bool:
+        return size is not None and than is not None and size != 0 and fits(size, than)
+
     return [
         size
         for size in _sizes(shape, axes)
-        if not isinstance(size, tirx.IntImm) and not any(_is_no_larger(other, size_of(size)) for other in kept)
+        if not isinstance(size, tirx.IntImm) and not any(is_no_larger(other, size_of(size)) for other in kept)
     ]
-
-
-def _is_no_larger(size: Size | None, than: Size | None) -> bool:
-    return size is not None and than is not None and size != 0 and fits(size, than)
 
 
 def _places(axes: Axes, shape: Sequence[tvm.ir.Expr]) -> set[int]:
@@ -148,10 +147,3 @@ def _places(axes: Axes, shape: Sequence[tvm.ir.Expr]) -> set[int]:
 
 def _is_float(dtype: str) -> bool:
     return dtype.startswith(("float", "bfloat"))
-
-
-def _is_of_one(call: tvm.ir.Call) -> bool:
-    """Return whether a place is sought along an axis of one."""
-    shape, axis = list(call.args[0].ty.shape), call.attrs.axis
-    sizes = shape if axis is None else [shape[int(axis)]]
-    return all(isinstance(size, tirx.IntImm) and int(size) == 1 for size in sizes)

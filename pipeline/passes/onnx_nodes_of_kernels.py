@@ -51,7 +51,13 @@ def record_unfused(mod: tvm.ir.IRModule) -> UnfusedBindings:
 def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod`, the result of `FuseOps`, with unique names in `main`, and record each one's ONNX nodes."""
     main = main_of(mod)
-    _reserve_ungrouped(main, unfused)
+    # The names of the bindings that fusion left alone are not for an equal operation in a group.
+    ungrouped = {binding.var.name for binding in bindings_of(main)} & unfused.inputs.keys()
+    for queue in unfused.names.values():
+        kept = [name for name in queue if name not in ungrouped]
+        if len(queue) > 1 and kept:
+            queue.clear()
+            queue.extend(kept)
     env: dict[relax.Var, Key] = {}
     groups: dict[relax.Var, list[str]] = {}
     for binding in bindings_of(main):
@@ -69,16 +75,6 @@ def name_fused(mod: tvm.ir.IRModule, unfused: UnfusedBindings, state: LoweringSt
         sources[name] = state.nodes_of(members) or _inherited(members, unfused, state)
     state.sources.update(sources)
     return with_main(mod, rename_bindings(main, names))
-
-
-def _reserve_ungrouped(main: relax.Function, unfused: UnfusedBindings) -> None:
-    """Keep the names of the bindings that fusion left alone from being handed to an equal operation in a group."""
-    ungrouped = {binding.var.name for binding in bindings_of(main)} & unfused.inputs.keys()
-    for queue in unfused.names.values():
-        if len(queue) > 1 and any(name not in ungrouped for name in queue):
-            kept = [name for name in queue if name not in ungrouped]
-            queue.clear()
-            queue.extend(kept)
 
 
 def _replay(

@@ -66,8 +66,10 @@ def _near(number: float, expected: float, like: tvm.ir.Expr) -> bool:
     return abs(number - expected) <= _RELATIVE.get(dtype_of(like), _RELATIVE_FLOAT) * expected
 
 
-def _half_of(value: tvm.ir.Expr, graph: Graph) -> tuple[relax.Var, relax.Var, list[relax.Var]] | None:
-    """Match `0.5 * x * (1 + u)`; return x, u and the steps between."""
+def _half_of(
+    value: tvm.ir.Expr, graph: Graph, function: str, scale: float
+) -> tuple[relax.Var, tvm.ir.Expr, tuple[relax.Var, ...]] | None:
+    """Match `0.5 * x * (1 + function(scale * u))`; return x, u and the steps between."""
     if not is_op(value, "multiply"):
         return None
     constant, factors, steps = _factors(value, graph)
@@ -75,40 +77,27 @@ def _half_of(value: tvm.ir.Expr, graph: Graph) -> tuple[relax.Var, relax.Var, li
         return None
     for data, gate in (factors, factors[::-1]):
         total = graph.value(gate)
-        if isinstance(data, relax.Var) and is_op(total, "add"):
-            for inner, one in numbers_beside(total):
-                if one == 1.0 and isinstance(inner, relax.Var):
-                    return data, inner, [*steps, gate, inner]
+        ones = [one for one, number in numbers_beside(total) if number == 1.0] if is_op(total, "add") else []
+        call = graph.value(ones[0]) if ones else None
+        if isinstance(data, relax.Var) and is_op(call, function):
+            found, inner, more = _factors(graph.value(call.args[0]), graph)
+            if len(inner) == 1 and _near(found, scale, data):
+                return data, inner[0], (*steps, gate, ones[0], call.args[0], *more)
     return None
 
 
 def _gelu(value: tvm.ir.Expr, graph: Graph) -> Match | None:
-    parts = _half_of(value, graph)
-    call = graph.value(parts[1]) if parts else None
-    if parts is None or not is_op(call, "erf"):
-        return None
-    data, _, steps = parts
-    scale, factors, more = _factors(graph.value(call.args[0]), graph)
-    if len(factors) != 1 or factors[0] != data or not _near(scale, math.sqrt(0.5), data):
-        return None
-    return data, (*steps, call.args[0], *more)
+    found = _half_of(value, graph, "erf", math.sqrt(0.5))
+    return (found[0], found[2]) if found is not None and found[1] == found[0] else None
 
 
 def _gelu_tanh(value: tvm.ir.Expr, graph: Graph) -> Match | None:
-    parts = _half_of(value, graph)
-    call = graph.value(parts[1]) if parts else None
-    if parts is None or not is_op(call, "tanh"):
-        return None
-    data, _, steps = parts
-    scale, factors, more = _factors(graph.value(call.args[0]), graph)
-    if len(factors) != 1 or not _near(scale, math.sqrt(2 / math.pi), data):
-        return None
-    total = graph.value(factors[0])
-    if not is_op(total, "add"):
-        return None
-    for plain, cubic in either_way(total):
-        if plain == data and (cube := _cube_of(cubic, data, graph)) is not None:
-            return data, (*steps, call.args[0], *more, factors[0], *cube)
+    data, inner, steps = _half_of(value, graph, "tanh", math.sqrt(2 / math.pi)) or (None, None, ())
+    total = graph.value(inner)
+    if data is not None and is_op(total, "add"):
+        for plain, cubic in either_way(total):
+            if plain == data and (cube := _cube_of(cubic, data, graph)) is not None:
+                return data, (*steps, inner, *cube)
     return None
 
 

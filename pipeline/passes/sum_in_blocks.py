@@ -8,12 +8,10 @@ GPU kernels give the row to many threads, and so have parts already.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import tvm
 from tvm import tirx
 from tvm.s_tir import Schedule
-from tvm.s_tir.schedule import LoopRV
 
 from relaxtune.pipeline.passes.kit.ir import with_functions
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -65,7 +63,11 @@ def in_blocks(func: tirx.PrimFunc) -> tirx.PrimFunc:
         kept = [loop for loop, kind in zip(loops, block.kinds, strict=True) if kind == "S"]
         added = [loop for loop, kind in zip(loops, block.kinds, strict=True) if kind == "R"]
         sch.reorder(*kept, *added)
-        partial = sch.rfactor(_parts(sch, added, steps), len(kept))
+        # One loop over the parts, the loops inside a part below it.
+        split = [sch.split(loop, [None, count]) for loop, count in zip(added, steps, strict=True)]
+        outer, inner = zip(*split, strict=True)
+        sch.reorder(*outer, *inner)
+        partial = sch.rfactor(sch.fuse(*outer), len(kept))
         for made in (partial, block.rv) if kept else ():
             # The parts stand behind the kept axes, as in the loops around the block.
             axes = len(block_facts(sch, made).axes)
@@ -88,14 +90,6 @@ def _is_long_sum(block: Block) -> bool:
         and isinstance(store.value, tirx.Add)
         and find_operands(store, rounded=True) is None
     )
-
-
-def _parts(sch: Schedule, loops: Sequence[LoopRV], steps: Sequence[int]) -> LoopRV:
-    """Return one loop over the parts, the loops inside a part below it."""
-    split = [sch.split(loop, [None, count]) for loop, count in zip(loops, steps, strict=True)]
-    outer, inner = zip(*split, strict=True)
-    sch.reorder(*outer, *inner)
-    return sch.fuse(*outer)
 
 
 def _steps_of_a_part(block: Block) -> list[int] | None:

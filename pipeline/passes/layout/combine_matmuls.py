@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +15,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     either_way,
     is_constant,
     is_op,
+    multiplies_by_matrix,
     numbers_beside,
     static_shape,
 )
@@ -41,11 +41,7 @@ class _Branch:
 
     @property
     def width(self) -> int:
-        return _shape_of_constant(self.weight)[1]
-
-
-def _shape_of_constant(constant: tvm.ir.Expr) -> tuple[int, ...]:
-    return static_shape(constant) or ()
+        return (static_shape(self.weight) or ())[1]
 
 
 def combine_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -64,28 +60,30 @@ def combine_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     kernel and a round trip through memory; such groups are left alone. The stock `CombineParallelMatmul` asks for
     weights that are variables, not constants, so it finds nothing in an imported graph.
     """
-    groups = _find_groups(Graph(mod))
+    graph = Graph(mod)
+    found: dict[tuple[object, ...], list[_Branch]] = {}
+    for binding in graph.bindings:
+        value = binding.value
+        if not multiplies_by_matrix(value) or not isinstance(value.args[0], relax.Var):
+            continue
+        branch = _branch(binding.var, value.args[1], graph)
+        if _read_by_views_only(branch.end, graph):
+            dtypes = (dtype_of(branch.weight), dtype_of(branch.matmul), branch.first_cast)
+            found.setdefault((value.args[0], (static_shape(branch.weight) or ())[0], *dtypes), []).append(branch)
+    # The first matmul of each group -> the group.
+    groups = {group[0].matmul: _aligned(group) for group in found.values() if len(group) > 1}
     if not groups:
         return mod
     for group in groups.values():
         state.note(f"combined {', '.join(branch.matmul.name for branch in group)}")
-    return rewrite(mod, state, _Combine(groups, state))
+    slices: dict[relax.Var, tvm.ir.Expr] = {}
 
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var in groups:
+            slices.update(_combined(new, groups[binding.var], binding.value))
+        return slices.get(binding.var)
 
-def _find_groups(graph: Graph) -> dict[relax.Var, list[_Branch]]:
-    """Return the first matmul of each group -> the group."""
-    groups: dict[tuple[object, ...], list[_Branch]] = {}
-    for binding in graph.bindings:
-        value = binding.value
-        if not is_op(value, "matmul") or not isinstance(value.args[0], relax.Var) or not is_constant(value.args[1]):
-            continue
-        branch = _branch(binding.var, value.args[1], graph)
-        if branch is None or not _read_by_views_only(branch.end, graph):
-            continue
-        dtypes = (dtype_of(branch.weight), dtype_of(branch.matmul), branch.first_cast)
-        key = (value.args[0], _shape_of_constant(branch.weight)[0], *dtypes)
-        groups.setdefault(key, []).append(branch)
-    return {group[0].matmul: _aligned(group) for group in groups.values() if len(group) > 1}
+    return rewrite(mod, state, rule)
 
 
 def _aligned(group: list[_Branch]) -> list[_Branch]:
@@ -98,32 +96,24 @@ def _aligned(group: list[_Branch]) -> list[_Branch]:
     ]
 
 
-def _branch(var: relax.Var, weight: tvm.ir.Expr, graph: Graph) -> _Branch | None:
-    if len(_shape_of_constant(weight)) != 2:
-        return None
+def _branch(var: relax.Var, weight: tvm.ir.Expr, graph: Graph) -> _Branch:
     steps, casts, bias = [var], ["", ""], None
     while (reader := graph.only_reader(steps[-1])) is not None:
         value = graph.value(reader)
         stage = 0 if bias is None else 1
         if is_op(value, "astype") and not casts[stage]:
             casts[stage] = dtype_of(reader)
-        elif is_op(value, "add") and bias is None and (found := _bias_of(value, steps[-1], weight)) is not None:
-            bias = found
+        elif is_op(value, "add") and bias is None:
+            vectors = (one for one, other in either_way(value) if is_constant(one) and other == steps[-1])
+            bias = next((one for one in vectors if static_shape(one) == (static_shape(weight) or ())[1:]), None)
+            if bias is None:
+                break
         else:
             break
         steps.append(reader)
     if bias is None:
         casts = ["", casts[0]]
     return _Branch(var, weight, steps[-1], casts[0], bias, casts[1], tuple(steps))
-
-
-def _bias_of(add: relax.Call, data: relax.Var, weight: tvm.ir.Expr) -> tvm.ir.Expr | None:
-    """Return the constant vector that is added to `data`, None when it is something else."""
-    for operand, other in either_way(add):
-        fits = is_constant(operand) and _shape_of_constant(operand) == _shape_of_constant(weight)[1:]
-        if fits and isinstance(other, relax.Var) and other == data:
-            return operand
-    return None
 
 
 def _read_by_views_only(var: relax.Var, graph: Graph) -> bool:
@@ -136,53 +126,38 @@ def _is_view(var: relax.Var, graph: Graph) -> bool:
     value = graph.value(var)
     if is_op(value, *_VIEWS):
         return True
-    behind = is_op(value, "astype") and _is_scaled(graph.value(value.args[0]))
-    return (_is_scaled(value) or behind) and _read_by_views_only(var, graph)
+    scale = graph.value(value.args[0]) if is_op(value, "astype") else value
+    scales = is_op(scale, "multiply", "divide") and bool(numbers_beside(scale))
+    return scales and _read_by_views_only(var, graph)
 
 
-def _is_scaled(value: tvm.ir.Expr | None) -> bool:
-    return is_op(value, "multiply", "divide") and bool(numbers_beside(value))
+def _combined(new: Rewriter, group: list[_Branch], matmul: relax.Call) -> dict[relax.Var, tvm.ir.Expr]:
+    """Emit the matmul of a group; return the end of each branch -> its slice of the result."""
+    first, count = group[0], 0
+    steps = [step for branch in group for step in branch.steps]
 
+    def bind(value: tvm.ir.Expr) -> relax.Var:
+        nonlocal count
+        count += 1
+        return new.extra(f"{first.matmul.name}__combined_{count}", value, steps)
 
-class _Combine:
-    def __init__(self, groups: Mapping[relax.Var, list[_Branch]], state: LoweringState) -> None:
-        self._groups = groups
-        self._slices: dict[relax.Var, tvm.ir.Expr] = {}
-        self._nodes = {
-            first: state.nodes_of(step.name for branch in group for step in branch.steps)
-            for first, group in groups.items()
-        }
-        self._count = 0
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        if binding.var in self._groups:
-            self._emit(new, self._groups[binding.var], binding.value)
-        return self._slices.get(binding.var)
-
-    def _emit(self, new: Rewriter, group: list[_Branch], matmul: relax.Call) -> None:
-        def bind(value: tvm.ir.Expr) -> relax.Var:
-            self._count += 1
-            var = new.extra(f"{group[0].matmul.name}__combined_{self._count}", value)
-            new.state.sources[var.name] = self._nodes[group[0].matmul]
-            return var
-
-        first = group[0]
-        weight = np.concatenate([array_of(branch.weight) for branch in group], axis=1)
-        wide = relax.const(weight, dtype_of(first.weight))
-        result = bind(relax.op.matmul(new.of(matmul.args[0]), wide, matmul.attrs.out_dtype))
-        if first.first_cast:
-            result = bind(relax.op.astype(result, first.first_cast))
-        if any(branch.bias is not None for branch in group):
-            dtype = dtype_of(result)
-            biases = [np.zeros(b.width, dtype) if b.bias is None else array_of(b.bias) for b in group]
-            result = bind(relax.op.add(result, relax.const(np.concatenate(biases), dtype)))
-        if first.last_cast:
-            result = bind(relax.op.astype(result, first.last_cast))
-        axis = int(result.ty.ndim) - 1
-        start = 0
-        for branch in group:
-            part = relax.op.strided_slice(result, [axis], [start], [start + branch.width], assume_inbound=True)
-            self._slices[branch.end] = part
-            # The slice computes no node: the combined bindings already stand for the branch.
-            new.state.sources[branch.end.name] = ()
-            start += branch.width
+    weight = np.concatenate([array_of(branch.weight) for branch in group], axis=1)
+    wide = relax.const(weight, dtype_of(first.weight))
+    result = bind(relax.op.matmul(new.of(matmul.args[0]), wide, matmul.attrs.out_dtype))
+    if first.first_cast:
+        result = bind(relax.op.astype(result, first.first_cast))
+    if any(branch.bias is not None for branch in group):
+        dtype = dtype_of(result)
+        biases = [np.zeros(b.width, dtype) if b.bias is None else array_of(b.bias) for b in group]
+        result = bind(relax.op.add(result, relax.const(np.concatenate(biases), dtype)))
+    if first.last_cast:
+        result = bind(relax.op.astype(result, first.last_cast))
+    axis, start = int(result.ty.ndim) - 1, 0
+    slices = {}
+    for branch in group:
+        end = start + branch.width
+        slices[branch.end] = relax.op.strided_slice(result, [axis], [start], [end], assume_inbound=True)
+        # The slice computes no node: the combined bindings already stand for the branch.
+        new.state.sources[branch.end.name] = ()
+        start = end
+    return slices

@@ -29,8 +29,9 @@ def gather_before_slices(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
         if len(slices) < 2 or len(slices) != len(graph.readers(binding.var)):
             continue
         readers = [graph.only_reader(one) for one in slices]
-        takes = [graph.value(one) for one in readers]
-        if any(not _takes_rows(one) for one in takes) or len({one.args[1] for one in takes if is_op(one, "take")}) != 1:
+        takes = [take for one in readers if is_op(take := graph.value(one), "take")]
+        of_rows = all(take.attrs.axis is not None and int(take.attrs.axis) == 0 for take in takes)
+        if len(takes) < len(slices) or not of_rows or len({take.args[1] for take in takes}) != 1:
             continue
         found |= {reader: graph.values[one] for reader, one in zip(readers, slices, strict=True) if reader is not None}
     if not found:
@@ -52,7 +53,3 @@ def _is_slice_of_columns(value: tvm.ir.Expr | None, data: relax.Var) -> bool:
     if not is_op(value, "strided_slice") or len(shape) != 2 or not isinstance(value.args[1], relax.Tuple):
         return False
     return [int(axis) % 2 for axis in value.args[1].fields] == [1]
-
-
-def _takes_rows(value: tvm.ir.Expr | None) -> bool:
-    return is_op(value, "take") and value.attrs.axis is not None and int(value.attrs.axis) == 0

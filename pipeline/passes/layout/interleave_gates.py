@@ -31,16 +31,10 @@ from relaxtune.schedules.tir.rotated_matmul import float32_product
 _GROUP = 8
 
 
-def _silu(x: tirx.Expr) -> tirx.Expr:
-    return x * tirx.sigmoid(x)
-
-
-def _gelu_tanh(x: tirx.Expr) -> tirx.Expr:
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
-    return 0.5 * x * (1.0 + tirx.tanh(inner))
-
-
-_ACTIVATIONS: Mapping[str, Callable[[tirx.Expr], tirx.Expr]] = {"nn.silu": _silu, "nn.gelu_tanh": _gelu_tanh}
+_ACTIVATIONS: Mapping[str, Callable[[tirx.Expr], tirx.Expr]] = {
+    "nn.silu": lambda x: x * tirx.sigmoid(x),
+    "nn.gelu_tanh": lambda x: 0.5 * x * (1.0 + tirx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))),
+}
 
 
 @dataclass(frozen=True)
@@ -73,16 +67,23 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     found: dict[relax.Var, _Gate] = {}
     for binding in graph.bindings:
         gate = _gate(binding.var, graph, state)
-        if gate is not None and template_refusal(_function(gate, state), state.target) is None:
+        if gate is None:
+            continue
+        x = te.placeholder(param_shape(gate.data), gate.dtype, name="x")
+        w = te.placeholder(stored_shape(gate.data, gate.gate, state, 2), gate.dtype, name="w")
+        function = te.create_prim_func([x, w, _gated_matmul(gate, state)(x, w)])
+        if template_refusal(function, state.target) is None:
             found[gate.result] = gate
             state.sources[gate.result.name] = state.nodes_of(var.name for var in (*gate.path, gate.result))
-    return replace_found(
-        mod,
-        state,
-        found,
-        lambda new, _binding, gate: _as_kernel(new, gate, state),
-        "gates in the epilogues of their matmuls",
-    )
+
+    def as_kernel(new: Rewriter, _binding: relax.VarBinding, gate: _Gate) -> tvm.ir.Expr:
+        # Two matrices [K, N] as one [K, 2 N] that alternates 8 columns of each.
+        gates, values = (array_of(one).reshape(len(array_of(one)), -1, _GROUP) for one in (gate.gate, gate.value))
+        interleaved = np.ascontiguousarray(np.stack([gates, values], axis=2).reshape(len(gates), -1))
+        weight = stored_weight(interleaved, dtype_of(gate.gate), gate.data, state)
+        return new.kernel(_gated_matmul(gate, state), new.of(gate.data), weight, name="matmul_gated", op_pattern=OPAQUE)
+
+    return replace_found(mod, state, found, as_kernel, "gates in the epilogues of their matmuls")
 
 
 def _gate(var: relax.Var, graph: Graph, state: LoweringState) -> _Gate | None:
@@ -129,13 +130,6 @@ def _pair(gate: relax.Call, value: relax.Call) -> bool:
     return fits and len(dtypes) == 1 and dtypes <= set(HALVES)
 
 
-def _function(gate: _Gate, state: LoweringState) -> tirx.PrimFunc:
-    """Return the PrimFunc of a gate, for templates to look at."""
-    x = te.placeholder(param_shape(gate.data), gate.dtype, name="x")
-    w = te.placeholder(stored_shape(gate.data, gate.gate, state, 2), gate.dtype, name="w")
-    return te.create_prim_func([x, w, _gated_matmul(gate, state)(x, w)])
-
-
 def _gated_matmul(gate: _Gate, state: LoweringState) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:
     activation, turned = _ACTIVATIONS[gate.activation], is_turned(gate.data, state)
 
@@ -150,16 +144,3 @@ def _gated_matmul(gate: _Gate, state: LoweringState) -> Callable[[te.Tensor, te.
         return te.compute((*x.shape[:-1], product.shape[-1] // 2), gated, name="gated")
 
     return compute
-
-
-def _as_kernel(new: Rewriter, gate: _Gate, state: LoweringState) -> tvm.ir.Expr:
-    interleaved = _interleaved(array_of(gate.gate), array_of(gate.value))
-    weight = stored_weight(interleaved, dtype_of(gate.gate), gate.data, state)
-    return new.kernel(_gated_matmul(gate, state), new.of(gate.data), weight, name="matmul_gated", op_pattern=OPAQUE)
-
-
-def _interleaved(gates: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return two matrices [K, N] as one [K, 2 N] that alternates 8 columns of each."""
-    rows, columns = gates.shape
-    parts = [matrix.reshape(rows, columns // _GROUP, _GROUP) for matrix in (gates, values)]
-    return np.ascontiguousarray(np.stack(parts, axis=2).reshape(rows, 2 * columns))

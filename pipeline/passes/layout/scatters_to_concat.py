@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import tvm
@@ -13,24 +13,8 @@ from relaxtune.pipeline.passes.kit.ir import array_of, equal_axes, is_constant, 
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows `start` to `stop` of a tensor."""
-
-    source: tvm.ir.Expr
-    start: int
-    stop: int
-
-    def cut(self, start: int, stop: int) -> _Rows | None:
-        """Return some of these rows, counted from the first of them; None for none."""
-        first, last = self.start + max(start, 0), self.start + min(stop, self.stop - self.start)
-        return _Rows(self.source, first, last) if first < last else None
-
-    @property
-    def are_whole(self) -> bool:
-        """Whether these are all rows of the tensor."""
-        return self.start == 0 and self.stop == _row_count(self.source)
+# Rows of a tensor, from one up to another.
+_Rows: TypeAlias = tuple[tvm.ir.Expr, int, int]
 
 
 def scatters_to_concat(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -47,7 +31,7 @@ def scatters_to_concat(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     found = {
         binding.var: parts
         for binding in graph.bindings
-        if _written_rows(binding.value, graph) is not None and (parts := _parts(binding.var, graph)) is not None
+        if _written_rows(binding.value) is not None and (parts := _parts(binding.var, graph)) is not None
     }
     if not found:
         return mod
@@ -55,14 +39,13 @@ def scatters_to_concat(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     return replace_found(mod, state, found, lambda new, binding, parts: _joined(new, binding.var, parts, graph))
 
 
-def _written_rows(value: tvm.ir.Expr | None, graph: Graph) -> tuple[int, int] | None:
+def _written_rows(value: tvm.ir.Expr | None) -> tuple[int, int] | None:
     """Return the first row that a scatter writes, and the one after the last; None for any other expression."""
     if not is_op(value, "scatter_nd") or str(value.attrs.reduction) != "update":
         return None
-    data, indices, updates = shape_of(value.args[0]), _known(value.args[1], graph), shape_of(value.args[2])
-    if data is None or updates is None or indices is None or indices.ndim != 2 or indices.shape[1:] != (1,):
-        return None
-    if not indices.size:
+    data, updates = shape_of(value.args[0]), shape_of(value.args[2])
+    indices = array_of(value.args[1]) if is_constant(value.args[1]) else None
+    if data is None or updates is None or indices is None or not indices.size or indices.shape[1:] != (1,):
         return None
     places = indices[:, 0]
     start, stop = int(places[0]), int(places[0]) + len(places)
@@ -72,39 +55,28 @@ def _written_rows(value: tvm.ir.Expr | None, graph: Graph) -> tuple[int, int] | 
     return (start, stop) if rows is not None and 0 <= start < stop <= rows else None
 
 
-def _known(expr: tvm.ir.Expr, graph: Graph) -> np.ndarray | None:
-    """Return the elements of a tensor that are known, as of indices of which none is counted from the end."""
-    if is_constant(expr):
-        return array_of(expr)
-    value = graph.value(expr)
-    if not is_op(value, "where") or not is_constant(value.args[0]):
-        return None
-    condition = array_of(value.args[0])
-    uniform = condition.size > 0 and bool((condition == condition.flat[0]).all())
-    found = _known(value.args[1 if condition.flat[0] else 2], graph) if uniform else None
-    return found if found is not None and found.shape == condition.shape else None
-
-
 def _parts(expr: tvm.ir.Expr, graph: Graph) -> tuple[_Rows, ...] | None:
     """Return what the rows of a tensor are, in their order."""
     expr = _unturned(expr, graph)
     value = graph.value(expr)
-    written = _written_rows(value, graph)
+    written = _written_rows(value)
     if written is None or not isinstance(value, relax.Call):
         count = _row_count(expr)
-        return None if count is None else (_Rows(expr, 0, count),)
+        return None if count is None else ((expr, 0, count),)
     below = _parts(value.args[0], graph)
     if below is None:
         return None
     start, stop = written
     before: list[_Rows] = []
     after: list[_Rows] = []
-    first = 0
-    for rows in below:
-        before += [part for part in [rows.cut(0, start - first)] if part]
-        after += [part for part in [rows.cut(stop - first, rows.stop - rows.start)] if part]
-        first += rows.stop - rows.start
-    return (*before, _Rows(value.args[2], 0, stop - start), *after)
+    place = 0
+    for source, first, last in below:
+        # Where the tensor's row `start`, and `stop`, is in the source.
+        left, right = start - place + first, stop - place + first
+        before += [(source, first, min(left, last))] if first < left else []
+        after += [(source, max(right, first), last)] if right < last else []
+        place += last - first
+    return (*before, (value.args[2], 0, stop - start), *after)
 
 
 def _unturned(expr: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr:
@@ -117,20 +89,21 @@ def _unturned(expr: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr:
 
 
 def _joined(new: Rewriter, var: relax.Var, parts: tuple[_Rows, ...], graph: Graph) -> tvm.ir.Expr:
-    values = [graph.value(part.source) for part in parts if part.are_whole]
-    moved = [value for value in values if is_op(value, "permute_dims") and value.attrs.axes]
+    whole = [source for source, first, last in parts if (first, last) == (0, _row_count(source))]
+    moved = [value for value in map(graph.value, whole) if is_op(value, "permute_dims") and value.attrs.axes]
     axes = {tuple(map(int, value.attrs.axes)) for value in moved}
     if len(moved) == len(parts) and len(axes) == 1:
         (order,) = axes
         inner = relax.op.concat([new.of(value.args[0]) for value in moved], order[0])
         return relax.op.permute_dims(new.extra(f"{var.name}__joined", inner, [var]), order)
-    pieces = [new.of(part.source) if part.are_whole else _slice(new, var, part) for part in parts]
+    pieces = []
+    for source, first, last in parts:
+        piece = new.of(source)
+        if source not in whole:
+            rows = relax.op.strided_slice(piece, [0], [first], [last], assume_inbound=True)
+            piece = new.extra(f"{var.name}__rows_{first}", rows, [var])
+        pieces.append(piece)
     return relax.op.concat(pieces, 0) if len(pieces) > 1 else pieces[0]
-
-
-def _slice(new: Rewriter, var: relax.Var, part: _Rows) -> relax.Var:
-    rows = relax.op.strided_slice(new.of(part.source), [0], [part.start], [part.stop], assume_inbound=True)
-    return new.extra(f"{var.name}__rows_{part.start}", rows, [var])
 
 
 def _row_count(expr: tvm.ir.Expr) -> int | None:

@@ -26,15 +26,15 @@ def share_repeated_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir
     """
     graph = Graph(mod)
     found = {binding.var: weight for binding in graph.bindings if (weight := _weight(binding.value, graph))}
-    return replace_found(mod, state, found, _multiply, "matmuls by weights that were repeated for each batch row")
 
+    def multiply(new: Rewriter, binding: relax.VarBinding, weight: tuple[tirx.Expr, np.ndarray]) -> tvm.ir.Expr:
+        batch, array = weight
+        data, repeated = binding.value.args
+        rows = new.emit(relax.op.reshape(new.of(data), (batch, len(array), *(shape_of(data) or [])[1:])))
+        product = relax.op.matmul(rows, relax.const(array, dtype_of(repeated)), binding.value.attrs.out_dtype)
+        return relax.op.reshape(new.emit(product), relax.ShapeExpr(shape_of(binding.var) or []))
 
-def _multiply(new: Rewriter, binding: relax.VarBinding, weight: tuple[tirx.Expr, np.ndarray]) -> tvm.ir.Expr:
-    batch, array = weight
-    call, shape = binding.value, shape_of(binding.var) or []
-    rows = new.emit(relax.op.reshape(new.of(call.args[0]), (batch, len(array), *(shape_of(call.args[0]) or [])[1:])))
-    product = relax.op.matmul(rows, relax.const(array, dtype_of(call.args[1])), call.attrs.out_dtype)
-    return relax.op.reshape(new.emit(product), relax.ShapeExpr(shape))
+    return replace_found(mod, state, found, multiply, "matmuls by weights that were repeated for each batch row")
 
 
 def _weight(value: tvm.ir.Expr, graph: Graph) -> tuple[tirx.Expr, np.ndarray] | None:

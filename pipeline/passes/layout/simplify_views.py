@@ -31,20 +31,17 @@ def simplify_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     and taken apart are a transpose: torch writes keys of [B, H, S, D] so. Matmuls of [1, S, H] by [H, N] keep their
     three axes: the schedules treat an axis of length one as no axis.
     """
-    return rewrite(mod, state, _Simplify())
+    splits: dict[relax.Var, relax.Call] = {}
 
-
-class _Simplify:
-    def __init__(self) -> None:
-        self._splits: dict[relax.Var, relax.Call] = {}
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        """Return a simpler expression of the new function, None when there is none."""
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         var, value = binding.var, binding.value
         if is_op(value, "split") and _split_points(value) is not None:
-            self._splits[var] = value  # its parts become slices, which leaves the split without a reader
-        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._splits:
-            return _slice(new, self._splits[value.tuple_value], int(value.index))
+            splits[var] = value  # its parts become slices, which leaves the split without a reader
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in splits:
+            split, index = splits[value.tuple_value], int(value.index)
+            data, axis = new.of(split.args[0]), int(split.attrs.axis) % int(split.args[0].ty.ndim)
+            ends = [0, *(_split_points(split) or []), data.ty.shape.values[axis]]
+            return relax.op.strided_slice(data, [axis], [ends[index]], [ends[index + 1]], assume_inbound=True)
         if not isinstance(value, relax.Call):
             return None
         kept = _unchanged(value)
@@ -57,7 +54,7 @@ class _Simplify:
         data = new.of(value.args[0])
         inner = new.lookup_binding(data) if isinstance(data, relax.Var) else None
         if is_op(inner, value.op.name.removeprefix("relax.")):
-            new.state.sources[var.name] = new.state.nodes_of([data.name, var.name])
+            state.sources[var.name] = state.nodes_of([data.name, var.name])
         if is_op(value, "reshape") and is_op(inner, "reshape"):
             return relax.op.reshape(inner.args[0], new.of(value.args[1]))
         if is_op(value, "reshape") and is_op(inner, "permute_dims"):
@@ -65,6 +62,8 @@ class _Simplify:
         if is_op(value, "permute_dims") and is_op(inner, "permute_dims"):
             return _transposed(new, data, transposed_axes(value))
         return None
+
+    return rewrite(mod, state, rule)
 
 
 def _transposed(new: Rewriter, data: tvm.ir.Expr, axes: list[int]) -> tvm.ir.Expr:
@@ -97,9 +96,10 @@ def _unchanged(value: relax.Call) -> tvm.ir.Expr | None:
     """Return the operand that `value` is equal to, None when there is none."""
     if is_op(value, "permute_dims"):
         return value.args[0] if transposed_axes(value) == sorted(transposed_axes(value)) else None
-    if is_op(value, *_MOVES, "astype") and _same_type(value.args[0], value):
+    data = value.args[0] if is_op(value, *_MOVES, "astype") else None
+    if isinstance(data, relax.Var) and dtype_of(data) == dtype_of(value) and same_shape(data, value):
         steps = listed_sizes(value.args[4]) if is_op(value, "strided_slice") and len(value.args) > 4 else []
-        return value.args[0] if steps is not None and all(step == 1 for step in steps) else None
+        return data if steps is not None and all(step == 1 for step in steps) else None
     return None
 
 
@@ -117,16 +117,6 @@ def _row(new: Rewriter, take: relax.Call) -> tvm.ir.Expr | None:
     return relax.op.squeeze(new.emit(row), [axis])
 
 
-def _slice(new: Rewriter, split: relax.Call, index: int) -> tvm.ir.Expr:
-    data = new.of(split.args[0])
-    ends = _split_points(split) or []
-    axis = int(split.attrs.axis) % int(data.ty.ndim)
-    start = ends[index - 1] if index else 0
-    if index < len(ends):
-        return relax.op.strided_slice(data, [axis], [start], [ends[index]], assume_inbound=True)
-    return relax.op.strided_slice(data, [axis], [start], [data.ty.shape.values[axis]], assume_inbound=True)
-
-
 def _split_points(split: relax.Call) -> list[int] | None:
     """Return where the parts of a split after the first start, None when it depends on a symbolic axis."""
     sections = split.attrs.indices_or_sections
@@ -138,8 +128,3 @@ def _split_points(split: relax.Call) -> list[int] | None:
         return None
     step = -(-int(length) // int(sections))
     return list(range(step, int(length), step))
-
-
-def _same_type(old: tvm.ir.Expr, new: tvm.ir.Expr) -> bool:
-    """Return whether a variable has the known shape and the dtype of another tensor."""
-    return isinstance(old, relax.Var) and dtype_of(old) == dtype_of(new) and same_shape(old, new)

@@ -33,15 +33,14 @@ def write_matmuls_transposed(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.
         if all(len(graph.readers(step)) == 1 for step in steps) and _fits(matmul, value):
             found[binding.var] = matmul
             state.sources[binding.var.name] = state.nodes_of(var.name for var in (*steps, binding.var))
-    return replace_found(mod, state, found, _transposed)
 
+    def transposed(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:
+        compute = transposed_matmul([int(axis) for axis in binding.value.attrs.axes], dtype_of(matmul))
+        result = new.kernel(compute, *map(new.of, matmul.args), name="matmul_transpose")
+        same = dtype_of(matmul) == dtype_of(binding.var)
+        return result if same else relax.op.astype(new.emit(result), dtype_of(binding.var))
 
-def _transposed(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:
-    compute = transposed_matmul([int(axis) for axis in binding.value.attrs.axes], dtype_of(matmul))
-    result = new.kernel(compute, *map(new.of, matmul.args), name="matmul_transpose")
-    if dtype_of(matmul) == dtype_of(binding.var):
-        return result
-    return relax.op.astype(new.emit(result), dtype_of(binding.var))
+    return replace_found(mod, state, found, transposed)
 
 
 def _fits(matmul: tvm.ir.Expr | None, transpose: relax.Call) -> TypeGuard[relax.Call]:

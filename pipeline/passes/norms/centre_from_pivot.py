@@ -45,7 +45,14 @@ def centre_from_pivot(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         elif is_op(value, "subtract") and (axes := _own_mean(graph.value(value.args[1]), value.args[0])):
             found[binding.var] = _deviation(axes)
             state.sources[binding.var.name] = state.nodes_of([value.args[1].name, binding.var.name])
-    return replace_found(mod, state, found, _as_kernel)
+
+    def as_kernel(new: Rewriter, binding: relax.VarBinding, compute: Callable[..., te.Tensor]) -> tvm.ir.Expr:
+        value = binding.value
+        if is_op(value, "subtract"):
+            return new.kernel(compute, new.of(value.args[0]), name="deviation")
+        return new.kernel(compute, *map(new.of, value.args), name="layer_norm")
+
+    return replace_found(mod, state, found, as_kernel)
 
 
 def _own_mean(value: tvm.ir.Expr | None, data: tvm.ir.Expr) -> list[int]:
@@ -61,13 +68,6 @@ def _places(axes: Sequence[int] | None, data: tvm.ir.Expr) -> list[int]:
     """Return axes counted from the first; None stands for all."""
     rank = int(data.ty.ndim)
     return list(range(rank)) if axes is None else sorted(int(axis) % rank for axis in axes)
-
-
-def _as_kernel(new: Rewriter, binding: relax.VarBinding, compute: Callable[..., te.Tensor]) -> tvm.ir.Expr:
-    value = binding.value
-    if is_op(value, "subtract"):
-        return new.kernel(compute, new.of(value.args[0]), name="deviation")
-    return new.kernel(compute, *map(new.of, value.args), name="layer_norm")
 
 
 def _layer_norm(axes: Sequence[int], epsilon: float) -> Callable[..., te.Tensor]:

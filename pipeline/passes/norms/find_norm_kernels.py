@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
@@ -15,9 +13,6 @@ from tvm.ir.expr import TensorLoad
 from relaxtune.schedules.tir.blocks import same_sizes, shape_of
 from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
 from relaxtune.schedules.tir.expressions import constant_value, without_casts
-
-# A float64 array by position of a parameter.
-Vector = Callable[[int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,6 @@ class NormKernel:
     epsilon: float
     # In their order: whether a parameter, one element a column, is multiplied (else added), and its position.
     steps: tuple[tuple[bool, int], ...]
-
-    def affine(self, width: int, vector: Vector) -> tuple[np.ndarray, np.ndarray]:
-        """Return gamma and beta, in float64, of rows of `width` elements."""
-        gamma, beta = np.ones(width), np.zeros(width)
-        for multiplies, position in self.steps:
-            operand = vector(position)
-            gamma, beta = (gamma * operand, beta * operand) if multiplies else (gamma, beta + operand)
-        return gamma, beta
 
 
 def find_norm(func: tirx.PrimFunc) -> NormKernel | None:
@@ -64,16 +51,11 @@ def find_norm(func: tirx.PrimFunc) -> NormKernel | None:
         value = without_casts(inner)
 
 
-def _orders(value: tirx.Expr) -> Iterator[tuple[tirx.Expr, tirx.Expr]]:
-    yield value.a, value.b
-    yield value.b, value.a
-
-
 def _step(value: tirx.Expr, flow: Dataflow) -> tuple[tirx.Expr, bool, int] | None:
     """Return what is multiplied by, or added to, a vector of columns; whether it is multiplied; the vector."""
     if not isinstance(value, (tirx.Mul, tirx.Add)):
         return None
-    for inner, other in _orders(value):
+    for inner, other in ((value.a, value.b), (value.b, value.a)):
         load = without_casts(other)
         if isinstance(load, TensorLoad) and load.indices[0].same_as(flow.columns.var):
             return inner, isinstance(value, tirx.Mul), flow.flat[load.source]
@@ -84,7 +66,7 @@ def _core(value: tirx.Expr, flow: Dataflow) -> tuple[int, bool, float] | None:
     """Return the position of x, whether it is centred, and epsilon, of `(x - mean) * rsqrt(variance + epsilon)`."""
     if not isinstance(value, tirx.Mul):
         return None
-    for centred, root in _orders(value):
+    for centred, root in ((value.a, value.b), (value.b, value.a)):
         scaled = without_casts(root)
         if not isinstance(scaled, Call) or getattr(scaled.op, "name", "") != "tirx.rsqrt":
             continue
@@ -106,8 +88,8 @@ def _mean_of(value: tirx.Expr, flow: Dataflow) -> Reduction | None:
     """Return the sum over a row that a value is the mean of."""
     if not isinstance(value, tirx.Div) or constant_value(value.b) != flow.columns.size:
         return None
-    found = (one for one in flow.reductions if value.a.same_as(one.result))
-    return next((one for one in found if one.combine == "sum" and one.start == 0), None)
+    sums = (one for one in flow.reductions if one.combine == "sum" and one.start == 0)
+    return next((one for one in sums if value.a.same_as(one.result)), None)
 
 
 def _is_own(load: TensorLoad, flow: Dataflow) -> bool:

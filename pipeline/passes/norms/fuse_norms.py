@@ -77,11 +77,9 @@ class _Call:
     changed: bool = False
 
     def places_of(self, var: relax.Var) -> list[int]:
-        """Return the positions at which a variable is an argument."""
         return [place for place, arg in enumerate(self.args) if isinstance(arg, relax.Var) and arg.same_as(var)]
 
     def with_argument(self, place: int, value: Argument) -> _Call:
-        """Return the call with another argument at a position."""
         return replace(self, args=(*self.args[:place], value, *self.args[place + 1 :]))
 
     def of(self, function: _Function, *more: Argument) -> _Call:
@@ -127,8 +125,27 @@ def fuse_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         state.sources[reader] = state.nodes_of([norm.var.name, reader])
     state.note(f"{len(norms)} norms in the matmuls around them")
     changed = {var: call for var, call in fuser.calls.items() if call.changed}
+    extras: dict[_Extra, relax.Var] = {}
+
+    def emit(new: Rewriter, _binding: relax.VarBinding, call: _Call) -> tvm.ir.Expr:
+        func, matmul = call.function.func, call.function.matmul
+        args = [extras[arg] if isinstance(arg, _Extra) else new.of(arg) for arg in call.args]
+        callee = new.function(func, f"{call.function.name}_norms")
+        types = _output_types(func, args)
+        made = relax.call_tir(callee, args, types if len(types) > 1 else types[0])
+        if len(types) == 1:
+            return made
+        whole = new.extra(f"{call.var.name}__with_sums", made, [call.var])
+        new.state.sources[call.var.name] = ()
+        outputs = {_Extra(call.var, False): matmul.partials, _Extra(call.var, True): matmul.norm}
+        for extra, output in outputs.items():
+            if output is not None and output.output is not None:
+                label = f"{call.var.name}__{'statistics' if extra.is_statistics else 'partial_sums'}"
+                extras[extra] = new.extra(label, relax.TupleGetItem(whole, output.output - len(args)))
+        return relax.TupleGetItem(whole, matmul.output - len(args))
+
     # The norms themselves have no reader any more.
-    return replace_found(mod, state, changed, _Emit())
+    return replace_found(mod, state, changed, emit)
 
 
 class _Fuser:
@@ -169,7 +186,10 @@ class _Fuser:
         if not all(is_constant(args[place]) for _, place in kernel.steps):
             return None
         width = int(data.ty.shape.values[-1])
-        gamma, beta = kernel.affine(width, lambda place: array_of(args[place]).astype("float64"))
+        gamma, beta = np.ones(width), np.zeros(width)
+        for multiplies, place in kernel.steps:
+            operand = array_of(args[place]).astype("float64")
+            gamma, beta = (gamma * operand, beta * operand) if multiplies else (gamma, beta + operand)
         return _Norm(binding.var, kernel, data, gamma, beta)
 
     def readers_of(self, norm: _Norm) -> list[_Call]:
@@ -205,9 +225,8 @@ class _Fuser:
     def _summing(self, call: _Call) -> _Call | None:
         """Return a call that writes partial sums too."""
         matmul = call.function.matmul
-        rows_max = self._state.options.norm_rows_max
         few = matmul.b_transposed and makes_few_rows(matmul.m, self._features)
-        group = _group(matmul, rows_max, math.inf if few else _GROUPS_MAX)
+        group = _group(matmul, self._state.options.norm_rows_max, math.inf if few else _GROUPS_MAX)
         if matmul.norm is not None or matmul.partials is not None or group is None:
             return None
         function = self._make(call, group, lambda func: keep_partial_sums(func, matmul, group))
@@ -222,19 +241,20 @@ class _Fuser:
         folded = _fold(norm, array_of(weight), matmul.b_transposed)
         if folded is None:
             return None
+        scaled, sums_of_columns, shift = folded
         bias = find_bias(call.function.func, matmul)
         if bias is not None and is_constant(call.args[bias]):
-            call = call.with_argument(bias, _plus(call.args[bias], folded.shift))
+            call = call.with_argument(bias, _plus(call.args[bias], shift))
             shifts: list[Argument] = []
         else:
-            shifts = [_constant(folded.shift)] if folded.shift.any() else []
+            shifts = [_constant(shift)] if shift.any() else []
         groups = norm.gamma.size // sums.group
         wanted = OperandNorm(norm.kernel.centred, norm.kernel.epsilon, groups, bool(shifts), keeps)
         function = self._make(call, wanted, lambda func: normalise_operand(func, matmul, wanted))
         if function is None:
             return None
-        column_sums = [_constant(folded.column_sums)] if norm.kernel.centred else []
-        call = call.with_argument(matmul.b, relax.const(folded.weight, dtype_of(weight)))
+        column_sums = [_constant(sums_of_columns)] if norm.kernel.centred else []
+        call = call.with_argument(matmul.b, relax.const(scaled, dtype_of(weight)))
         call = call.with_argument(matmul.a, norm.data)
         return call.of(function, _Extra(producer.var, False), *column_sums, *shifts)
 
@@ -275,17 +295,11 @@ class _Fuser:
         return self._made[key]
 
 
-@dataclass(frozen=True)
-class _Folded:
-    """A weight that gamma is in, the sums of its columns, and beta times the weight without it."""
+def _fold(norm: _Norm, weight: np.ndarray, transposed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Return a weight [K, N], or [N, K], times gamma, the sums of its columns, and beta times the weight without gamma.
 
-    weight: np.ndarray
-    column_sums: np.ndarray
-    shift: np.ndarray
-
-
-def _fold(norm: _Norm, weight: np.ndarray, transposed: bool) -> _Folded | None:
-    """Return a norm's part in a weight [K, N], or [N, K]; None where the weight cannot hold it."""
+    None where the weight cannot hold it.
+    """
     scaled = np.empty(weight.shape, weight.dtype)
 
     def fold_rows(begin: int, end: int) -> tuple[np.ndarray, np.ndarray] | None:
@@ -306,8 +320,8 @@ def _fold(norm: _Norm, weight: np.ndarray, transposed: bool) -> _Folded | None:
         return None
     sums, shifts = ([part[index] for part in made] for index in (0, 1))
     if transposed:
-        return _Folded(scaled, np.concatenate(sums), np.concatenate(shifts))
-    return _Folded(scaled, np.sum(sums, axis=0), np.sum(shifts, axis=0))
+        return scaled, np.concatenate(sums), np.concatenate(shifts)
+    return scaled, np.sum(sums, axis=0), np.sum(shifts, axis=0)
 
 
 def _plus(constant: tvm.ir.Expr, vector: np.ndarray) -> tvm.ir.Expr:
@@ -346,25 +360,3 @@ def _group(matmul: MatmulFunction, rows_max: int, groups_max: float) -> int | No
     least = _FEW_ROWS_GROUP if narrow or matmul.m <= _FEW_ROWS else _GROUP
     fitting = [size for size in _GROUPS if size >= least and matmul.columns % size == 0]
     return next((size for size in fitting if matmul.columns // size <= groups_max), fitting[-1] if fitting else None)
-
-
-class _Emit:
-    def __init__(self) -> None:
-        self._extras: dict[_Extra, relax.Var] = {}
-
-    def __call__(self, new: Rewriter, _binding: relax.VarBinding, call: _Call) -> tvm.ir.Expr:
-        func, matmul = call.function.func, call.function.matmul
-        args = [self._extras[arg] if isinstance(arg, _Extra) else new.of(arg) for arg in call.args]
-        callee = new.function(func, f"{call.function.name}_norms")
-        types = _output_types(func, args)
-        made = relax.call_tir(callee, args, types if len(types) > 1 else types[0])
-        if len(types) == 1:
-            return made
-        whole = new.extra(f"{call.var.name}__with_sums", made, [call.var])
-        new.state.sources[call.var.name] = ()
-        outputs = {_Extra(call.var, False): matmul.partials, _Extra(call.var, True): matmul.norm}
-        for extra, output in outputs.items():
-            if output is not None and output.output is not None:
-                label = f"{call.var.name}__{'statistics' if extra.is_statistics else 'partial_sums'}"
-                self._extras[extra] = new.extra(label, relax.TupleGetItem(whole, output.output - len(args)))
-        return relax.TupleGetItem(whole, matmul.output - len(args))

@@ -31,13 +31,13 @@ def norms_of_half(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
         if is_op(cast, "astype") and dtype_of(data) == "float32" and dtype_of(cast.args[0]) in HALVES:
             found[binding.var] = cast.args[0]
             state.sources[binding.var.name] = state.nodes_of([data.name, binding.var.name])
-    return replace_found(mod, state, found, _wide_inside, "norms widen inside")
 
+    def widen_inside(new: Rewriter, binding: relax.VarBinding, data: relax.Var) -> tvm.ir.Expr:
+        value = binding.value
+        args = [new.of(arg) for arg in (data, *value.args[1:])]
+        return new.kernel(_float32_norm(value), *args, name=value.op.name.split(".")[-1])
 
-def _wide_inside(new: Rewriter, binding: relax.VarBinding, data: relax.Var) -> tvm.ir.Expr:
-    value = binding.value
-    args = [new.of(arg) for arg in (data, *value.args[1:])]
-    return new.kernel(_float32_norm(value), *args, name=value.op.name.split(".")[-1])
+    return replace_found(mod, state, found, widen_inside, "norms widen inside")
 
 
 def norm_of_half(value: relax.Call) -> Callable[..., te.Tensor]:

@@ -60,25 +60,21 @@ def recognise_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
         return mod
     for var, norm in found.items():
         state.sources[var.name] = state.nodes_of([*(step.name for step in norm.steps), var.name])
-    result = replace_found(mod, state, found, _as_operator)
+
+    def as_operator(new: Rewriter, _binding: relax.VarBinding, norm: _Norm) -> tvm.ir.Expr:
+        width, dtype = _width(norm.data), dtype_of(norm.data)
+
+        def row(constant: tvm.ir.Expr | None, number: int) -> tvm.ir.Expr:
+            array = np.full(width, number, dtype) if constant is None else array_of(constant).reshape(-1)
+            return constant if constant is not None and constant.ty.ndim == 1 else relax.const(array, dtype)
+
+        rows = [row(norm.gamma, 1), *([row(norm.beta, 0)] if norm.centred else [])]
+        make = relax.op.nn.layer_norm if norm.centred else relax.op.nn.rms_norm
+        return make(new.of(norm.data), *rows, axes=[-1], epsilon=norm.epsilon)
+
+    result = replace_found(mod, state, found, as_operator)
     state.note(f"{binding_count(mod) - binding_count(result)} steps of norms merged")
     return result
-
-
-def _as_operator(new: Rewriter, _binding: relax.VarBinding, norm: _Norm) -> tvm.ir.Expr:
-    data = new.of(norm.data)
-    width, dtype = _width(norm.data), dtype_of(norm.data)
-    gamma = norm.gamma if norm.gamma is not None else relax.const(np.ones(width, dtype), dtype)
-    if not norm.centred:
-        return relax.op.nn.rms_norm(data, _row(gamma), axes=[-1], epsilon=norm.epsilon)
-    beta = norm.beta if norm.beta is not None else relax.const(np.zeros(width, dtype), dtype)
-    return relax.op.nn.layer_norm(data, _row(gamma), _row(beta), axes=[-1], epsilon=norm.epsilon)
-
-
-def _row(constant: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return a constant of one row as a vector."""
-    array = array_of(constant)
-    return constant if array.ndim == 1 else relax.const(array.reshape(-1), dtype_of(constant))
 
 
 def _width(var: relax.Var) -> int:
@@ -111,13 +107,19 @@ def _match_quotient(value: tvm.ir.Expr | None, graph: Graph) -> _Norm | None:
             continue
         for mean, epsilon in numbers_beside(total):
             square = _mean_of(mean, graph)
-            if square is None or not _is_square(square, data, graph):
+            squared = graph.value(square)
+            if is_op(squared, "power"):
+                fits = squared.args[0] == data and number_of(squared.args[1], data) == 2.0
+            else:
+                fits = is_op(squared, "square", "multiply") and all(arg == data for arg in squared.args)
+            if square is None or not fits:
                 continue
-            centre = _centre_of(data, graph)
             inner = (*steps, root, mean, square)
-            if centre is None:
-                return _Norm(data, epsilon, False, steps=inner)
-            return _Norm(centre, epsilon, True, steps=(graph.values[data].args[1], data, *inner))
+            # Whether `data` is x - mean(x).
+            centred = graph.value(data)
+            if is_op(centred, "subtract") and centred.args[0] == _mean_of(centred.args[1], graph):
+                return _Norm(centred.args[0], epsilon, True, steps=(centred.args[1], data, *inner))
+            return _Norm(data, epsilon, False, steps=inner)
     return None
 
 
@@ -152,22 +154,6 @@ def _mean_of(expr: tvm.ir.Expr, graph: Graph) -> relax.Var | None:
     axes = [int(axis) for axis in value.attrs.axis]
     inner = value.args[0]
     return inner if axes in ([-1], [inner.ty.ndim - 1]) and isinstance(inner, relax.Var) else None
-
-
-def _is_square(var: relax.Var, data: relax.Var, graph: Graph) -> bool:
-    value = graph.value(var)
-    if is_op(value, "power"):
-        return bool(value.args[0] == data) and number_of(value.args[1], data) == 2.0
-    return is_op(value, "square", "multiply") and all(isinstance(arg, relax.Var) and arg == data for arg in value.args)
-
-
-def _centre_of(data: relax.Var, graph: Graph) -> relax.Var | None:
-    """Return `x` when `data` is `x - mean(x)`."""
-    value = graph.value(data)
-    if not is_op(value, "subtract") or not isinstance(value.args[0], relax.Var):
-        return None
-    mean = _mean_of(value.args[1], graph)
-    return mean if mean is not None and mean == value.args[0] else None
 
 
 def _is_row(expr: tvm.ir.Expr, data: relax.Var) -> bool:

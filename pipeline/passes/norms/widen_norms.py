@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import bindings_of, dtype_of, is_op, main_of
+from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
-
-_DTYPE, _WIDE = "bfloat16", "float64"
 
 
 def widen_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -21,51 +17,37 @@ def widen_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     `norms_of_half` takes the first cast into the norm's kernel. A norm over float64 becomes its steps. A norm over all
     axes gets an axis of one row in front: TVM makes no kernel without rows.
     """
-    values = [binding.value for binding in bindings_of(main_of(mod))]
-    narrow, wide, whole = (sum(map(test, values)) for test in (_is_narrow, _is_wide, _is_whole))
-    if not narrow and not wide and not whole:
-        return mod
-    if narrow:
-        state.note(f"{narrow} norms over {_DTYPE} compute in float32")
-    return rewrite(mod, state, _widened)
+    widened = 0
 
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        nonlocal widened
+        value = binding.value
+        if not is_op(value, "nn.layer_norm", "nn.rms_norm"):
+            return None
+        dtype, rank = dtype_of(value.args[0]), int(value.args[0].ty.ndim)
+        if dtype == "float64":
+            return _in_steps(new, value)
+        narrow, whole = dtype == "bfloat16", len(value.attrs.axes) == rank
+        if not narrow and not whole:
+            return None
+        widened += narrow
+        args = [new.of(arg) for arg in value.args]
+        if narrow:
+            args = [new.emit(relax.op.astype(arg, "float32")) for arg in args]
+        if whole:
+            args[0] = new.emit(relax.op.expand_dims(args[0], 0))
+        # Counted from the end, the axes are the same with a row axis in front.
+        axes = [int(axis) % rank - rank for axis in value.attrs.axes] if whole else value.attrs.axes
+        make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
+        result = make(*args, axes, value.attrs.epsilon)
+        if whole:
+            result = relax.op.squeeze(new.emit(result), [0])
+        return relax.op.astype(new.emit(result), dtype) if narrow else result
 
-def _is_norm(value: tvm.ir.Expr) -> TypeGuard[relax.Call]:
-    return is_op(value, "nn.layer_norm", "nn.rms_norm")
-
-
-def _is_narrow(value: tvm.ir.Expr) -> bool:
-    return _is_norm(value) and dtype_of(value.args[0]) == _DTYPE
-
-
-def _is_wide(value: tvm.ir.Expr) -> TypeGuard[relax.Call]:
-    return _is_norm(value) and dtype_of(value.args[0]) == _WIDE
-
-
-def _is_whole(value: tvm.ir.Expr) -> bool:
-    return _is_norm(value) and len(value.attrs.axes) == value.args[0].ty.ndim
-
-
-def _widened(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-    value = binding.value
-    if _is_wide(value):
-        return _in_steps(new, value)
-    narrow, whole = _is_narrow(value), _is_whole(value)
-    if not narrow and not whole:
-        return None
-    data, *parameters = (new.of(arg) for arg in value.args)
-    if narrow:
-        data, *parameters = (new.emit(relax.op.astype(arg, "float32")) for arg in (data, *parameters))
-    if whole:
-        data = new.emit(relax.op.expand_dims(data, 0))
-    # Counted from the end, the axes are the same with a row axis in front.
-    rank = int(value.args[0].ty.ndim)
-    axes = [int(axis) % rank - rank for axis in value.attrs.axes] if whole else value.attrs.axes
-    make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
-    result = make(data, *parameters, axes, value.attrs.epsilon)
-    if whole:
-        result = relax.op.squeeze(new.emit(result), [0])
-    return relax.op.astype(new.emit(result), _DTYPE) if narrow else result
+    result = rewrite(mod, state, rule)
+    if widened:
+        state.note(f"{widened} norms over bfloat16 compute in float32")
+    return result
 
 
 def _in_steps(new: Rewriter, norm: relax.Call) -> tvm.ir.Expr:
@@ -75,6 +57,6 @@ def _in_steps(new: Rewriter, norm: relax.Call) -> tvm.ir.Expr:
     if beta:
         data = new.emit(relax.op.subtract(data, new.emit(relax.op.mean(data, axes, keepdims=True))))
     square = new.emit(relax.op.mean(new.emit(relax.op.multiply(data, data)), axes, keepdims=True))
-    radicand = new.emit(relax.op.add(square, relax.const(norm.attrs.epsilon, _WIDE)))
+    radicand = new.emit(relax.op.add(square, relax.const(norm.attrs.epsilon, "float64")))
     scaled = new.emit(relax.op.multiply(new.emit(relax.op.divide(data, new.emit(relax.op.sqrt(radicand)))), gamma))
     return relax.op.add(scaled, beta[0]) if beta else scaled

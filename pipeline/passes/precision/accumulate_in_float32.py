@@ -29,19 +29,10 @@ def accumulate_in_float32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.
     )
     if inexact:
         state.note(f"{inexact} {BFLOAT16_NOTE}")
-    rule = _Accumulate()
-    result = rewrite(mod, state, rule)
-    if not rule.count:
-        return mod
-    state.note(f"{rule.count} operations accumulate in float32")
-    return result
+    count = 0
 
-
-class _Accumulate:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        nonlocal count
         var, value, dtype = binding.var, binding.value, dtype_of(binding.var)
         if dtype not in HALVES:
             return None
@@ -56,24 +47,20 @@ class _Accumulate:
                 wide = reduce(data, value.attrs.axis, value.attrs.keepdims)
         else:
             return None
-        self.count += 1
+        count += 1
         return relax.op.astype(new.extra(f"{var.name}__float32", wide, [var]), dtype)
+
+    result = rewrite(mod, state, rule)
+    if not count:
+        return mod
+    state.note(f"{count} operations accumulate in float32")
+    return result
 
 
 def contraction_in_float32(value: relax.Call, args: list[tvm.ir.Expr]) -> tvm.ir.Expr:
     """Return the same matmul or convolution with a float32 result."""
-    attrs = value.attrs
     if is_op(value, "matmul"):
         return relax.op.matmul(*args, out_dtype="float32")
     make = relax.op.nn.conv1d if is_op(value, "nn.conv1d") else relax.op.nn.conv2d
-    return make(
-        *args,
-        strides=attrs.strides,
-        padding=attrs.padding,
-        dilation=attrs.dilation,
-        groups=attrs.groups,
-        data_layout=attrs.data_layout,
-        kernel_layout=attrs.kernel_layout,
-        out_layout=attrs.out_layout,
-        out_dtype="float32",
-    )
+    kept = ("strides", "padding", "dilation", "groups", "data_layout", "kernel_layout", "out_layout")
+    return make(*args, **{name: getattr(value.attrs, name) for name in kept}, out_dtype="float32")

@@ -67,15 +67,24 @@ class _Half(Rewriter):
 
     def rule(self, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
         var, value = binding.var, binding.value
+
+        def wide_product(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+            return te.compute(a.shape, lambda *i: a(*i).astype("float32") * b(*i).astype("float32"), name="multiply")
+
         if self._is_float32_contraction(value):
             self.count += 1
             return contraction_in_float32(value, [self._half(arg) for arg in value.args])
         if var in self._gates:
             # One operator on rounded factors: a widening apart would join the kernel that makes a factor.
             self.state.gate_products.add(var.name)
-            return self.kernel(_wide_product, *map(self._half, value.args), name="multiply")
+            return self.kernel(wide_product, *map(self._half, value.args), name="multiply")
         if self._is_half_norm(var):
-            half = self._norm(value, [self._half(arg) for arg in value.args])
+            # One kernel that widens inside, and reads and writes half precision; TVM's norms refuse bfloat16.
+            args = [self._half(arg) for arg in value.args]
+            if self._dtype == "bfloat16":
+                half = self.kernel(norm_of_half(value), *args, name=value.op.name.split(".")[-1])
+            else:
+                half = relax.Call(value.op, args, value.attrs)
             self._stored[var] = self._halves[var] = self._bind_half(var, half)
             return DONE
         if self._is_residual_stream(var, value):
@@ -128,14 +137,6 @@ class _Half(Rewriter):
 
     def _bind_half(self, var: relax.Var, half: tvm.ir.Expr) -> relax.Var:
         return self.extra(f"{var.name}__half", half, [var])
-
-    def _norm(self, value: relax.Call, args: list[tvm.ir.Expr]) -> tvm.ir.Expr:
-        """Return a norm of rounded operands as one kernel that widens inside, and reads and writes half precision."""
-        if self._dtype == "bfloat16":
-            # TVM's norms refuse bfloat16.
-            return self.kernel(norm_of_half(value), *args, name=value.op.name.split(".")[-1])
-        make = relax.op.nn.layer_norm if is_op(value, "nn.layer_norm") else relax.op.nn.rms_norm
-        return make(*args, value.attrs.axes, value.attrs.epsilon)
 
     def _is_float32_contraction(self, value: tvm.ir.Expr) -> bool:
         if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
@@ -200,7 +201,3 @@ class _Half(Rewriter):
         if is_op(value, *_VIEWS):
             return any(self._leads_to_contraction(reader) for reader in self._graph.readers(var) if reader != var)
         return is_op(value, *_CONTRACTIONS)
-
-
-def _wide_product(a: te.Tensor, b: te.Tensor) -> te.Tensor:
-    return te.compute(a.shape, lambda *i: a(*i).astype("float32") * b(*i).astype("float32"), name="multiply")

@@ -29,11 +29,28 @@ def round_to_tf32(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule
     policy = state.options.policy
     if policy is None or policy.activations != "tf32":
         return mod
-    rule = _Round()
+    rounded: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
+    count = 0
+
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        nonlocal count
+        value = binding.value
+        if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
+            return None
+        count += 1
+        for arg in value.args:
+            if arg not in rounded:
+                rounded[arg] = (
+                    relax.const(tf32_array(array_of(arg)), "float32")
+                    if is_constant(arg)
+                    else new.emit(new.kernel(_tf32, new.of(arg), name="round_to_tf32"))
+                )
+        return relax.Call(value.op, [rounded[arg] for arg in value.args], value.attrs, value.ty_args)
+
     result = rewrite(mod, state, rule)
     state.tf32 = True
-    state.note(f"operands of {rule.count} matmuls and convolutions rounded to tf32")
-    return result if rule.count else mod
+    state.note(f"operands of {count} matmuls and convolutions rounded to tf32")
+    return result if count else mod
 
 
 def tf32_array(array: np.ndarray) -> np.ndarray:
@@ -41,28 +58,6 @@ def tf32_array(array: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
     rounded = (bits + (_HALF + (bits >> _DROPPED & 1)).astype(np.uint32)) & np.uint32(_KEPT)
     return np.where(np.isnan(array), array, rounded.view(np.float32))
-
-
-class _Round:
-    def __init__(self) -> None:
-        self._rounded: dict[tvm.ir.Expr, tvm.ir.Expr] = {}
-        self.count = 0
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        value = binding.value
-        if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
-            return None
-        self.count += 1
-        return relax.Call(value.op, [self._round(new, arg) for arg in value.args], value.attrs, value.ty_args)
-
-    def _round(self, new: Rewriter, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-        if expr not in self._rounded:
-            self._rounded[expr] = (
-                relax.const(tf32_array(array_of(expr)), "float32")
-                if is_constant(expr)
-                else new.emit(new.kernel(_tf32, new.of(expr), name="round_to_tf32"))
-            )
-        return self._rounded[expr]
 
 
 def _tf32(x: te.Tensor) -> te.Tensor:

@@ -55,8 +55,8 @@ def mark_constants(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
             continue
         args = binding.value.args[1]
         places = list(enumerate(args.fields if isinstance(args, relax.Tuple) else [args]))
-        constant = {place for place, arg in places if is_constant(arg) or _is_one_of(arg, weights)}
-        given = {place for place, arg in places if _is_one_of(arg, inputs)}
+        constant = {place for place, arg in places if is_constant(arg) or arg in weights}
+        given = {place for place, arg in places if arg in inputs}
         own = {len(places) + output for output in results.get(binding.var, ())}
         for attribute, found in zip(attributes, (constant, given, own), strict=True):
             known = marked[attribute]
@@ -82,7 +82,3 @@ def _results(graph: Graph) -> dict[relax.Var, set[int]]:
         if isinstance(value, relax.TupleGetItem) and all(user in (result, field) for user in graph.readers(field)):
             found.setdefault(value.tuple_value, set()).add(int(value.index))
     return found
-
-
-def _is_one_of(arg: tvm.ir.Expr, variables: set[relax.Var]) -> bool:
-    return isinstance(arg, relax.Var) and arg in variables

@@ -39,9 +39,20 @@ def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     main = main_of(mod)
     if not isinstance(limits, CpuLimits) or not any(_can_pack(binding.value) for binding in bindings_of(main)):
         return mod
-    rule = _Pack(limits, state.options.one_packing)
+    packed: dict[tuple[tvm.ir.Expr, int], tvm.ir.Expr] = {}
+
+    def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if not _can_pack(binding.value):
+            return None
+        left, weight = binding.value.args
+        columns, dtype = (static_shape(weight) or ())[1], dtype_of(binding.var)
+        width = panel_width(None if state.options.one_packing else longest_row_axis(left), columns, dtype, limits)
+        if (weight, width) not in packed:
+            packed[weight, width] = relax.const(pack_weight(array_of(weight), width))
+        return new.kernel(packed_matmul(columns, dtype), new.of(left), packed[weight, width], name="packed_matmul")
+
     result = rewrite(mod, state, rule)
-    state.note(f"packed {len(rule.packed)} weights of {rule.bytes} bytes")
+    state.note(f"packed {len(packed)} weights of {sum(array_of(one).nbytes for one in packed.values())} bytes")
     return result
 
 
@@ -49,25 +60,3 @@ def _can_pack(value: tvm.ir.Expr) -> bool:
     return (
         multiplies_by_matrix(value) and (dtype_of(value.args[0]), dtype_of(value.args[1]), dtype_of(value)) in _DTYPES
     )
-
-
-class _Pack:
-    def __init__(self, limits: CpuLimits, one_packing: bool) -> None:
-        self._limits, self._one_packing = limits, one_packing
-        self.packed: dict[tuple[tvm.ir.Expr, int], tvm.ir.Expr] = {}
-        self.bytes = 0
-
-    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
-        if not _can_pack(binding.value):
-            return None
-        left, weight = binding.value.args
-        columns = (static_shape(weight) or ())[1]
-        dtype = dtype_of(binding.var)
-        rows = None if self._one_packing else longest_row_axis(left)
-        width = panel_width(rows, columns, dtype, self._limits)
-        key = (weight, width)
-        if key not in self.packed:
-            packed = pack_weight(array_of(weight), width)
-            self.packed[key] = relax.const(packed)
-            self.bytes += packed.nbytes
-        return new.kernel(packed_matmul(columns, dtype), new.of(left), self.packed[key], name="packed_matmul")

@@ -57,9 +57,9 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     found = {
         binding.var
         for binding in bindings_of(main_of(mod))
-        if _has_constant_weight(binding.value)
-        and _is_known(binding, weights, state)
-        and _has_scales(binding, policy, state)
+        if multiplies_by_matrix(binding.value)
+        and {dtype_of(arg) for arg in binding.value.args} == {_HALF}
+        and not _stays(binding, weights, policy, state)
     }
     if not found:
         state.note("no matmul by a constant matrix found")
@@ -77,29 +77,21 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     return result
 
 
-def _has_constant_weight(value: tvm.ir.Expr) -> bool:
-    return multiplies_by_matrix(value) and {dtype_of(arg) for arg in value.args} == {_HALF}
-
-
-def _is_known(binding: relax.VarBinding, weights: MatmulWeights, state: LoweringState) -> bool:
-    """Whether the matrix is the constants of ONNX matmuls side by side."""
+def _stays(binding: relax.VarBinding, weights: MatmulWeights, policy: PrecisionPolicy, state: LoweringState) -> bool:
+    """Return whether a matrix is not the constants of ONNX matmuls side by side, or has no scales."""
     k, columns = static_shape(binding.value.args[1]) or (0, 0)
     matmuls = [name for name in state.nodes_of([binding.var.name]) if weights.is_matmul(name)]
     shapes = [weights.shape(name) for name in matmuls]
     known = bool(shapes) and all(shape is not None and shape[0] == k for shape in shapes)
-    fits = known and sum(shape[1] for shape in shapes if shape is not None) == columns and k % 2 == 0
-    if not fits:
-        state.note(f"{binding.var.name} stays in {_HALF}: its {k}x{columns} matrix is no constant of ONNX matmuls")
-    return fits
-
-
-def _has_scales(binding: relax.VarBinding, policy: PrecisionPolicy, state: LoweringState) -> bool:
-    bits, group = policy.weight_bits, policy.group_size
+    bits, group, reason = policy.weight_bits, policy.group_size, ""
     assert bits is not None
-    if holds_scales(array_of(binding.value.args[1]), bits, group or 0):
-        return True
-    state.note(f"{binding.var.name} stays in {_HALF}: its weights are so small that their scales have no {_HALF}")
-    return False
+    if not known or sum(shape[1] for shape in shapes if shape is not None) != columns or k % 2:
+        reason = f"its {k}x{columns} matrix is no constant of ONNX matmuls"
+    elif not holds_scales(array_of(binding.value.args[1]), bits, group or 0):
+        reason = f"its weights are so small that their scales have no {_HALF}"
+    if reason:
+        state.note(f"{binding.var.name} stays in {_HALF}: {reason}")
+    return bool(reason)
 
 
 class _Quantise:
@@ -125,19 +117,21 @@ class _Quantise:
             packed, scales = (relax.const(array) for array in packed_panels(matrix, width))
             compute = matmul_of_panels(k, columns, matrix.bits, matrix.group, dtype)
             return new.kernel(compute, x, packed, scales, name="quantised_matmul")
-        if rows is not None and (rows <= ROWS_MAX or self._reads_stored(rows, columns, k, matrix)):
-            return new.kernel(matmul_of_rows(*shape, dtype), x, *_stored_rows(matrix), name="quantised_matmul")
+        stored = relax.const(packed_rows(matrix)), relax.const(np.ascontiguousarray(matrix.scales.T))
+        # Whether the template for many rows reads a matrix as it is stored.
+        reads_stored = (
+            self._features >= FEATURES
+            and Feature.WGMMA not in self._features
+            and refuse_stored(columns, k, matrix.bits, matrix.group) is None
+        )
+        if rows is not None and (rows <= ROWS_MAX or (reads_stored and rows <= _STORED_ROWS)):
+            return new.kernel(matmul_of_rows(*shape, dtype), x, *stored, name="quantised_matmul")
         # A kernel of its own writes the matrix in float16, once; constants are not folded through it.
         name = f"{binding.var.name}__weight"
         new.state.unfolded.add(name)
         compute = dequantise_rows(*shape, _HALF)
-        made = new.kernel(compute, *_stored_rows(matrix), name="dequantise", op_pattern=OPAQUE)
+        made = new.kernel(compute, *stored, name="dequantise", op_pattern=OPAQUE)
         return new.kernel(turned_matmul(dtype), x, new.extra(name, made, [binding.var]), name="matmul")
-
-    def _reads_stored(self, rows: int, columns: int, k: int, matrix: QuantisedMatrix) -> bool:
-        """Whether the template for many rows reads a matrix as it is stored."""
-        known = self._features >= FEATURES and Feature.WGMMA not in self._features
-        return known and rows <= _STORED_ROWS and refuse_stored(columns, k, matrix.bits, matrix.group) is None
 
     def _quantised(self, weight: tvm.ir.Expr) -> QuantisedMatrix:
         if weight not in self._known:
@@ -149,7 +143,3 @@ class _Quantise:
             self.bytes_before += array_of(weight).nbytes
             self.bytes_after += matrix.levels.size * bits // 8 + matrix.scales.nbytes
         return self._known[weight]
-
-
-def _stored_rows(matrix: QuantisedMatrix) -> tuple[tvm.ir.Expr, tvm.ir.Expr]:
-    return relax.const(packed_rows(matrix)), relax.const(np.ascontiguousarray(matrix.scales.T))

@@ -13,9 +13,8 @@ from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     bindings_of,
     dtype_of,
-    is_constant,
-    is_op,
     main_of,
+    multiplies_by_matrix,
     row_count,
     shape_of,
     static_shape,
@@ -70,22 +69,19 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
         return mod
     features = target_features(state.target)
     found = {binding.var: binding.value for binding in bindings_of(main_of(mod)) if _turns(binding.value, features)}
-    return replace_found(mod, state, found, _turned, "weights turned")
 
+    def turned(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:
+        data, weight = matmul.args
+        rows = relax.const(np.ascontiguousarray(array_of(weight).T), dtype_of(weight))
+        return new.kernel(turned_matmul(dtype_of(binding.var)), new.of(data), rows, name="matmul")
 
-def _turned(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:
-    data, weight = matmul.args
-    turned = relax.const(np.ascontiguousarray(array_of(weight).T), dtype_of(weight))
-    return new.kernel(turned_matmul(dtype_of(binding.var)), new.of(data), turned, name="matmul")
+    return replace_found(mod, state, found, turned, "weights turned")
 
 
 def _turns(value: tvm.ir.Expr, features: AbstractSet[Feature]) -> bool:
-    if not is_op(value, "matmul") or not is_constant(value.args[1]):
+    if not multiplies_by_matrix(value):
         return False
-    left, right, dtype = shape_of(value.args[0]), static_shape(value.args[1]), dtype_of(value.args[1])
-    if left is None or len(left) < 2 or right is None or len(right) != 2:
-        return False
-    rows, columns = right
+    (rows, columns), dtype = static_shape(value.args[1]) or (0, 0), dtype_of(value.args[1])
     if dtype in _INTEGERS:
         return Feature.MMA in features and dtype_of(value.args[0]) in _INTEGERS and rows % _ALIGNMENT == 0
     size = _BYTES.get(dtype)
