@@ -7,6 +7,7 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile
@@ -157,3 +158,60 @@ class AttentionOutput:
             + column
         )
         T.evaluate(T.ptx["st.global.v4.u32"](flat.ptr_to([element]), *words))
+
+
+class NewPositions:
+    """Emits the putting of new keys, or values, where the multiplications and the results want them.
+
+    The consumer's threads put them into the block in shared memory, swizzled as TMA has it, and into K and V. Cached
+    positions are copied by TMA; one thread block works on each head of K and V (with `split`, on some of its blocks of
+    keys), so that every element is read and written once.
+
+    `role` is "key" or "value"; `params` are the kernel's.
+    """
+
+    def __init__(self, plan: AttentionPlan, role: str, params: list[tirx.Var]) -> None:
+        assert plan.spec.growth is not None
+        layouts = plan.spec.layouts()
+        new, result = layouts[f"new {role}"], layouts[role]
+        self._plan = plan
+        self._width = plan.spec.width(role)
+        self._past = plan.spec.growth.past
+        self._new, self._result = new, result
+        self._from, self._to = (flat_view(params[layout.param]) for layout in (new, result))
+
+    def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
+        """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""
+        spec, block_k = self._plan.spec, self._plan.parameters.block_k
+        across = self._width // _VECTOR
+        items = (spec.keys - self._past) * across
+        start = block * block_k
+        with T.If(start + block_k > self._past), T.Then():
+            with T.serial(ceil_div(items, WARPGROUP)) as turn:
+                item = turn * WARPGROUP + thread
+                row, vector = item // across, item % across
+                line = self._past + row - start
+                with T.If(tirx.all(item < items, line >= 0, line < block_k)), T.Then():
+                    self._put_vector(row, line, vector, tile, stage, at)
+            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            T.evaluate(T.ptx.bar.sync(tirx.const(GROUP_BARRIER, "uint32"), WARPGROUP))
+
+    def _put_vector(
+        self, row: tirx.Expr, line: tirx.Expr, vector: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile
+    ) -> None:
+        words = T.alloc_local([4], "uint32")
+        registers = [words[index] for index in range(4)]
+        source = self._from.ptr_to([_element(self._new, row, at) + vector * _VECTOR])
+        T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source))
+        # The swizzle: 16-byte units of a row change places by the row's number in its 8.
+        unit = tirx.bitwise_xor(vector % (CHUNK // _VECTOR), line % 8)
+        chunk = vector // (CHUNK // _VECTOR) * (self._plan.parameters.block_k * CHUNK)
+        T.evaluate(T.ptx["st.shared.v4.u32"](tile.ptr_to([stage, chunk + line * CHUNK + unit * _VECTOR]), *registers))
+        target = self._to.ptr_to([_element(self._result, self._past + row, at) + vector * _VECTOR])
+        T.evaluate(T.ptx["st.global.v4.u32"](target, *registers))
+
+
+def _element(layout: HeadLayout, position: tirx.Expr, at: Tile) -> tirx.Expr:
+    steps = (layout.batch_stride, layout.position_stride, layout.head_stride)
+    places = (at.batch, position, at.kv_head)
+    return sum((place * step for place, step in zip(places, steps, strict=True)), start=layout.offset)

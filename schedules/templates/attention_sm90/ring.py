@@ -8,9 +8,8 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, Tile, each_tile
-from relaxtune.schedules.templates.attention_sm90.growth import copy_block
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
-from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, initialise_barrier, load_tile
+from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, initialise_barrier, load_tile, store_tile
 from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
 from relaxtune.schedules.templates.emit.registers import when
 
@@ -159,12 +158,15 @@ class Producer:
     def _copy(self, ring: Ring, step: tirx.Expr) -> None:
         """Emit the copies of a block of keys and of values, once they have arrived, as one group."""
         assert self._spec.growth is not None
-        block, past = self._tile.first_block + step, self._spec.growth.past
+        block, past, block_k = self._tile.first_block + step, self._spec.growth.past, self._p.block_k
         for stages, target in ((self._memory.keys, self._maps.to_k), (self._memory.values, self._maps.to_v)):
             T.evaluate(T.cuda.mbarrier_wait(stages.full.ptr_to([ring.stage]), ring.phase))
             # A block of new positions alone has nothing to be copied; of a cache without positions, that is the first.
-            with when([] if isinstance(past, int) else [block * self._p.block_k < past]):
-                copy_block(self._plan, target, stages.chunks, block, stages.tile, ring.stage, self._tile)
+            with when([] if isinstance(past, int) else [block * block_k < past]):
+                for chunk in range(stages.chunks):
+                    source = stages.tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
+                    place = (chunk * CHUNK, self._tile.kv_head, block * block_k, self._tile.batch)
+                    store_tile(target, place, source)
         T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
         ring.advance()
 

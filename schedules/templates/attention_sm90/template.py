@@ -42,7 +42,7 @@ With spans, a block of keys that no query of a tile sees is skipped as well: seq
 after another are made as one, and a tile may hold several.
 
 Where caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and
-the new positions, and copies each block of keys from shared memory (`attention_sm90_growth`).
+the new positions, and copies each block of keys from shared memory (`ring.py`, `output.py`).
 
 What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row that sees no key
 (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither

@@ -18,7 +18,7 @@ MMA_KINDS = {"float16": "f16", "bfloat16": "bf16"}
 #: 8-bit dtype -> its name in instructions, which sum in int32.
 BYTE_KINDS = {"int8": "s8", "uint8": "u8"}
 #: 8-bit float -> its name in instructions, which sum in float32 in name: tensor cores keep fewer bits
-#: (`schedules.templates.gemm_sm90.operands`; Ada's 13, Zhang et al., "SageAttention2", arXiv:2411.10958, section 3.3).
+#: (`schedules.templates.gemm_sm90.plan`; Ada's 13, Zhang et al., "SageAttention2", arXiv:2411.10958, section 3.3).
 FLOAT8_KINDS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 # More than one function begins with it.
 _MMA = """

@@ -32,7 +32,7 @@ sums in int32; in float32, by fused multiply-adds of the same 16 x 8 sums, 4 alo
 the rows of `w % warps_m` and the columns of `w / warps_m`, so that warps with the same columns follow each other.
 
 Float8 is multiplied 16 x 8 x 32 where a warp has tensor cores for it (sm_89, sm_120, sm_121). They keep 13 bits of a
-sum, so that a stage's sums are added up in float32 registers, as on Hopper (`schedules.templates.gemm_sm90.operands`).
+sum, so that a stage's sums are added up in float32 registers, as on Hopper (`schedules.templates.gemm_sm90.plan`).
 Elsewhere (sm_90, sm_100) a warp makes halves of both operands, exactly, and multiplies those. This has not run on a
 GPU yet.
 

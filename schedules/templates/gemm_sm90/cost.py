@@ -18,8 +18,7 @@ from collections.abc import Callable
 
 from tvm import DataType
 
-from relaxtune.schedules.templates.gemm_sm90.operands import ROW_BYTES
-from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.plan import ROW_BYTES, GemmPlan
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _NORM = 4

@@ -6,7 +6,7 @@ Notation
 
     C[m, n] = epilogue(sum_k A[m, k] * B[k, n], m, n)
 
-    A   [M, K]            row major; 16-bit floats, or of 8 bits: see `schedules.templates.gemm_sm90.operands`
+    A   [M, K]            row major; 16-bit floats, or of 8 bits: see `schedules.templates.gemm_sm90.plan`
     B   [K, N] or [N, K]  row major ("MN-major" or "K-major" to wgmma); of 8 bits [N, K] alone
     C   [M, N]            row major; leading axes of A and C are flattened into M
 
@@ -68,8 +68,7 @@ from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import OPEN_ROWS, Case, KernelTemplate, refuse_target
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us, predictor
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
-from relaxtune.schedules.templates.gemm_sm90.operands import operands_of
-from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, loaded_rows, make_plan
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, loaded_rows, make_plan, operands_of
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
 

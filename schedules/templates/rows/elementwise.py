@@ -44,10 +44,9 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     unflatten,
     wait_for_predecessor,
 )
-from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
 from relaxtune.schedules.templates.launch_table import element_checks, launch_first
-from relaxtune.schedules.templates.rows.dataflow_template import DataflowTemplate, accesses_of
+from relaxtune.schedules.templates.rows.template import DataflowTemplate, Shape, accesses_of, predicted_us
 from relaxtune.schedules.tir.blocks import Size, element_bytes, is_multiple, narrow, shape_of
 from relaxtune.schedules.tir.dataflow import Axis, Dataflow, with_multiple_columns
 from relaxtune.schedules.tir.expressions import UnsupportedExpressionError, constant_value, substitute

@@ -13,8 +13,7 @@ from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import CudaLimits, resolve_target
-from relaxtune.schedules.templates.gemm_sm90.operands import DTYPES, operands_of
-from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
+from relaxtune.schedules.templates.gemm_sm90.plan import DTYPES, GemmParameters, GemmPlan, make_plan, operands_of
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.tir.epilogue import MatmulFunction

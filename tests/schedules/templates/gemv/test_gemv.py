@@ -13,7 +13,7 @@ from relaxtune.schedules.templates.base import TemplateError
 from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, GemvStreamParameters, make_plan
 from relaxtune.schedules.templates.gemv.template import Gemv
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
-from relaxtune.schedules.templates.rows.plan import RowsParameters
+from relaxtune.schedules.templates.rows.kernel import RowsParameters
 from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
 

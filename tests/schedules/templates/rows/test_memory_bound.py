@@ -10,11 +10,10 @@ from tvm import te, tirx, topi
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import Template, TemplateError
-from relaxtune.schedules.templates.emit.memory_cost import Shape, predicted_us
 from relaxtune.schedules.templates.launch_table import list_kernels
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
-from relaxtune.schedules.templates.rows.plan import RowsParameters
-from relaxtune.schedules.templates.rows.template import Rows
+from relaxtune.schedules.templates.rows.kernel import RowsParameters
+from relaxtune.schedules.templates.rows.template import Rows, Shape, predicted_us
 from tests.schedules.templates import memory_cases as cases
 from tests.schedules.templates.matmul_cases import MatmulCase
 from tests.schedules.templates.memory_cases import MemoryCase, tensor

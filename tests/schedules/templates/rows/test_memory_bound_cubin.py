@@ -14,7 +14,7 @@ from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import Parameters, Template
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.templates.rows.elementwise import Elementwise, ElementwiseParameters
-from relaxtune.schedules.templates.rows.plan import RowsParameters
+from relaxtune.schedules.templates.rows.kernel import RowsParameters
 from relaxtune.schedules.templates.rows.template import Rows
 from tests.schedules.templates import memory_cases as cases
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, captured_cubins, kernel_code, read_cubin
