@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from tvm import s_tir, tirx
 from tvm.ir.expr import StringImm
@@ -20,30 +19,26 @@ _THREADS = 256
 _ERROR = "RuntimeError"
 
 
-@dataclass(frozen=True)
 class LibraryCall:
-    """A call of a C function that answers 0 when it is done.
+    """A call of a C function that answers 0 when it is done, and the checks of its answer.
 
     `arguments` are numbers, strings, and pointers to data; `answers` has a message for each answer besides 0 and 1 (1:
     the library is not there).
     """
 
-    library: VendorLibrary
-    function: str
-    arguments: Sequence[tirx.Expr]
-    answers: Mapping[int, str]
-
-    def statements(self) -> list[tirx.Stmt]:
-        """Return the call and the checks of its answer."""
+    def __init__(
+        self, library: VendorLibrary, function: str, arguments: Sequence[tirx.Expr], answers: Mapping[int, str]
+    ) -> None:
+        self.library = library
         answer = tirx.Var("answer", "int32")
-        called = tirx.Bind(answer, tirx.call_extern("int32", self.function, *self.arguments))
-        messages = {1: self.library.missing, **self.answers}
         # The constructor takes them in this order, whatever names its Python signature gives them.
-        checks = [
-            tirx.AssertStmt(answer != value, StringImm(_ERROR), [StringImm(message)])
-            for value, message in messages.items()
+        self.statements: list[tirx.Stmt] = [
+            tirx.Bind(answer, tirx.call_extern("int32", function, *arguments)),
+            *(
+                tirx.AssertStmt(answer != value, StringImm(_ERROR), [StringImm(message)])
+                for value, message in {1: library.missing, **answers}.items()
+            ),
         ]
-        return [called, *checks]
 
 
 def no_pointer() -> tirx.Expr:
@@ -53,7 +48,7 @@ def no_pointer() -> tirx.Expr:
 
 def call_alone(func: tirx.PrimFunc, call: LibraryCall) -> tirx.PrimFunc:
     """Return a PrimFunc, its body replaced by a call."""
-    return _with_body(func, call, call.statements(), [])
+    return _with_body(func, call, call.statements, [])
 
 
 def call_on_made(
@@ -71,7 +66,7 @@ def call_on_made(
     if size % _THREADS:
         store = tirx.IfThenElse(position < size, store, None)
     kernel = _bound(block, blocks, "blockIdx.x", _bound(thread, _THREADS, "threadIdx.x", store))
-    return _with_body(func, call, [kernel, *call.statements()], [made])
+    return _with_body(func, call, [kernel, *call.statements], [made])
 
 
 def call_before(func: tirx.PrimFunc, product: str, call: Callable[[tirx.Var], LibraryCall]) -> tirx.PrimFunc:
@@ -93,7 +88,7 @@ def call_before(func: tirx.PrimFunc, product: str, call: Callable[[tirx.Var], Li
     block = made.body.block
     (buffer,) = block.alloc_buffers
     library_call = call(buffer)
-    return _with_body(made, library_call, [*library_call.statements(), *list(block.body.seq)[1:]], [buffer])
+    return _with_body(made, library_call, [*library_call.statements, *list(block.body.seq)[1:]], [buffer])
 
 
 def _bound(var: tirx.Var, extent: int, thread: str, body: tirx.Stmt) -> tirx.Stmt:

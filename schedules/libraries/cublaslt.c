@@ -4,7 +4,6 @@
 // The declarations are those of cublasLt.h of CUDA 13; the numbers of its enumerations are part of its ABI.
 
 #include <pthread.h>
-#include <stdint.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "open_library.h"
@@ -55,12 +54,10 @@ typedef struct {
   uint32_t alignment[5];  // of b, a, residual, out, bias; 0 for what is absent
 } Key;
 
-// What is made once for a key, or, with a key of zeros but for the device, once for a device. Never freed: the process
-// may end after its CUDA context.
+// What is made once for a key, and never freed.
 typedef struct Made {
   Key key;
-  void *handle, *desc, *a, *b, *c;
-  uint64_t workspace;
+  void *desc, *a, *b, *c;
   size_t workspace_used;
   Algorithm algorithm;
   int answer;
@@ -68,6 +65,7 @@ typedef struct Made {
 } Made;
 
 static Made *all_made;
+static Device *devices;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static int load(void) {
@@ -90,34 +88,6 @@ static int load(void) {
   return state = take_symbols(symbols, sizeof symbols / sizeof *symbols);
 }
 
-static Made *find(const Key *key) {
-  for (Made *made = all_made; made != NULL; made = made->next) {
-    if (memcmp(&made->key, key, sizeof *key) == 0) return made;
-  }
-  return NULL;
-}
-
-static Made *add(const Key *key) {
-  Made *made = calloc(1, sizeof *made);
-  if (made == NULL) return NULL;
-  made->key = *key;
-  made->answer = FAILED;
-  made->next = all_made;
-  return all_made = made;
-}
-
-static Made *device_of(int ordinal) {
-  Key key;
-  memset(&key, 0, sizeof key);
-  key.device = ordinal;
-  Made *device = find(&key);
-  if (device == NULL) {
-    device = add(&key);
-    if (device != NULL && api.create(&device->handle) == 0) device->answer = DONE;
-  }
-  return device;
-}
-
 static uint32_t alignment_of(const void *pointer) {
   if (pointer == NULL) return 0;
   uint32_t bytes = 256;
@@ -128,7 +98,7 @@ static uint32_t alignment_of(const void *pointer) {
 static int type_of(int code) { return code == 0 ? TYPE_FLOAT16 : code == 1 ? TYPE_BFLOAT16 : TYPE_FLOAT32; }
 
 // cuBLASLt counts by columns: row-major C[m, n] is its C'[n, m], so its first factor is our B and its second our A.
-static int prepare(Made *made, Made *device, void *bias) {
+static int prepare(Made *made, Device *device, void *bias) {
   const Key *key = &made->key;
   const int input = type_of(key->input), output = type_of(key->output), transposed = key->transposed ? TRANSPOSED : 0;
   const uint64_t rows = transposed ? key->k : key->n, columns = transposed ? key->n : key->k;
@@ -171,15 +141,22 @@ static int prepare(Made *made, Made *device, void *bias) {
   return DONE;
 }
 
-static int run(const Key *key, void *a, void *b, void *bias, void *residual, void *out) {
-  Made *device = device_of(key->device);
-  if (device == NULL || device->answer != DONE) return FAILED;
-  Made *made = find(key);
-  if (made == NULL) {
-    made = add(key);
-    if (made == NULL) return FAILED;
-    made->answer = prepare(made, device, bias);
+static Made *made_for(const Key *key, Device *device, void *bias) {
+  for (Made *made = all_made; made != NULL; made = made->next) {
+    if (memcmp(&made->key, key, sizeof *key) == 0) return made;
   }
+  Made *made = calloc(1, sizeof *made);
+  if (made == NULL) return NULL;
+  made->key = *key;
+  made->answer = prepare(made, device, bias);
+  made->next = all_made;
+  return all_made = made;
+}
+
+static int run(const Key *key, void *a, void *b, void *bias, void *residual, void *out) {
+  Device *device = device_of(&devices, key->device, api.create);
+  Made *made = device != NULL ? made_for(key, device, bias) : NULL;
+  if (made == NULL) return FAILED;
   if (made->answer != DONE) return made->answer;
   if (bias != NULL && api.desc_set(made->desc, DESC_BIAS_POINTER, &bias, sizeof bias) != 0) return FAILED;
   const float one = 1.0f, factor = residual != NULL ? 1.0f : 0.0f;

@@ -79,7 +79,11 @@ class CublasLt(KernelTemplate[MatmulFunction, CublasLtParameters]):
         return refuse_target(target) or _recognise(func)
 
     def _propose(self, case: Case[MatmulFunction]) -> Sequence[CublasLtParameters]:
-        epilogues = _epilogues(case.func, case.found)
+        # Who may do the rest, the more promising first.
+        fused = _fused(case.func, case.found)
+        by_library = not isinstance(fused, Refusal)
+        by_kernel = isinstance(fused, Refusal) or _must_round(case.func, case.found, fused)
+        epilogues = [*([_BY_LIBRARY] if by_library else []), *([_BY_KERNEL] if by_kernel else [])]
         return [CublasLtParameters(algorithm, one) for algorithm in range(_ALGORITHMS) for one in epilogues]
 
     def _make(self, case: Case[MatmulFunction], p: CublasLtParameters) -> tirx.PrimFunc | Refusal:
@@ -91,7 +95,15 @@ class CublasLt(KernelTemplate[MatmulFunction, CublasLtParameters]):
             return Refusal(f"epilogue is {p.epilogue!r}, expected {_BY_LIBRARY!r} or {_BY_KERNEL!r}")
         if matmul.epilogue.value.same_as(matmul.epilogue.accumulator):
             return Refusal("there is no epilogue that a kernel could do")
-        return _call_and_finish(func, matmul, p.algorithm)
+        blocks = plain_blocks(func)
+        if isinstance(blocks, Refusal):
+            return blocks
+        product = next(block.name for block in blocks if block.init is not None)
+
+        def call(sums: tirx.Var) -> LibraryCall:
+            return _call(func, matmul, (no_pointer(), no_pointer(), sums.data), "float32", False, p.algorithm)
+
+        return call_before(func, product, call)
 
 
 def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
@@ -103,14 +115,6 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if matmul.input_dtype not in _INPUTS:
         return Refusal(f"the operands are {matmul.input_dtype}, expected {' or '.join(_INPUTS)}")
     return matmul
-
-
-def _epilogues(func: tirx.PrimFunc, matmul: MatmulFunction) -> tuple[str, ...]:
-    """Return who may do the rest, the more promising first."""
-    fused = _fused(func, matmul)
-    if isinstance(fused, Refusal):
-        return (_BY_KERNEL,)
-    return (_BY_LIBRARY, _BY_KERNEL) if _must_round(func, matmul, fused) else (_BY_LIBRARY,)
 
 
 def _must_round(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused) -> bool:
@@ -186,18 +190,6 @@ def _call_fused(func: tirx.PrimFunc, matmul: MatmulFunction, fused: _Fused, algo
     return call_on_made(func, rounded, lambda n: given[(*leading, n)].astype(matmul.output_dtype), call(rounded.data))
 
 
-def _call_and_finish(func: tirx.PrimFunc, matmul: MatmulFunction, algorithm: int) -> tirx.PrimFunc | Refusal:
-    blocks = plain_blocks(func)
-    if isinstance(blocks, Refusal):
-        return blocks
-    product = next(block.name for block in blocks if block.init is not None)
-
-    def call(sums: tirx.Var) -> LibraryCall:
-        return _call(func, matmul, (no_pointer(), no_pointer(), sums.data), "float32", False, algorithm)
-
-    return call_before(func, product, call)
-
-
 def _call(
     func: tirx.PrimFunc,
     matmul: MatmulFunction,
@@ -207,20 +199,12 @@ def _call(
     algorithm: int,
 ) -> LibraryCall:
     """Return the call with pointers to the bias, the residual and the output."""
+    dtypes = _INPUTS[matmul.input_dtype], _OUTPUTS[output_dtype]
     arguments = [
         func.params[matmul.a].data,
         func.params[matmul.b].data,
         *pointers,
         *(tirx.const(size, "int64") for size in (matmul.m, matmul.n, matmul.k)),
-        *(
-            tirx.const(number, "int32")
-            for number in (
-                int(matmul.b_transposed),
-                _INPUTS[matmul.input_dtype],
-                _OUTPUTS[output_dtype],
-                int(gelu),
-                algorithm,
-            )
-        ),
+        *(tirx.const(number, "int32") for number in (int(matmul.b_transposed), *dtypes, int(gelu), algorithm)),
     ]
     return LibraryCall(CUBLASLT, _FUNCTION, arguments, _ANSWERS)

@@ -8,7 +8,6 @@
 #include <math.h>
 #include <pthread.h>
 #include <stdbool.h>
-#include <stdint.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
 #include "open_library.h"
@@ -23,45 +22,18 @@ enum { FLOAT32 = 0, FLOAT16 = 2, INT32 = 4, BFLOAT16 = 9, BOOLEAN = 11 };
 enum { ADD = 0, MULTIPLY = 1, LARGER = 3, DIVIDE = 6, SUBTRACT = 9, EXP = 13, LOG = 15 };
 enum { GREATER = 302, GREATER_OR_EQUAL = 303, POSITION = 501, SELECT = 601 };
 enum { REDUCE_ADD = 0, REDUCE_MAX = 3 };
-enum {
-  OF_HANDLE = 0,
-  OF_DATA_TYPE = 1,
-  OF_BOOLEAN = 2,
-  OF_INT64 = 3,
-  OF_POINTER = 6,
-  OF_HEURISTIC = 8,
-  OF_POINTWISE = 14,
-  OF_DESCRIPTOR = 15,
-  OF_REDUCTION = 18
-};
-enum {
-  POINTWISE = 0,
-  ENGINE_CONFIG = 3,
-  HEURISTIC = 4,
-  PLAN = 5,
-  OPERATION_POINTWISE = 13,
-  OPERATION_GRAPH = 15,
-  VARIANT_PACK = 16,
-  TENSOR = 17,
-  MATMUL = 18,
-  OPERATION_MATMUL = 19,
-  REDUCTION = 21,
-  OPERATION_REDUCTION = 22
-};
+enum { OF_HANDLE = 0, OF_DATA_TYPE = 1, OF_BOOLEAN = 2, OF_INT64 = 3, OF_POINTER = 6 };
+enum { OF_HEURISTIC = 8, OF_POINTWISE = 14, OF_DESCRIPTOR = 15, OF_REDUCTION = 18 };
+enum { ENGINE_CONFIG = 3, HEURISTIC = 4, PLAN = 5, OPERATION_GRAPH = 15, VARIANT_PACK = 16, TENSOR = 17 };
+enum { POINTWISE = 0, OPERATION_POINTWISE = 13, MATMUL = 18, OPERATION_MATMUL = 19 };
+enum { REDUCTION = 21, OPERATION_REDUCTION = 22 };
 enum { POINTWISE_MODE = 0, POINTWISE_PRECISION = 1, POINTWISE_AXIS = 9 };
 enum { HEURISTIC_MODE = 200, HEURISTIC_GRAPH = 201, HEURISTIC_RESULTS = 202 };
 enum { PLAN_HANDLE = 400, PLAN_CONFIG = 401, PLAN_WORKSPACE = 402 };
 enum { POINTWISE_DESC = 750, POINTWISE_X = 751, POINTWISE_B = 752, POINTWISE_Y = 753, POINTWISE_T = 758 };
 enum { GRAPH_HANDLE = 800, GRAPH_OPERATIONS = 801 };
-enum {
-  TENSOR_ALIGNMENT = 900,
-  TENSOR_TYPE = 901,
-  TENSOR_SIZES = 902,
-  TENSOR_STRIDES = 903,
-  TENSOR_ID = 906,
-  TENSOR_VIRTUAL = 907,
-  TENSOR_BY_VALUE = 908
-};
+enum { TENSOR_ALIGNMENT = 900, TENSOR_TYPE = 901, TENSOR_SIZES = 902, TENSOR_STRIDES = 903 };
+enum { TENSOR_ID = 906, TENSOR_VIRTUAL = 907, TENSOR_BY_VALUE = 908 };
 enum { PACK_IDS = 1000, PACK_POINTERS = 1001, PACK_WORKSPACE = 1003 };
 enum { MATMUL_PRECISION = 1500, MATMUL_A = 1520, MATMUL_B = 1521, MATMUL_C = 1522, MATMUL_DESC = 1523 };
 enum { REDUCTION_OPERATOR = 1600, REDUCTION_PRECISION = 1601 };
@@ -123,12 +95,6 @@ typedef struct Made {
   int answer;
   struct Made *next;
 } Made;
-
-typedef struct Device {
-  int ordinal;
-  void *handle;
-  struct Device *next;
-} Device;
 
 // Operations under construction; `failed` stays once it is set, and everything after does nothing.
 typedef struct {
@@ -359,14 +325,6 @@ static void describe(Graph *graph) {
   multiply(graph, combine(graph, DIVIDE, weight, total, scores(graph, dtype)), value, output);
 }
 
-static Descriptor operation_graph(Graph *graph, void *handle) {
-  Descriptor made = new_descriptor(graph, OPERATION_GRAPH);
-  set(graph, made, GRAPH_HANDLE, OF_HANDLE, 1, &handle);
-  set(graph, made, GRAPH_OPERATIONS, OF_DESCRIPTOR, graph->count, graph->operations);
-  finalize(graph, made);
-  return made;
-}
-
 // Makes the plan at the place of the heuristic's list that is asked for.
 static int plan_of(Graph *graph, Descriptor operations, void *handle) {
   Made *made = graph->made;
@@ -393,8 +351,10 @@ static int plan_of(Graph *graph, Descriptor operations, void *handle) {
 static int prepare(Made *made, void *handle) {
   Graph graph = {.made = made, .next_id = ID_NEXT};
   describe(&graph);
-  if (graph.failed) return NO_PLAN;
-  Descriptor operations = operation_graph(&graph, handle);
+  Descriptor operations = new_descriptor(&graph, OPERATION_GRAPH);
+  set(&graph, operations, GRAPH_HANDLE, OF_HANDLE, 1, &handle);
+  set(&graph, operations, GRAPH_OPERATIONS, OF_DESCRIPTOR, graph.count, graph.operations);
+  finalize(&graph, operations);
   return graph.failed ? NO_PLAN : plan_of(&graph, operations, handle);
 }
 
@@ -427,22 +387,6 @@ static int bind(Made *made, void *const *pointers) {
   made->pack = pack;
   memcpy(made->pointers, pointers, sizeof made->pointers);
   return DONE;
-}
-
-static void *handle_of(int ordinal) {
-  for (Device *device = devices; device != NULL; device = device->next) {
-    if (device->ordinal == ordinal) return device->handle;
-  }
-  Device *device = calloc(1, sizeof *device);
-  if (device == NULL) return NULL;
-  if (api.create(&device->handle) != 0) {
-    free(device);
-    return NULL;
-  }
-  device->ordinal = ordinal;
-  device->next = devices;
-  devices = device;
-  return device->handle;
 }
 
 // Reads what schedules/libraries/cudnn_attention.py wrote: the fields of Attention in their order.
@@ -479,9 +423,9 @@ static Made *made_for(const char *text, int device, void *handle) {
 static void *moved(void *start, int64_t elements) { return (char *)start + elements * 2; }
 
 static int run(int device, const char *text, void *query, void *key, void *value, void *mask, void *output) {
-  void *handle = handle_of(device);
-  if (handle == NULL) return FAILED;
-  Made *made = made_for(text, device, handle);
+  Device *here = device_of(&devices, device, api.create);
+  if (here == NULL) return FAILED;
+  Made *made = made_for(text, device, here->handle);
   if (made == NULL) return FAILED;
   if (made->answer != DONE) return made->answer;
   const int64_t *offsets = made->what.offsets;
@@ -491,8 +435,8 @@ static int run(int device, const char *text, void *query, void *key, void *value
     if ((uintptr_t)pointers[i] % ALIGNMENT != 0) return NOT_ALIGNED;
   }
   void *stream = TVMFFIEnvGetStream(DEVICE_CUDA, device);
-  if (bind(made, pointers) != DONE || api.set_stream(handle, stream) != 0) return FAILED;
-  return api.execute(handle, made->plan, made->pack) == 0 ? DONE : FAILED;
+  if (bind(made, pointers) != DONE || api.set_stream(here->handle, stream) != 0) return FAILED;
+  return api.execute(here->handle, made->plan, made->pack) == 0 ? DONE : FAILED;
 }
 
 // The attention that the text describes, on the current context's device. mask may be null where the text has none.

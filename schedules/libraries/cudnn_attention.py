@@ -130,38 +130,28 @@ def _call(func: tirx.PrimFunc, spec: AttentionSpec, plan: int) -> tirx.PrimFunc:
     if bias is None:
         return call_alone(func, _library_call(func, spec, None, no_pointer(), plan))
     given = func.params[bias.param]
-    mask = _mask_of(spec, bias, str(given.ty.dtype))
+    extents = (spec.batch, spec.heads, spec.queries, spec.keys)
+    given_strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
+    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, given_strides, strict=True))
+    packed = tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+    # cuDNN wants a stride for an axis of one element too; a packed tensor's will do.
+    strides = tuple(given_strides[axis] if size > 1 else packed[axis] for axis, size in enumerate(sizes))
     if bias.kind == "add":
+        mask = _Mask(str(given.ty.dtype), sizes, strides)
         return call_alone(func, _library_call(func, spec, mask, given.data, plan))
-    packed = _packed(mask.sizes)
-    made = tirx.decl_buffer((math.prod(mask.sizes),), _MADE_MASK, "added_mask")
+    made = tirx.decl_buffer((math.prod(sizes),), _MADE_MASK, "added_mask")
     shape = static_shape(given) or ()
 
     def element(position: tirx.Var) -> tirx.Expr:
-        places = [position // step % size for step, size in zip(packed, mask.sizes, strict=True)]
-        flat = sum((place * stride for place, stride in zip(places, mask.strides, strict=True)), tirx.const(0, "int32"))
+        places = [position // step % size for step, size in zip(packed, sizes, strict=True)]
+        flat = sum((place * stride for place, stride in zip(places, strides, strict=True)), tirx.const(0, "int32"))
         inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         kept = given[tuple(flat // step % size for step, size in zip(inner, shape, strict=True))]
         seen = kept if kept.ty.dtype == "bool" else kept != tirx.const(0, str(kept.ty.dtype))
         return tirx.Select(seen, tirx.const(0.0, _MADE_MASK), tirx.const(-math.inf, _MADE_MASK))
 
-    added = _Mask(_MADE_MASK, mask.sizes, packed)
+    added = _Mask(_MADE_MASK, sizes, packed)
     return call_on_made(func, made, element, _library_call(func, spec, added, made.data, plan))
-
-
-def _mask_of(spec: AttentionSpec, bias: ScoreBias, dtype: str) -> _Mask:
-    extents = (spec.batch, spec.heads, spec.queries, spec.keys)
-    strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.key_stride)
-    sizes = tuple(extent if stride else 1 for extent, stride in zip(extents, strides, strict=True))
-    # cuDNN wants a stride for an axis of one element too; a packed tensor's will do.
-    mask_strides = tuple(
-        stride if size > 1 else step for size, stride, step in zip(sizes, strides, _packed(sizes), strict=True)
-    )
-    return _Mask(dtype, sizes, mask_strides)
-
-
-def _packed(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def _library_call(

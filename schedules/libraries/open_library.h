@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -32,6 +33,26 @@ static inline int take_symbols(const Symbol *symbols, size_t count) {
     memcpy(symbols[i].to, &function, sizeof function);
   }
   return 1;
+}
+
+// What is made once for a device. Never freed: the process may end after its CUDA context.
+typedef struct Device {
+  int ordinal;
+  void *handle;  // of the library
+  uint64_t workspace;
+  struct Device *next;
+} Device;
+
+// Returns a device with the library's handle for it, by the list of those made so far; NULL when none can be made.
+static inline Device *device_of(Device **devices, int ordinal, int (*create)(void **)) {
+  for (Device *device = *devices; device != NULL; device = device->next) {
+    if (device->ordinal == ordinal) return device;
+  }
+  void *handle = NULL;
+  Device *device = create(&handle) == 0 ? calloc(1, sizeof *device) : NULL;
+  if (device == NULL) return NULL;
+  *device = (Device){ordinal, handle, 0, *devices};
+  return *devices = device;
 }
 
 #endif  // RELAXTUNE_OPEN_LIBRARY_H_
