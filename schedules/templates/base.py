@@ -51,7 +51,7 @@ class Parameters:
             value = getattr(self, one.name)
             if not one.metadata.get(_ADDED) or value != one.default:
                 document[one.name] = value
-        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+        return canonical_json(document)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -62,9 +62,7 @@ class Parameters:
         TemplateError
             The text is not JSON, is of another template, or has other fields or types than this version's.
         """
-        document = _parse(text)
-        if document.pop("template", None) != cls.template:
-            raise TemplateError(f"decision {text!r} is not of template {cls.template!r}; measure the task again.")
+        document = cls._document(text)
         expected = {one.name: type(one.default) for one in fields(cls)}
         for one in fields(cls):
             if one.metadata.get(_ADDED):
@@ -76,6 +74,14 @@ class Parameters:
                 f"{_names(got)}; it was written by another version: measure the task again."
             )
         return cls(**document)
+
+    @classmethod
+    def _document(cls, text: str) -> dict[str, Any]:
+        """Return what a decision of this template says but for the template's name."""
+        document = _parse(text)
+        if document.pop("template", None) != cls.template:
+            raise TemplateError(f"decision {text!r} is not of template {cls.template!r}; measure the task again.")
+        return document
 
 
 def added(default: ParameterValue) -> Any:
@@ -127,8 +133,7 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         proposed = found if isinstance(found, Refusal) else self._propose(found)
         if isinstance(proposed, Refusal) or Feature.DEPENDENT_LAUNCH in target.features:
             return proposed
-        independent: dict[str, Any] = {_DEPENDENT: False}
-        return [replace(one, **independent) if _is_dependent(one) else one for one in proposed]
+        return [independent(one) for one in proposed]
 
     def apply(
         self, func: PrimFunc, target: ResolvedTarget, parameters: Parameters, rows: int | None = None
@@ -143,7 +148,7 @@ class KernelTemplate(ABC, Generic[Found, Own]):
         if not isinstance(parameters, self.parameters):
             raise TemplateError(f"template {self.name} got {parameters!r}; expected {self.parameters.__name__}.")
         found = self._find(func, target, rows)
-        if not isinstance(found, Refusal) and _is_dependent(parameters):
+        if not isinstance(found, Refusal) and is_dependent(parameters):
             found = refuse_target(target, Feature.DEPENDENT_LAUNCH) or found
         return found if isinstance(found, Refusal) else self._make(found, parameters)
 
@@ -216,9 +221,15 @@ def refuse_target(target: ResolvedTarget, *features: Feature) -> Refusal | None:
     return Refusal(f"the target is {target.kind} {target.arch}, expected cuda{needed}")
 
 
-def _is_dependent(parameters: Parameters) -> bool:
+def is_dependent(parameters: Parameters) -> bool:
     """Whether the kernel may start before the one before it has ended."""
     return bool(getattr(parameters, _DEPENDENT, False))
+
+
+def independent(parameters: Own) -> Own:
+    """Return the parameters of the kernel that waits for the one before it."""
+    change: dict[str, Any] = {_DEPENDENT: False}
+    return replace(parameters, **change) if is_dependent(parameters) else parameters
 
 
 def template_of(decision: str) -> str:
@@ -235,7 +246,7 @@ def template_of(decision: str) -> str:
     return name
 
 
-def _parse(text: str) -> dict[str, ParameterValue]:
+def _parse(text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -243,6 +254,11 @@ def _parse(text: str) -> dict[str, ParameterValue]:
     if not isinstance(document, dict):
         raise TemplateError(f"decision {text!r} is no JSON object; measure the task again.")
     return document
+
+
+def canonical_json(document: Mapping[str, object]) -> str:
+    """Return a document as text: the same for equal ones."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
 
 def _names(kinds: Mapping[str, type]) -> str:

@@ -28,10 +28,11 @@ _ELEMENTS_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class SplitTable:
-    """A table of kernels as functions of the same parameters: the one that chooses, and the kernels."""
+    """A table of kernels as functions of the same parameters: the one that chooses by conditions, and the kernels."""
 
     choice: tirx.PrimFunc
     kernels: tuple[tirx.PrimFunc, ...]
+    conditions: tuple[tirx.Expr, ...]  # Of all kernels but the last one.
 
 
 def launch_first(
@@ -95,11 +96,8 @@ def list_kernels(func: tirx.PrimFunc) -> list[tuple[tirx.Expr | None, tirx.PrimF
     """Return the kernels of a scheduled function, each with its condition; the last one has none."""
     if not is_table(func):
         return [(None, func)]
-    conditions, rest = [], func.body.seq[-1].then_case
-    for _ in range(count_kernels(func) - 1):
-        conditions.append(rest.condition)
-        rest = rest.else_case
-    return list(zip([*conditions, None], split_table(func).kernels, strict=True))
+    parts = split_table(func)
+    return list(zip([*parts.conditions, None], parts.kernels, strict=True))
 
 
 def count_kernels(func: tirx.PrimFunc) -> int:
@@ -124,7 +122,7 @@ def split_table(table: tirx.PrimFunc) -> SplitTable:
     choice, *kernels = (
         _with_attrs(tirx.PrimFunc(table.params, one, table.ret_type), table) for one in (chooses, *bodies)
     )
-    return SplitTable(choice, tuple(kernels))
+    return SplitTable(choice, tuple(kernels), tuple(conditions))
 
 
 def join_table(choice: tirx.PrimFunc, kernels: Sequence[tirx.PrimFunc]) -> tirx.PrimFunc:
@@ -133,9 +131,8 @@ def join_table(choice: tirx.PrimFunc, kernels: Sequence[tirx.PrimFunc]) -> tirx.
 
     def put(statement: tirx.Evaluate) -> tirx.Stmt:
         call = statement.value
-        if isinstance(call, Call) and len(call.args) == 2 and _is_text(call.args[0], _PLACE):
-            return bodies[int(call.args[1])]
-        return statement
+        place = call.args[0] if isinstance(call, Call) and len(call.args) == 2 else None
+        return bodies[int(call.args[1])] if isinstance(place, StringImm) and place.value == _PLACE else statement
 
     body = tvm_ffi.structural_map(choice.body, (tirx.Evaluate, put))
     return _with_attrs(tirx.PrimFunc(choice.params, body, choice.ret_type), choice)
@@ -147,10 +144,6 @@ def with_kernel_names(host: tirx.PrimFunc, names: Mapping[str, str]) -> tirx.Pri
         host.body, (StringImm, lambda text: StringImm(names[text.value]) if text.value in names else text)
     )
     return _with_attrs(tirx.PrimFunc(host.params, body, host.ret_type), host)
-
-
-def _is_text(expr: tirx.Expr, text: str) -> bool:
-    return isinstance(expr, StringImm) and expr.value == text
 
 
 def _with_params(body: tirx.Stmt, params: Sequence[tirx.Var], others: Sequence[tirx.Var]) -> tirx.Stmt:

@@ -15,8 +15,8 @@ Functions that divide by symbolic sizes are lowered as any other, and their divi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import count, islice
+from collections.abc import Callable
+from itertools import chain, count, islice
 
 import tvm
 from tvm import tirx
@@ -96,23 +96,20 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, MadePasses, MadePasses]:
         return lowered
 
     each = tvm.transform.module_pass(lower, opt_level=0, name="LowerEachKind")
-    # These take one function at a time.
-    finish = tvm.transform.module_pass(
-        lambda mod, _context: _each_side_by_side(finish_device(), mod), opt_level=0, name="FinishEachKernel"
-    )
+
+    # These passes take one function at a time.
+    def finish_each(mod: IRModule, _context: PassContext) -> IRModule:
+        finished = IRModule({}, attrs=mod.attrs)
+        functions = [IRModule({var: func}, attrs=mod.attrs) for var, func in mod.functions_items()]
+        for one in map_side_by_side(finish_device(), functions):
+            finished.update(one)
+        return finished
+
+    finish = tvm.transform.module_pass(finish_each, opt_level=0, name="FinishEachKernel")
     truncate = tvm.transform.module_pass(
         lambda mod, _context: truncate_divisions(mod), opt_level=0, name="TruncateDivisions"
     )
     return each, lambda: tvm.transform.Sequential([truncate, finish_host()]), lambda: finish
-
-
-def _each_side_by_side(passes: Passes, mod: IRModule) -> IRModule:
-    """Return the module with passes done for each function apart."""
-    finished = IRModule({}, attrs=mod.attrs)
-    functions = [IRModule({var: func}, attrs=mod.attrs) for var, func in mod.functions_items()]
-    for one in map_side_by_side(passes, functions):
-        finished.update(one)
-    return finished
 
 
 def _lower_tables(mod: IRModule) -> IRModule:
@@ -124,34 +121,20 @@ def _lower_tables(mod: IRModule) -> IRModule:
     lowered = iter(map_side_by_side(split_passes, parts))
     joined = {}
     for name, table in tables.items():
+        function = name.name_hint
         (choice,) = next(lowered).functions.values()
-        hosts, names = [], _kernel_names(name.name_hint)
+        # The names that TVM gives the kernels of a function.
+        names = chain([f"{function}_kernel"], (f"{function}_kernel_{number}" for number in count(1)))
+        hosts = []
         for one in islice(lowered, len(table.kernels)):
-            host, renamed, kernels = _with_names(one, name.name_hint, names)
-            joined.update(kernels)
+            functions = {var.name_hint: func for var, func in one.functions.items()}
+            host = functions.pop(function)
+            renamed = {known: next(names) for known in functions}
+            for known, device in functions.items():
+                joined[renamed[known]] = device.with_attr("global_symbol", renamed[known])
             hosts.append(with_kernel_names(host, renamed))
-        joined[name.name_hint] = join_table(choice, hosts)
+        joined[function] = join_table(choice, hosts)
     return pack_passes(IRModule(joined, attrs=mod.attrs))
-
-
-def _with_names(
-    lowered: IRModule, function: str, names: Iterator[str]
-) -> tuple[PrimFunc, dict[str, str], dict[str, PrimFunc]]:
-    """Return a lowered kernel's host code, the new names of what it launches, and that under those names."""
-    functions = dict(lowered.functions.items())
-    host = functions.pop(next(one for one in functions if one.name_hint == function))
-    renamed = {one.name_hint: next(names) for one in functions}
-    kernels = {
-        renamed[one.name_hint]: device.with_attr("global_symbol", renamed[one.name_hint])
-        for one, device in functions.items()
-    }
-    return host, renamed, kernels
-
-
-def _kernel_names(function: str) -> Iterator[str]:
-    """Yield the names that TVM gives the kernels of a function."""
-    yield f"{function}_kernel"
-    yield from (f"{function}_kernel_{number}" for number in count(1))
 
 
 def _kernel_passes() -> tuple[tvm.transform.Pass, tvm.transform.Pass]:

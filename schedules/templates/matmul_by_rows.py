@@ -39,18 +39,16 @@ def recognise_matmul_by_rows(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if not all(static_shape(param) for param in func.params):
         return Refusal("a parameter is a scalar, expected tensors")
     if blocks[0].init is not None:
-        matmul = recognise_matmul(func)
-        return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, None)
-    stored = _quantisation(func, blocks[0])
-    if isinstance(stored, Refusal):
-        return stored
-    if len(blocks) < 2 or blocks[1].init is None:
-        return Refusal("the block after the dequantisation is no matmul")
-    matmul = recognise_matmul(_with_weight_as_parameter(func, blocks[0]))
-    return matmul if isinstance(matmul, Refusal) else _by_rows(matmul, stored)
-
-
-def _by_rows(matmul: MatmulFunction, stored: Quantisation | None) -> MatmulFunction | Refusal:
+        stored, matmul = None, recognise_matmul(func)
+    else:
+        stored = _quantisation(func, blocks[0])
+        if isinstance(stored, Refusal):
+            return stored
+        if len(blocks) < 2 or blocks[1].init is None:
+            return Refusal("the block after the dequantisation is no matmul")
+        matmul = recognise_matmul(_with_weight_as_parameter(func, blocks[0]))
+    if isinstance(matmul, Refusal):
+        return matmul
     if not matmul.b_transposed:
         return Refusal("the right operand is [K, N], expected rows [N, K]")
     return replace(matmul, stored=stored)
@@ -101,13 +99,9 @@ def _with_weight_as_parameter(func: tirx.PrimFunc, dequantise: Block) -> tirx.Pr
     weight = dequantise.store.buffer
     root = func.body
     block = root.block
-    parts = [part for part in block.body.seq if not _holds(part, dequantise)]
+    parts = [part for part in block.body.seq if not any(one.same_as(dequantise.stmt) for one in list_statements(part))]
     body = parts[0] if len(parts) == 1 else tirx.SeqStmt(parts)
     kept = [buffer for buffer in block.alloc_buffers if not buffer.same_as(weight)]
     bare = SBlock([], [], [], block.name_hint, body, None, kept, [], block.annotations)
     realize = s_tir.SBlockRealize([], root.predicate, bare)
     return tirx.PrimFunc([*func.params, weight], realize, func.ret_type)
-
-
-def _holds(stmt: tirx.Stmt, block: Block) -> bool:
-    return any(inner.same_as(block.stmt) for inner in list_statements(stmt))

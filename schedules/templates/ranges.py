@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from tvm import tirx
 
@@ -33,6 +33,9 @@ from relaxtune.schedules.templates.base import (
     Parameters,
     Template,
     TemplateError,
+    canonical_json,
+    independent,
+    is_dependent,
     template_of,
 )
 from relaxtune.schedules.templates.cut import cover, cut_lines, nearest
@@ -76,7 +79,7 @@ class RangesParameters(Parameters):
     def to_json(self) -> str:
         """Return the parameters as canonical JSON text: the decision of a tuning record."""
         ranges = [{"most": one.most, "decision": json.loads(one.decision)} for one in self.ranges]
-        return _text({"template": self.template, "ranges": ranges})
+        return canonical_json({"template": self.template, "ranges": ranges})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -87,15 +90,13 @@ class RangesParameters(Parameters):
         TemplateError
             The text is of another template, or no table of ranges in their order.
         """
-        if template_of(text) != cls.template:
-            raise TemplateError(f"decision {text!r} is not of template {cls.template!r}; measure the task again.")
-        entries = json.loads(text).get("ranges")
+        entries = cls._document(text).get("ranges")
         if not isinstance(entries, list) or not all(_is_entry(one) for one in entries):
             raise TemplateError(
                 f'decision {text!r}: expected "ranges", a list of objects with "most", a number of rows, and '
                 '"decision", a decision of a template; measure the task again.'
             )
-        ranges = tuple(SizeRange(one["most"], _text(one["decision"])) for one in entries)
+        ranges = tuple(SizeRange(one["most"], canonical_json(one["decision"])) for one in entries)
         sizes = [one.most for one in ranges]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] < OPEN_ROWS:
             raise TemplateError(
@@ -146,7 +147,9 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
         # Loads of many rows, where few exist, are slow (H200: 1.1 to 1.4 times as long with 1 to 16 rows): the kernel
         # of the first range is planned for few.
         own = 1 if proposed[0].loads_boxes else 0
-        named = _named(func, bounds[0], bounds[-1]) if own else ()
+        # A few of the numbers of rows that are named, those that come first; none of the first range.
+        counts = map(int, func.attrs.get(NAMED_ROWS_ATTR, ())) if own and func.attrs else ()
+        named = [count for count in counts if bounds[0] < count <= bounds[-1]][:_NAMED_MAX]
         bounds = tuple(sorted({*bounds, *named}))
         others = [maker.candidates(func, target, count) for count in named]
         listed = [one for few in others if not isinstance(few, Refusal) for one in few[:_LISTED]]
@@ -154,7 +157,8 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
         times = _times(maker, func, target, proposed, bounds)
         if not times:
             return [RangesParameters((SizeRange(max(bounds[-1], OPEN_ROWS), proposed[0].to_json()),))]
-        fixed = {n: _fastest(times, n) for n, most in enumerate(bounds) if most in named}
+        # Of a named number of rows, the kernel that is the fastest for it, as a static function has it.
+        fixed = {n: min(times, key=lambda own: times[own][n][-1]) for n, most in enumerate(bounds) if most in named}
         chosen = [*_kernels_of(times, range(own), {}), *_kernels_of(times, range(own, len(bounds)), fixed)]
         if bounds[-1] < OPEN_ROWS:
             # The kernel of a named number of rows may be for no more than these: take the nearest of the ranges before.
@@ -199,8 +203,8 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
     def _make(self, case: Case[tirx.Expr], p: RangesParameters) -> tirx.PrimFunc | Refusal:
         chosen = [(one.most, *self._parsed(one.decision)) for one in p.ranges]
         # Launch attributes are those of the whole PrimFunc.
-        if not all(getattr(own, "dependent", False) for _, _, own in chosen):
-            chosen = [(most, maker, _independent(own)) for most, maker, own in chosen]
+        if not all(is_dependent(own) for _, _, own in chosen):
+            chosen = [(most, maker, independent(own)) for most, maker, own in chosen]
         places, kernels = _shared(chosen), []
         for most, maker, own in (chosen[place] for place in sorted(set(places))):
             made = maker.apply(case.func, case.target, own, most)
@@ -278,17 +282,6 @@ def _times(
     }
 
 
-def _named(func: tirx.PrimFunc, above: int, most: int) -> tuple[int, ...]:
-    """Return a few of the numbers of rows that are named, those that come first; none of the first range."""
-    counts = func.attrs.get(NAMED_ROWS_ATTR, ()) if func.attrs else ()
-    return tuple(count for count in map(int, counts) if above < count <= most)[:_NAMED_MAX]
-
-
-def _fastest(times: Mapping[Parameters, Sequence[Sequence[float]]], number: int) -> Parameters:
-    """Return the kernel that is the fastest for the most rows of a range, which is what a static function takes."""
-    return min(times, key=lambda own: times[own][number][-1])
-
-
 def _kernels_of(
     times: Mapping[Parameters, Sequence[Sequence[float]]], ranges: Sequence[int], fixed: Mapping[int, Parameters]
 ) -> list[Parameters]:
@@ -335,18 +328,7 @@ def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
     return next((count for count in (rows, elements) if not isinstance(count, int)), None)
 
 
-def _independent(parameters: Parameters) -> Parameters:
-    if not getattr(parameters, "dependent", False):
-        return parameters
-    change: dict[str, Any] = {"dependent": False}
-    return replace(parameters, **change)
-
-
 def _is_entry(entry: object) -> bool:
     if not isinstance(entry, dict) or set(entry) != {"most", "decision"}:
         return False
     return isinstance(entry["most"], int) and isinstance(entry["decision"], dict)
-
-
-def _text(document: Mapping[str, object]) -> str:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"))

@@ -39,7 +39,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_needed,
 )
 from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for, recognise_attention
-from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, TemplateError, template_of
+from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, TemplateError, canonical_json
 from relaxtune.schedules.templates.cut import Line, cover, cut_lines, nearest
 from relaxtune.schedules.templates.launch_table import launch_by_lines
 
@@ -75,7 +75,7 @@ class TableParameters(Parameters):
             "kernels": [json.loads(kernel.to_json()) for kernel in self.kernels],
             "lines": [{"most": dict(line.most), "kernel": line.kernel} for line in self.lines],
         }
-        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+        return canonical_json(document)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -86,9 +86,7 @@ class TableParameters(Parameters):
         TemplateError
             The text is of another template, or no such table.
         """
-        if template_of(text) != cls.template:
-            raise TemplateError(f"decision {text!r} is not of template {cls.template!r}; measure the task again.")
-        document = json.loads(text)
+        document = cls._document(text)
         try:
             kernels = tuple(AttentionParameters.from_json(json.dumps(kernel)) for kernel in document["kernels"])
             lines = tuple(Line(tuple(sorted(line["most"].items())), line["kernel"]) for line in document["lines"])
@@ -173,7 +171,9 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     axes = _axes(spec)
     points = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
     rest = {name: _LENGTHS[-1] for name in spec.variables if name not in axes}
-    plain = [_without_spans(with_values(spec, {**rest, **point})) for point in points]
+    # Kernels for spans are predicted for a window as wide as these.
+    of_window = spec if spec.spans is None else replace(spec, spans=None, window=_SPAN)
+    plain = [with_values(of_window, {**rest, **point}) for point in points]
     pool: dict[AttentionParameters, list[float]] = {}
     for point, one in zip(points, plain, strict=True):
         # To propose takes a hundred times as long as to predict: at every other point.
@@ -195,11 +195,6 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     chosen = nearest(pool, kernels)
     used = [kernel for kernel in kernels if kernel in chosen]
     return TableParameters(tuple(used), cut_lines(axes, points, [used.index(kernel) for kernel in chosen]))
-
-
-def _without_spans(spec: AttentionSpec) -> AttentionSpec:
-    """Return the attention that kernels are predicted for: of spans, a window as wide as they are."""
-    return spec if spec.spans is None else replace(spec, spans=None, window=_SPAN)
 
 
 def _fitting(

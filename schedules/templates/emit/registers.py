@@ -5,7 +5,7 @@ Half-precision values are computed in float32 and rounded where they are written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tvm import tirx
@@ -77,11 +77,15 @@ class Lanes:
         self._registers[access] = registers
         source = self._buffers[access.buffer]
         if access.conditions:
-            _clear(registers, range(count))
+            zero = tirx.Cast(dtype_of(registers), tirx.IntImm("int32", 0))
+            for place in range(count):
+                T.buffer_store(registers, zero, [place])
         width = 1 if access.scattered else max(1, access.width)
         for lane, index in enumerate(access.indices):
             start = self._index(index, access)
-            with when(self._conditions(access, lane)):
+            # A condition for all lanes, or one a lane.
+            conditions = access.conditions[lane : lane + 1] or access.conditions[:1]
+            with when([self._index(condition, access) for condition in conditions]):
                 for step in range(0, 1 if access.scattered else count, width):
                     to = registers.ptr_to([lane + step])
                     load_bytes(to, source.ptr_to([start + step]), size * width)
@@ -155,12 +159,6 @@ class Lanes:
     def _places(self, lane: int) -> dict[tirx.Var, tirx.Expr]:
         """Return the position along each axis."""
         return {**self._outer, self._flow.columns.var: self._vector * self._count + lane}
-
-    def _conditions(self, access: Access, lane: int) -> list[tirx.Expr]:
-        if not access.conditions:
-            return []
-        condition = access.conditions[lane if len(access.conditions) > 1 else 0]
-        return [self._index(condition, access)]
 
     def _index(self, index: tirx.Expr, access: Access) -> tirx.Expr:
         """Return an index or a condition of an access in int32."""
@@ -236,12 +234,6 @@ def when(conditions: Sequence[tirx.Expr]) -> Iterator[None]:
         return
     with T.If(tirx.all(*conditions)), T.Then():
         yield
-
-
-def _clear(registers: tirx.Var, places: Iterable[int]) -> None:
-    zero = tirx.Cast(dtype_of(registers), tirx.IntImm("int32", 0))
-    for place in places:
-        T.buffer_store(registers, zero, [place])
 
 
 def _call(call: Call, arguments: list[tirx.Expr]) -> tirx.Expr:

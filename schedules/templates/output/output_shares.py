@@ -57,39 +57,31 @@ def share_unit(matmul: MatmulFunction) -> int:
     bytes.
     """
     least = HEAD_UNIT if matmul.epilogue.head else 8
-    return max(least, *(VECTOR_BYTES // size for size, _ in _moved(matmul).patches))
+    return max(least, *(VECTOR_BYTES // size for size, _ in _moved(matmul)[0]))
 
 
 def shared_bytes(matmul: MatmulFunction, shares: Shares) -> int:
     """Return the shared memory that `OutputTile` allocates, at most."""
-    moved = _moved(matmul)
-    patch_bytes = 16 * sum((shares.width + pad) * size for size, pad in moved.patches)
-    column_bytes = shares.columns * sum(moved.columns)
+    patches, columns, _ = _moved(matmul)
+    patch_bytes = 16 * sum((shares.width + pad) * size for size, pad in patches)
+    column_bytes = shares.columns * sum(columns)
     copies = shares.warps // shares.group_warps * column_bytes
-    return shares.warps * patch_bytes + copies + 128 * (len(moved.patches) + len(moved.columns))
+    return shares.warps * patch_bytes + copies + 128 * (len(patches) + len(columns))
 
 
 def residual_registers(matmul: MatmulFunction, m_blocks: int, columns: int) -> int:
     """Return the registers a thread needs to hold its part of every residual, and of the tables of heads."""
-    return m_blocks * 16 * columns * _moved(matmul).held // (32 * 4)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    """Bytes of an element of each patch, with the elements after its rows; of each copied column; held of all else."""
-
-    patches: tuple[tuple[int, int], ...]
-    columns: tuple[int, ...]
-    held: int
+    return m_blocks * 16 * columns * _moved(matmul)[2] // (32 * 4)
 
 
 # Plans of a matmul, of which there are hundreds, ask the same.
 @lru_cache(maxsize=64)
-def _moved(matmul: MatmulFunction) -> _Moved:
+def _moved(matmul: MatmulFunction) -> tuple[list[tuple[int, int]], list[int], int]:
+    """Return bytes of an element of each patch, with elements after its rows; of each copied column; of all else."""
     held = (*residual_loads(matmul), *head_tables(matmul))
-    return _Moved(
-        tuple((element_bytes(dtype), patch_pad(dtype)) for dtype in patch_dtypes(matmul)),
-        tuple(element_bytes(dtype_of(load)) for load in column_loads(matmul)),
+    return (
+        [(element_bytes(dtype), patch_pad(dtype)) for dtype in patch_dtypes(matmul)],
+        [element_bytes(dtype_of(load)) for load in column_loads(matmul)],
         sum(element_bytes(dtype_of(load)) for load in held),
     )
 

@@ -85,7 +85,6 @@ class OutputTile:
         self._shares, self._step = shares, shares.row_step
         self._residuals = residual_loads(matmul)
         self.copies = ColumnCopies(matmul, source, params, shares, constants)
-        self._row_loads = row_loads(matmul)
         self._tables = head_tables(matmul)
         self._output_param = params[matmul.output]
         self._params = params
@@ -115,10 +114,12 @@ class OutputTile:
         self._ragged_rows = ragged_rows
         shares = self._shares
         self.copies.make(column, warp, lane)
-        self._rows: list[tuple[TensorLoad, dict[tuple[int, int], tirx.Expr]]] = []
-        for load in self._row_loads:
-            self._rows.append((load, self._read_rows(load)))
-        self._scalars = [(load, self._read_scalar(load)) for load in scalar_loads(self._matmul)]
+        self._rows = [(load, self._read_rows(load)) for load in row_loads(self._matmul)]
+        self._scalars: list[tuple[TensorLoad, tirx.Expr]] = []
+        for load in scalar_loads(self._matmul):
+            source, scalar = _matrix(self._renamed[load.source], 1, 1), T.alloc_local([1], dtype_of(load))
+            load_bytes(scalar.ptr_to([0]), source.ptr_to([0, 0]), element_bytes(dtype_of(load)))
+            self._scalars.append((load, scalar[0]))
         self._held: dict[tuple[int, int, int], tirx.Var] = {}
         self._held_tables: dict[tuple[int, int, int], list[tuple[TensorLoad, tirx.Var]]] = {}
         if shares.prefetched:
@@ -139,13 +140,6 @@ class OutputTile:
                 number = int(constant_value(load.indices[-1]) or 0)
                 places = ((block, half) for block in range(self._shares.m_blocks) for half in range(2))
                 self._rows.append((load, {place: statistic(*place, number) for place in places}))
-
-    def _read_scalar(self, load: TensorLoad) -> tirx.Expr:
-        """Emit the load of a scalar; return its register."""
-        source = _matrix(self._renamed[load.source], 1, 1)
-        register = T.alloc_local([1], dtype_of(load))
-        load_bytes(register.ptr_to([0]), source.ptr_to([0, 0]), element_bytes(dtype_of(load)))
-        return register[0]
 
     def _read_rows(self, load: TensorLoad) -> dict[tuple[int, int], tirx.Expr]:
         """Emit the loads of one element for each of a lane's rows; return the registers by block and half."""
@@ -244,14 +238,6 @@ class OutputTile:
         if partials is not None:
             self._write_sums(block, start, math.ceil(width / partials.group), partials)
 
-    def _add_to_sums(self, column: int, half: int, result: tirx.Var, group: int) -> None:
-        """Emit the adding of a pair, some columns into a chunk, to its group's sums."""
-        first = (column // group * 2 + half) * COUNT
-        for index in range(2):
-            value = tirx.Cast("float32", result[index])
-            T.buffer_store(self._sums, self._sums[first + SUM] + value, [first + SUM])
-            T.buffer_store(self._sums, self._sums[first + SQUARES] + value * value, [first + SQUARES])
-
     def _write_sums(self, block: int, start: int, groups: int, partials: PartialSums) -> None:
         """Emit the sums over the four lanes of a row, and their writing."""
         matmul, lane, group = self._matmul, self._lane, partials.group
@@ -276,7 +262,11 @@ class OutputTile:
         two = self._lane % 4 * 2
         columns = {eight: self.copies.pairs(self._warp, eight * 8 + two) for eight, half in places if half == 0}
         residuals = [
-            self._load_residuals(self._lane // 4 + half * 8, eight * 8 - start + two) for eight, half in places
+            [
+                (load, load_pair(patch, [self._warp, self._lane // 4 + half * 8], eight * 8 - start + two))
+                for load, patch in zip(self._residuals, self._residual_patches, strict=True)
+            ]
+            for eight, half in places
         ]
         if not self._shares.prefetched:
             for eight, half in places:
@@ -286,19 +276,24 @@ class OutputTile:
             at_row = tirx.min(self._row + block * self._step + self._lane // 4 + half * 8, self._matmul.extent - 1)
             at_column = self._output_column(eight) + two
             tables = self._held_tables[block, eight, half]
-            first = self._registers(block, eight, half)
+            registers = self._registers(block, eight, half)
             result = pair_of(self._matmul.output_dtype)
             for index in range(2):
                 loaded = [(load, pair[index]) for load, pair in (*columns[eight], *residual, *tables)]
-                loaded += [(load, registers[block, half]) for load, registers in self._rows]
+                loaded += [(load, elements[block, half]) for load, elements in self._rows]
                 loaded += self._scalars
                 here = tirx.min(at_column + index, self._matmul.columns - 1)
-                registers = [accumulators[register + index] for register in first]
-                value = self._value(registers, loaded, at_row, here)
+                sums = [accumulators[register + index] for register in registers]
+                value = self._value(sums, loaded, at_row, here)
                 T.buffer_store(result, value, [index])
             results.append(result)
             if self._matmul.partials is not None:
-                self._add_to_sums(eight * 8 - start, half, result, self._matmul.partials.group)
+                # To the sums of the pair's group.
+                first = ((eight * 8 - start) // self._matmul.partials.group * 2 + half) * COUNT
+                for index in range(2):
+                    wide = tirx.Cast("float32", result[index])
+                    T.buffer_store(self._sums, self._sums[first + SUM] + wide, [first + SUM])
+                    T.buffer_store(self._sums, self._sums[first + SQUARES] + wide * wide, [first + SQUARES])
         for (eight, half), result in zip(places, results, strict=True):
             with T.vectorized(2) as lane:
                 inside = [self._warp, self._lane // 4 + half * 8, eight * 8 - start + two + lane]
@@ -332,13 +327,6 @@ class OutputTile:
             return [register, register + (4 if eight % 2 == 0 else -4)]
         # The gated column's register follows those of its gate's 8 columns.
         return [register + 4 * number for number in range(each)]
-
-    def _load_residuals(self, line: tirx.Expr, inside: tirx.Expr) -> list[tuple[TensorLoad, tirx.Var]]:
-        """Emit the loads of two neighbouring elements of every residual's patch into registers."""
-        return [
-            (load, load_pair(patch, [self._warp, line], inside))
-            for load, patch in zip(self._residuals, self._residual_patches, strict=True)
-        ]
 
     def _value(
         self,
