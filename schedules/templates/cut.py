@@ -61,12 +61,12 @@ def cut_lines(
         Line(tuple((name, size) for name, size in point.items() if size != axes[name][-1]), kernel)
         for point, kernel in zip(points, kernels, strict=True)
     ]
+
+    def found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
+        return next(line.kernel for line in lines if all(point[name] <= most for name, most in line.most))
+
     for line in lines[:-1]:
         fewer = [one for one in lines if one is not line]
-        if [_found(fewer, point) for point in points] == list(kernels):
+        if [found(fewer, point) for point in points] == list(kernels):
             lines = fewer
     return tuple(lines)
-
-
-def _found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
-    return next(line.kernel for line in lines if all(point[name] <= most for name, most in line.most))

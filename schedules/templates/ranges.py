@@ -91,12 +91,14 @@ class RangesParameters(Parameters):
             The text is of another template, or no table of ranges in their order.
         """
         entries = cls._document(text).get("ranges")
-        if not isinstance(entries, list) or not all(_is_entry(one) for one in entries):
+        listed = entries if isinstance(entries, list) else [None]
+        kinds = [{name: type(value) for name, value in one.items()} for one in listed if isinstance(one, dict)]
+        if kinds != [{"most": int, "decision": dict}] * len(listed):
             raise TemplateError(
                 f'decision {text!r}: expected "ranges", a list of objects with "most", a number of rows, and '
                 '"decision", a decision of a template; measure the task again.'
             )
-        ranges = tuple(SizeRange(one["most"], canonical_json(one["decision"])) for one in entries)
+        ranges = tuple(SizeRange(one["most"], canonical_json(one["decision"])) for one in listed)
         sizes = [one.most for one in ranges]
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1 or sizes[-1] < OPEN_ROWS:
             raise TemplateError(
@@ -129,7 +131,9 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
         func, target = case.func, case.target
         planned, bounds = PLANNED_ROWS, DEFAULT_RANGES
         if func.attrs and ROWS_MAX_ATTR in func.attrs:
-            planned, bounds = (_up_to(int(func.attrs[ROWS_MAX_ATTR]), sizes) for sizes in (planned, bounds))
+            # The sizes up to the first that is as large; two at least.
+            most = int(func.attrs[ROWS_MAX_ATTR])
+            planned, bounds = (sizes[: max(2, 1 + sum(size < most for size in sizes))] for sizes in (planned, bounds))
         offered = self._proposed(func, target, planned)
         if isinstance(offered, Refusal):
             return offered
@@ -251,12 +255,6 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
         return maker, maker.parse(decision)
 
 
-def _up_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the sizes up to the first that is `most` or more; two at least."""
-    end = next((number for number, size in enumerate(sizes) if size >= most), len(sizes) - 1)
-    return tuple(sizes[: max(2, end + 1)])
-
-
 def _times(
     maker: Template, func: tirx.PrimFunc, target: ResolvedTarget, proposed: Sequence[Parameters], bounds: Sequence[int]
 ) -> dict[Parameters, list[list[float]]]:
@@ -326,9 +324,3 @@ def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:
     widest = max(shapes, key=lambda shape: shape[-1] if isinstance(shape[-1], int) else 0)
     rows, elements = math.prod(widest[:-1]), math.prod(widest)
     return next((count for count in (rows, elements) if not isinstance(count, int)), None)
-
-
-def _is_entry(entry: object) -> bool:
-    if not isinstance(entry, dict) or set(entry) != {"most", "decision"}:
-        return False
-    return isinstance(entry["most"], int) and isinstance(entry["decision"], dict)

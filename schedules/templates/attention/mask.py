@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
 from relaxtune.schedules.templates.attention.padding_search import SCAN_LOADS, any_lane
-from relaxtune.schedules.templates.attention.sizes import flat_view, is_even, is_zero
+from relaxtune.schedules.templates.attention.sizes import flat_view, is_zero
 from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
 from relaxtune.schedules.templates.emit.registers import in_register
@@ -109,7 +109,7 @@ class BiasReader:
         # One row of the mask may serve both rows of a thread.
         self._lines = 1 if is_zero(bias.query_stride) and (is_zero(bias.head_stride) or plan.group == 1) else 2
         strides = (bias.batch_stride, bias.head_stride, bias.query_stride, bias.offset)
-        even = all(is_even(size) for size in (*strides, plan.spec.keys))
+        even = all(isinstance(size, int) and size % 2 == 0 for size in (*strides, plan.spec.keys))
         bytes_each = int(tvm.DataType(self._dtype).itemsize)
         of_lanes = not even and bias.of_padding and bytes_each <= 4
         self._of_lanes = _OfLanes(plan, self._buffer, self._dtype, lane) if of_lanes else None

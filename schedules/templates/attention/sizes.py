@@ -11,7 +11,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
-from relaxtune.schedules.sizes import Size, is_positive, variables_of
+from relaxtune.schedules.sizes import Size, variables_of
 from relaxtune.schedules.tir.blocks import shape_of
 
 # The kernel counts elements in 32 bits.
@@ -44,16 +44,6 @@ def simplified(size: Size) -> Size:
 def is_zero(size: Size) -> bool:
     """Whether a size is surely 0."""
     return isinstance(size, int) and size == 0
-
-
-def is_even(size: Size) -> bool:
-    """Whether a size is a number, and even."""
-    return isinstance(size, int) and size % 2 == 0
-
-
-def is_not_negative(size: Size) -> bool:
-    """Whether a size is surely 0 or more."""
-    return is_positive(size + 1)
 
 
 def variables_in(func: tirx.PrimFunc) -> dict[str, tirx.Var]:

@@ -11,8 +11,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
-from relaxtune.schedules.sizes import Size
-from relaxtune.schedules.templates.attention.sizes import ceil_div, is_not_negative, least, simplified
+from relaxtune.schedules.sizes import Size, is_positive
+from relaxtune.schedules.templates.attention.sizes import ceil_div, least, simplified
 from relaxtune.schedules.templates.emit.division import Divisor
 
 ELEMENT_BYTES = 2
@@ -120,7 +120,7 @@ class TilePlan:
     def sees_nothing(self) -> bool:
         """Whether there may be queries before all keys."""
         ahead = self.ahead
-        return self.spec.causal and (ahead < 0 if isinstance(ahead, int) else not is_not_negative(ahead))
+        return self.spec.causal and (ahead < 0 if isinstance(ahead, int) else not is_positive(ahead + 1))
 
 
 def section_of(spec: AttentionSpec, heads: int) -> int:

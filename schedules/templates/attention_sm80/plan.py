@@ -10,7 +10,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
-from relaxtune.schedules.templates.base import Parameters, added
+from relaxtune.schedules.templates.base import Parameters, added, refuse_registers
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 WARP = 32
@@ -111,9 +111,9 @@ def make_plan(
     mask = 0 if spec.bias is None else p.m_steps * p.block_k // 4 * max(1, bias_bytes // 2)
     each = p.block_k // 2 + p.block_k // 8 + pairs * 8
     registers = p.m_steps * each + (held if holds else 4) + mask + _REGISTERS_BESIDE
-    available = min(limits.registers_per_thread, limits.registers_per_block // (p.warps * WARP))
-    if registers > available:
-        return Refusal(f"about {registers} registers a thread, {available} exist")
+    refusal = refuse_registers(registers, p.warps * WARP, limits)
+    if refusal is not None:
+        return refusal
     heads = spec.heads // group
     plan = AttentionPlan(
         spec=spec,
@@ -128,9 +128,16 @@ def make_plan(
         holds_queries=holds,
         registers=registers,
     )
-    refusal = _refuse_split(plan) or _refuse_growth(plan)
-    if refusal is not None:
-        return refusal
+    # Blocks that share keys each have some, of every tile.
+    split, count = p.split, int(plan.key_blocks)
+    if split < 1 or (split - 1) * math.ceil(count / split) >= count:
+        return Refusal(f"split is {split}, of {count} blocks of keys some would have none")
+    if split > 1 and (spec.window or (spec.causal and plan.tiles != 1)):
+        return Refusal("blocks share keys, but tiles see different ones")
+    # Each element of a cache that grows is loaded by one block, once.
+    one_tile = plan.tiles == 1 and plan.group == spec.group and rows <= _GROWTH_ROWS_MAX and not spec.window
+    if spec.growth is not None and not one_tile:
+        return Refusal(f"caches that grow take one tile of {_GROWTH_ROWS_MAX} rows at most, and no window")
     if plan.shared_bytes > limits.shared_bytes_optin:
         return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     return plan
@@ -150,24 +157,4 @@ def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
         return Refusal(f"block_k is {p.block_k}, expected a multiple of 16 up to 128")
     if not 2 <= p.stages <= _STAGES_MAX:
         return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
-    return None
-
-
-def _refuse_split(plan: AttentionPlan) -> Refusal | None:
-    """Return why blocks cannot share keys: each has to have some, of every tile."""
-    split, count, spec = plan.parameters.split, int(plan.key_blocks), plan.spec
-    if split < 1 or (split - 1) * math.ceil(count / split) >= count:
-        return Refusal(f"split is {split}, of {count} blocks of keys some would have none")
-    if split > 1 and (spec.window or (spec.causal and plan.tiles != 1)):
-        return Refusal("blocks share keys, but tiles see different ones")
-    return None
-
-
-def _refuse_growth(plan: AttentionPlan) -> Refusal | None:
-    """Return why a kernel does not write caches: each of their elements is to be loaded by one block, once."""
-    spec = plan.spec
-    if spec.growth is None:
-        return None
-    if plan.tiles != 1 or plan.group != spec.group or plan.rows > _GROWTH_ROWS_MAX or spec.window:
-        return Refusal(f"caches that grow take one tile of {_GROWTH_ROWS_MAX} rows at most, and no window")
     return None

@@ -107,11 +107,8 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
             return refusal or Refusal("the function is not marked as an attention")
         if not spec.is_static:
             return Refusal("its sizes are symbolic")
-        return refuse_attention(func, spec) or _refuse_forms(spec) or spec
-
-
-def _refuse_forms(spec: AttentionSpec) -> Refusal | None:
-    return None if spec.spans is None else Refusal("its keys are in spans, which this template does not make")
+        spans = None if spec.spans is None else Refusal("its keys are in spans, which this template does not make")
+        return refuse_attention(func, spec) or spans or spec
 
 
 def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:

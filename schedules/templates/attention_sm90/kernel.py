@@ -80,17 +80,15 @@ class _Kernel:
             with T.Then():
                 self._take_registers("dec", 1)
                 with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
-                    self._producer().produce(self._block)
+                    growth = self._spec.growth
+                    caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
+                    loads = caches <= unwritten_params(self._func)
+                    copies = loads and {self._spec.key.param, self._spec.value.param} <= own_outputs(self._func)
+                    producer = Producer(plan, self._memory, self._maps, early_caches=loads, early_copies=copies)
+                    producer.produce(self._block)
             with T.Else():
                 self._take_registers("inc", 0)
                 self._consume()
-
-    def _producer(self) -> Producer:
-        growth = self._spec.growth
-        caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
-        loads = caches <= unwritten_params(self._func)
-        copies = loads and {self._spec.key.param, self._spec.value.param} <= own_outputs(self._func)
-        return Producer(self._plan, self._memory, self._maps, early_caches=loads, early_copies=copies)
 
     def _take_registers(self, change: str, which: int) -> None:
         if self._p.consumers > 1:

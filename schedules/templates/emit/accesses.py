@@ -110,15 +110,11 @@ class Accesses:
 
     def _note_all(self, expr: tirx.Expr, guards: tuple[Guard, ...]) -> None:
         for load, around in guarded_loads(expr, guards):
-            self._note(load, around)
-
-    def _note(self, load: TensorLoad, guards: tuple[Guard, ...]) -> None:
-        if self._known(load, guards) is not None:
-            return
-        self._note_all(load.indices[0], guards)
-        access = self._access(load, guards)
-        self._by_load[_key(load, guards)] = access
-        self.found.append(access)
+            if self._known(load, around) is None:
+                self._note_all(load.indices[0], around)
+                access = self._access(load, around)
+                self._by_load[_key(load, around)] = access
+                self.found.append(access)
 
     def _access(self, load: TensorLoad, guards: tuple[Guard, ...]) -> Access:
         flow, lanes = self._flow, self._lanes
@@ -147,7 +143,8 @@ class Accesses:
         conditions: list[list[tirx.Expr]] = []
         around: tuple[Guard, ...] = ()
         for guard in guards:
-            conditions.append([_wanted(at(guard[0], lane, around), guard[1]) for lane in range(lanes)])
+            found = [at(guard[0], lane, around) for lane in range(lanes)]
+            conditions.append(found if guard[1] else [tirx.Not(one) for one in found])
             around = (*around, guard)
         with ExitStack() as scopes:
             simple = [[self._analyzer.simplify(one) for one in each] for each in conditions]
@@ -210,10 +207,6 @@ def guarded_loads(expr: tirx.Expr, guards: tuple[Guard, ...] = ()) -> Iterator[t
     rebuild(expr, note)
     for operand in operands:
         yield from guarded_loads(operand, guards)
-
-
-def _wanted(condition: tirx.Expr, holds: bool) -> tirx.Expr:
-    return condition if holds else tirx.Not(condition)
 
 
 def _key(load: TensorLoad, guards: Sequence[Guard]) -> tuple[object, ...]:

@@ -76,39 +76,29 @@ def build_function(
     """
     with IRBuilder() as builder, T.prim_func():
         T.func_name("main")
-        blocks, emit = begin(declare_params(func))
+        # Variables of symbolic shapes are the function's own.
+        params = [
+            T.arg(p.name, p if (shape := shape_of(p)) is None else T.Buffer(list(shape), dtype_of(p)))
+            for p in func.params
+        ]
+        blocks, emit = begin(params)
         T.device_entry()
         block = T.cta_id([blocks])
         if cluster > 1:
             T.cta_id_in_cluster([cluster])
         emit(block, T.thread_id([threads]))
-    return finish_kernel(builder.get(), func, dependent=dependent)
-
-
-def declare_params(func: tirx.PrimFunc) -> list[tirx.Var]:
-    """Declare the function's parameters as the kernel's, and return those.
-
-    Variables of symbolic shapes are the function's own.
-    """
-    return [
-        T.arg(p.name, p) if (shape := shape_of(p)) is None else T.arg(p.name, T.Buffer(list(shape), dtype_of(p)))
-        for p in func.params
-    ]
-
-
-def bind_rows(matmul: MatmulFunction) -> MatmulFunction:
-    """Return a matmul with its number of rows, where that is symbolic, in a variable of the host code, int32."""
-    return matmul if matmul.rows is None else replace(matmul, rows=T.Bind(tirx.Cast("int32", matmul.rows)))
-
-
-def finish_kernel(made: tirx.PrimFunc, func: tirx.PrimFunc, *, dependent: bool) -> tirx.PrimFunc:
-    """Return a kernel with the attributes of the function it computes."""
+    made = builder.get()
     for key, value in func.attrs.items() if func.attrs else ():
         if key not in (BLOCKS_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR):
             made = made.with_attr(key, value)
     if dependent:
         made = made.with_attr(LAUNCH_ATTR, [DEPENDENT_LAUNCH])
     return made.with_attr(SCHEDULED_ATTR, True).with_attr(KERNEL_ATTR, True)
+
+
+def bind_rows(matmul: MatmulFunction) -> MatmulFunction:
+    """Return a matmul with its number of rows, where that is symbolic, in a variable of the host code, int32."""
+    return matmul if matmul.rows is None else replace(matmul, rows=T.Bind(tirx.Cast("int32", matmul.rows)))
 
 
 def wait_for_predecessor(dependent: bool) -> None:

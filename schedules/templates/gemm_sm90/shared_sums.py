@@ -150,18 +150,16 @@ class StreamTiles(Tiles):
         tile = T.Bind((end - 1) // k_tiles - turn)
         start = T.Bind(tirx.max(begin - tile * k_tiles, 0))
         stop = T.Bind(tirx.min(end - tile * k_tiles, k_tiles))
-        helpers = self._block - self._block_of(tile * k_tiles)
+        # The block in whose run the tile begins.
+        share, longer = self._share, self._longer
+        beyond = tile * k_tiles - longer * (share + 1)
+        first = tirx.Select(beyond < 0, tile * k_tiles // (share + 1), longer + beyond // share)
+        helpers = self._block - first
         return StreamPart(turn, *self.place(tile), start, stop - start, stop == k_tiles, helpers)
 
     def _begin(self, block: tirx.Expr) -> tirx.Expr:
         """Return the first tile of K of a block's run."""
         return block * self._share + tirx.min(block, self._longer)
-
-    def _block_of(self, position: tirx.Expr) -> tirx.Expr:
-        """Return the block in whose run a tile of K is."""
-        share, longer = self._share, self._longer
-        beyond = position - longer * (share + 1)
-        return tirx.Select(beyond < 0, position // (share + 1), longer + beyond // share)
 
 
 class StreamSum:

@@ -69,7 +69,8 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
             plan = make_stream_plan(found, p, limits)
             if isinstance(plan, Refusal):
                 refusal = plan
-            elif _is_sensible(plan) and plan not in proposed:
+            # All warps have work, and no more steps are on their way than there are.
+            elif p.warps <= plan.steps and p.depth < 2 * plan.turns * plan.rounds and plan not in proposed:
                 proposed.append(plan)
         if found.stored is None:
             tiles_min = _TILES_MIN * limits.likely_sm_count
@@ -119,9 +120,3 @@ def _shares_x(plan: GemvStreamPlan) -> bool:
     """Whether many warps share x where it takes as many loads as the block's only tile of W."""
     p = plan.parameters
     return plan.rounds == 1 and plan.column_tiles > 1 and (p.tiles, p.warps) == (1, _MANY_WARPS)
-
-
-def _is_sensible(plan: GemvStreamPlan) -> bool:
-    """Whether all warps have work, and no more steps are on their way than there are."""
-    p = plan.parameters
-    return p.warps <= plan.steps and p.depth < 2 * plan.turns * plan.rounds

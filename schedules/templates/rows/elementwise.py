@@ -139,18 +139,15 @@ def _propose(
     return [p for _, p in proposals]
 
 
-def _may_divide(flow: Dataflow, lanes: int) -> bool:
-    """Whether a number of lanes divides the columns of some call."""
-    return not isinstance(flow.columns.size, int) or flow.columns.size % lanes == 0
-
-
 def _is_open(flow: Dataflow, lanes: int) -> bool:
     """Whether a number of lanes divides the columns of some calls alone."""
     return not isinstance(flow.columns.size, int) and not is_multiple(flow.columns.size, lanes)
 
 
 def _refuse_parameters(p: ElementwiseParameters, flow: Dataflow) -> Refusal | None:
-    if not 1 <= p.lanes <= _LANES_MAX or not _may_divide(flow, p.lanes):
+    # Of a symbolic number of columns, the lanes divide those of some calls.
+    divides = not isinstance(flow.columns.size, int) or flow.columns.size % p.lanes == 0
+    if not 1 <= p.lanes <= _LANES_MAX or not divides:
         return Refusal(f"lanes is {p.lanes}, expected 1 to {_LANES_MAX} and a divisor of {flow.columns.size}")
     if not 1 <= p.vectors <= _VECTORS_MAX or p.vectors * p.lanes > _ELEMENTS_MAX:
         return Refusal(f"vectors is {p.vectors}, expected 1 to {_VECTORS_MAX} of {_ELEMENTS_MAX} elements together")
@@ -238,21 +235,19 @@ class _Kernel:
         self._load(lanes, early)
         wait_for_predecessor(p.dependent)
         self._load(lanes, [access for access in self._accesses.found if access not in early])
+        in_order = [axis.var for axis in self._order[:-1]] == [axis.var for axis in flow.axes[:-1]]
         for output in flow.outputs:
             dtype = str(self._func.params[output.param].ty.dtype)
             for place, one in zip(places, lanes, strict=True):
                 values = [one.value(output.value, lane) for lane in range(p.lanes)]
                 with when([place < total] if ragged else []):
-                    one.store(frame.written[output.param], self._position(one, place), values, dtype)
+                    at = place * p.lanes if in_order else one.position()
+                    one.store(frame.written[output.param], at, values, dtype)
 
     def _lanes(self, frame: Frame, place: tirx.Expr) -> Lanes:
         outer = dict(unflatten(place, self._order, self._divisors))
         vector = outer.pop(self._accesses.vector)
         return Lanes(self._flow, self._accesses, self._p.lanes, frame.flat, outer, vector, {})
-
-    def _position(self, lanes: Lanes, place: tirx.Expr) -> tirx.Expr:
-        in_order = [axis.var for axis in self._order[:-1]] == [axis.var for axis in self._flow.axes[:-1]]
-        return place * self._p.lanes if in_order else lanes.position()
 
     def _load(self, lanes: Sequence[Lanes], accesses: Sequence[Access]) -> None:
         for access in accesses:

@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import Parameters, refuse_registers
-from relaxtune.schedules.templates.emit.accesses import Access, Accesses
+from relaxtune.schedules.templates.emit.accesses import Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import (
     EmitBody,
     Frame,
@@ -85,7 +85,9 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
     if p.held and chunks * p.lanes > _HELD_MAX:
         return Refusal(f"{chunks * p.lanes} elements a thread, expected {_HELD_MAX} at most")
     together = chunks if p.held else min(chunks, _TOGETHER)
-    held = sum(_held_bytes(access) for access in accesses.found if not access.per_row)
+    # An access of less than a register has one to itself.
+    loaded = [access for access in accesses.found if not access.per_row]
+    held = sum(max(element_bytes(access.dtype), 4 / max(1, access.width)) for access in loaded)
     registers = _REGISTERS_BESIDE + math.ceil(together * p.lanes * (held / 4 + _REGISTERS_PER_ELEMENT))
     refusal = refuse_registers(registers, block, limits)
     if refusal is not None:
@@ -100,11 +102,6 @@ def make_plan(flow: Dataflow, accesses: Accesses, p: RowsParameters, limits: Cud
         threads=block,
         registers=registers,
     )
-
-
-def _held_bytes(access: Access) -> float:
-    """Return the bytes of registers that an element takes: an access of less than a register has one to itself."""
-    return max(element_bytes(access.dtype), 4 / max(1, access.width))
 
 
 _WARP = 32
@@ -218,8 +215,9 @@ class _Kernel:
         T.buffer_store(total, start, [0])
 
         def add(chunk: _Chunk) -> None:
-            values = [_as_float(chunk.lanes.value(reduction.element, lane)) for lane in range(p.lanes)]
-            part = tree(combine, values)
+            values = [chunk.lanes.value(reduction.element, lane) for lane in range(p.lanes)]
+            wide = [one if dtype_of(one) == "float32" else tirx.Cast("float32", one) for one in values]
+            part = tree(combine, wide)
             if chunk.inside is not None:
                 part = tirx.Select(chunk.inside, part, start)
             T.buffer_store(total, combine(total[0], part), [0])
@@ -253,7 +251,3 @@ class _Kernel:
                 chunk.lanes.store(buffer, at, values, dtype)
 
         self._each_chunk(output.value, write)
-
-
-def _as_float(value: tirx.Expr) -> tirx.Expr:
-    return value if dtype_of(value) == "float32" else tirx.Cast("float32", value)
