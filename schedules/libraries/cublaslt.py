@@ -11,8 +11,7 @@ is rounded to that by a small kernel before each call, which is as exact as the 
 
 Any other elementwise epilogue (gelu by erf, a residual of another dtype, factors of rows) is a kernel of our own after
 the call, which leaves the sums in float32 (`epilogue="kernel"`): what it costs to do without. Where a bias must be
-rounded, both forms are offered: on an H200, 128 x 768 x 3072 with a bias and a residual took 12.7 us in the first, and
-11.1 us in the second with an output in float32.
+rounded, both forms are offered.
 
 The call is in C (`cublaslt.c`, linked into the module), which opens `libcublasLt.so.13` when it first runs: by the
 loader's path, or as the environment variable `RELAXTUNE_CUBLASLT` says. The place of an algorithm in the heuristic's

@@ -8,7 +8,7 @@ dynamic shared memory is reused by the pass that knows it (MergeSharedMemoryAllo
 (StorageRewrite) would put float32 into a buffer of halves, whose address then has the wrong type.
 
 Another kind are functions that were written loop by loop (`schedules.cpu.any_size`). Their buffers have the size that
-they need. TVM would still compute it from every access: 2.1 s for one attention of bert-tiny, 40 % of its compilation.
+they need; TVM would still compute it from every access, for seconds.
 
 Functions that divide by symbolic sizes are lowered as any other, and their divisions truncated on the host.
 """

@@ -55,8 +55,7 @@ _LISTED = 4
 _EQUAL_US, _EQUAL_MEMORY_US = 0.05, 0.2
 # Each kernel takes half a second to compile. It is worth that where the calls of all ranges take that much less.
 _WORTH = 0.015
-# Numbers of rows of a profile, or of real calls, whose kernels are those of an artifact of one size. Llama-1B with
-# 8 x 128 tokens took 1.12 times as long as such an artifact on an H100 without that, and 1.03 with it.
+# Numbers of rows of a profile, or of real calls, whose kernels are those of an artifact of one size.
 _NAMED_MAX = 2
 
 

@@ -9,9 +9,8 @@ has a largest score of -inf; its weights are computed against 0, all exp(-inf) =
 Where a warp finds nothing but zeros in a block of a mask to be added, which is most blocks of a mask of padding, it
 adds nothing: its products stay plain, and the scale is part of the power's one multiplication.
 
-Where it finds nothing in a mask of padding at all, its tile is made by code of its own, without a mask: what is done to
-a block is then no choice any more, and as fast as if there was none (H200: 45.98 us beside 49.47 with choices, for a
-Llama's 32 heads of 64 over 2048 positions).
+Where it finds nothing in a mask of padding at all, its tile is made by code of its own, without a mask: 7 % faster
+(H200, a Llama's 32 heads of 64 over 2048 positions).
 """
 
 from __future__ import annotations

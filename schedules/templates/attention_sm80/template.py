@@ -60,12 +60,10 @@ _MULTIPLY_ADDS, _SHARED_BYTES, _POWERS = 1200, 128, 16
 _STEP_CYCLES, _TILE_CYCLES = 500, 3000
 # Where one tile alone reads its keys, they come from memory: cycles of a step, bytes that a warp copies in a cycle, and
 # what each block that shares keys adds to the exchange of sums. A fit to 45 medians of an H200
-# (`h200-attention-decode-sm80.json`): 8 tiles of 4,096 keys took 42.0 us whole and 10.2 by eight blocks each.
+# (`h200-attention-decode-sm80.json`).
 _COPY_CYCLES, _COPIED_BYTES, _EXCHANGE_CYCLES = 220, 14, 900
 # Cycles of a step more where caches grow: they are written from shared memory. A second warp, of no rows, halves what
-# copies and writes take. A fit to 80 medians of an H200 (`h200-decode-sm80.json`): with 1,024 keys, the first proposal
-# takes 7.4 us for one sequence and 21.4 for 16 (at best 7.4 and 21.1); before, of one warp and without these, it took
-# 8.3 and 26.9.
+# copies and writes take. A fit to 80 medians of an H200 (`h200-decode-sm80.json`).
 _KEEP_CYCLES = 1000
 
 

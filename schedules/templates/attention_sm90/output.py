@@ -38,16 +38,9 @@ class AttentionOutput:
     ) -> None:
         """Emit the writing of a whole tile: swizzled into the memory of Q's tile, then by the copy engine.
 
-        The copy is not waited for; a warpgroup's first thread commits it, if there is any.
-
-        Parameters
-        ----------
-        output : Var
-            Registers, weighted sums of V.
-        tile, stage : Var, Expr
-            Shared memory of Q, and where in it this tile is, which this warpgroup's instructions have read.
-        tensor_map : Var
-            Of the output, with boxes of one warpgroup's rows of a chunk.
+        The copy is not waited for; a warpgroup's first thread commits it, if there is any. `output` are registers,
+        weighted sums of V. The tile is a `stage` of `tile`, the memory of Q, which this warpgroup's instructions have
+        read. `tensor_map` has boxes of one warpgroup's rows of a chunk of the output.
         """
         plan = self._plan
         group = self._thread // WARPGROUP if plan.parameters.consumers > 1 else tirx.IntImm("int32", 0)
@@ -76,13 +69,9 @@ class AttentionOutput:
     def combine(self, output: tirx.Var, softmax: OnlineSoftmax, memory: tirx.Var, rank: tirx.Expr, at: Tile) -> None:
         """Emit the sum of the parts of a cluster's blocks, in the order of ranks, and its writing.
 
-        Every block sends each row of its part to the block that sums that row.
-
-        Parameters
-        ----------
-        memory : Var
-            Shared memory, float32, of `split` parts of `share_rows` rows of `partial_columns` elements, and as many
-            pairs of the row's largest score and sum; nothing else is kept there.
+        Every block sends each row of its part to the block that sums that row. `memory` is shared, float32, of `split`
+        parts of `share_rows` rows of `partial_columns` elements, and as many pairs of the row's largest score and sum;
+        nothing else is kept there.
         """
         p = self._plan.parameters
         # Every block of the cluster has started.

@@ -183,8 +183,7 @@ def spills(plan: AttentionPlan, limits: CudaLimits, bias_bytes: int) -> bool:
 
     The loop over two blocks of keys, a number known beforehand, is straight code. ptxas then multiplies the scores of
     the second block before it has made weights of the first one's. The registers for it are a fit to 72 kernels of CUDA
-    13.5: all 26 that spill more than 64 bytes are found, and 6 besides. Kernels whose blocks make several tiles are
-    left out: the first proposals of them spill 68 bytes at most.
+    13.5. Kernels whose blocks make several tiles are left out: they hardly spill.
     """
     spec, p = plan.spec, plan.parameters
     if not p.overlap or p.split > 1 or p.blocks or spec.causal or spec.hides_earlier or plan.key_blocks != 2:

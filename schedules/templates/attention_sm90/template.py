@@ -192,8 +192,7 @@ def predicted_cycles(plan: AttentionPlan, limits: CudaLimits) -> float:
     """Return a time to order candidates by, in cycles of a multiprocessor.
 
     The figures are a least-squares fit (16 % root mean square) to 520 kernels of head sizes 64 and 128, with 1 to 8192
-    queries, timed on an H200, with a few set by hand where it ranked neighbours wrongly. In a later run over 33 shapes
-    the first candidate took 2 % longer than the best of the first three (geometric mean).
+    queries, timed on an H200, with a few set by hand where it ranked neighbours wrongly.
     """
     spec, p = plan.spec, plan.parameters
     sm_count = limits.likely_sm_count

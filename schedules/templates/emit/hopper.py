@@ -56,25 +56,11 @@ def encode_tensor(
 ) -> tirx.Var:
     """Emit the encoding of a tensor map of any number of axes (host code) and return the map.
 
-    Parameters
-    ----------
-    name : str
-        Of the kernel's parameter.
-    tensor : Var
-        A buffer.
-    dtype : str
-        Of its elements as TMA is told; any of 8 bits is uint8.
-    sizes, box : sequence of int
-        Elements along each axis of the tensor and of what one load copies, the contiguous axis first; sizes may be
-        expressions of the host.
-    strides : sequence of int
-        Bytes from one element to the next along each axis but the first.
-    swizzle : int
-        TMA's mode: 0 none, 1, 2 and 3 for rows of 32, 64 and 128 bytes.
-    offset : int
-        Elements before the first one, at a multiple of 16 bytes.
-    empty : (Expr, Var), optional
-        When the tensor has no elements, and another one whose address is given then.
+    `name` is the kernel's parameter's, `dtype` the elements' (any of 8 bits is uint8). `sizes` and `box` are elements
+    along each axis of the tensor and of what one load copies, the contiguous axis first; `strides` are bytes from one
+    element to the next along each axis but the first. Sizes and strides may be expressions of the host. `swizzle` is
+    TMA's mode: 0 none, 1, 2 and 3 for rows of 32, 64 and 128 bytes. The tensor begins `offset` elements behind the
+    buffer's start, a multiple of 16 bytes. `empty` says when it has no elements, and whose address is given then.
     """
     encoded = T.Bind(T.tvm_stack_alloca("tensormap", 1), T.handle("tensormap"))
     IRBuilder.name(name, encoded)
@@ -130,14 +116,8 @@ def matrix_descriptor(
     An offset in units of 16 bytes may be added to the low half, which is uniform: 32-bit sums stay in uniform registers
     where those of whole descriptors did not, which took 430 cycles for four instructions of 64 columns.
 
-    Parameters
-    ----------
-    address : Expr
-        In shared memory, at a multiple of the swizzle's period.
-    leading, stride : int
-        The byte offsets of PTX's descriptor, in units of 16 bytes.
-    swizzle : int
-        TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
+    `address` is in shared memory, at a multiple of the swizzle's period; `leading` and `stride` are the byte offsets of
+    PTX's descriptor, in units of 16 bytes; `swizzle` is TMA's mode: 1, 2 and 3 for rows of 32, 64 and 128 bytes.
     """
     # wgmma numbers the modes the other way round, in the topmost two bits.
     high = stride | (4 - swizzle) << 30

@@ -35,20 +35,9 @@ _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.And, 
 class Lanes:
     """Emits one thread's work at one place: some outer position and one vector of the last axis.
 
-    Parameters
-    ----------
-    flow, accesses
-        What is computed, and how it is read.
-    count : int
-        Elements of a vector.
-    buffers : mapping of Var to Var
-        A flat buffer of `flow` -> the kernel's.
-    outer : mapping of Var to Expr
-        An axis but the last one -> its position, int32.
-    vector : Expr
-        Position of the vector along the last axis, int32.
-    results : mapping of Var to Expr
-        A reduction's variable -> its value.
+    `flow` is what is computed, `accesses` how it is read, by vectors of `count` elements. `buffers` has the kernel's
+    buffer for each flat buffer of `flow`, `outer` the position along each axis but the last one, `results` the value of
+    each reduction's variable; `vector` is the vector's position along the last axis. Positions are int32.
     """
 
     def __init__(

@@ -4,11 +4,8 @@ B may be quantised, in 4 or 8 bits (`schedules.functions.quantised_matmul`): it 
 dequantises what it multiplies (`multiply_stored.py`).
 
 Where tiles are fewer than multiprocessors, blocks share the sum of a tile (`split_k`, `emit.sums_exchange`). There is
-no stream-K as on Hopper, which shares the tiles of a last round that leaves multiprocessors idle. From reasoning, not
-from measurements: blocks here are small enough for two or more on a multiprocessor, so that one ends while others sum
-up, and tiles of 34 sizes leave less of a round idle than the few of wgmma. 4096 x 768 on 132 multiprocessors has 192
-tiles of 128 x 128, which fill 73 % of two rounds, or 132 of 192 x 128, which fill one. With more rounds less is left to
-gain, and the exchange of sums takes a part of that.
+no stream-K as on Hopper: two or more blocks fit on a multiprocessor, so that one ends while others sum up, and tiles of
+34 sizes leave less of a last round idle.
 
 Norms of A's rows, of the residual's and of the output's are taken in as for the template gemm_sm90
 (`schedules.tir.row_norm`): statistics are made from partial sums before the sum over K.
@@ -50,11 +47,9 @@ multiplies a step's fragments, it loads those of the next one (ldmatrix), across
 one barrier for each stage: then the next one has arrived, and all warps have loaded the last fragments of this one.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
-sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B. It
-is not proposed: small models in which all kernels start so were slower on an H200 (BERT-base 1x128 for sm_90 0.517 ms,
-0.431 with those of rows alone; `benchmarks/results/h200-mma-sync-models.json`). Blocks that start while others run seem
-to share multiprocessors while some are idle: 96 blocks of 64 x 64 took 6.98 us with a ring that lets two of them share
-one, 5.12 us with a longer ring that does not (`benchmarks/results/h200-mma-sync.json`).
+sm_90 on): it waits for it before it reads or writes global memory, but for the first tiles of a constant B. It is not
+proposed: small models in which all kernels start so were slower on an H200
+(`benchmarks/results/h200-mma-sync-models.json`).
 
 Copies are of 16 bytes: K has to be a multiple of 8 (of 4 in float32; of 16 where B has 8 bits, of 32 where it has 4),
 and N too where B is [K, N] or quantised. Rows and columns outside C are not written.

@@ -84,8 +84,7 @@ _STAGE_BARRIERS_BYTES = 16
 _ROWS = 8
 _STAGES_MAX = 24
 _CANDIDATES_MAX = 32
-# Tiles a multiprocessor below which sharing the last ones may pay. With fewer than one, it took 1.2 to 1.6 times as
-# long as the best of the others, clusters among them, at 10 shapes.
+# Tiles a multiprocessor below which sharing the last ones may pay; with fewer than one, it is slower than others.
 _STREAM_WAVES = 3
 # With fewer, turns of 64 rows were not measured: such matmuls wait for their weights.
 _SHORT_TURNS_ROWS = 1024

@@ -200,22 +200,11 @@ def emit_products(
 ) -> None:
     """Emit the products of one load of two rows.
 
-    Parameters
-    ----------
-    column_tiles : int
-        Tiles of 8 rows of x.
-    grouped : bool
-        Whether sums are scaled; else weights are.
-    sums : Expr
-        Address of registers: 4 float32 sums for each 8 rows of x.
-    rows : pair of Expr
-        Addresses of 4 words of rows g and g + 8.
-    x : Expr
-        Address of the words of x, as `emit_pairs` leaves them: half as many as a load has weights, for each 8 rows.
-    scales : pair of Expr or None
-        The rows' scales in float16; None for weights that are not quantised.
-    offsets : Expr or None
-        Address of what `emit_offsets` made of x: the products are of levels. None for the other forms.
+    `column_tiles` are tiles of 8 rows of x; `sums` is the address of 4 float32 sums for each of these, `rows` those of
+    4 words of rows g and g + 8, `x` that of the words of x, as `emit_pairs` leaves them: half as many as a load has
+    weights, for each 8 rows. `scales` are the rows' scales in float16, None for weights that are not quantised;
+    `grouped` says that sums are scaled, not weights. `offsets` is the address of what `emit_offsets` made of x: the
+    products are of levels. It is None for the other forms.
     """
     columns = column_tiles
     if scales is None:

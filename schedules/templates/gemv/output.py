@@ -80,21 +80,11 @@ class GemvOutput:
         parts: int = 1,
         warps: int | None = None,
     ) -> None:
-        """Emit the adding up of all warps' sums, the epilogue, and the writing of the output.
+        """Emit the adding up of all warps' sums, as `share` left them, the epilogue, and the writing of the output.
 
-        Parameters
-        ----------
-        shared : Var
-            The sums, as `share` left them.
-        thread : Expr
-            Of the block.
-        first_row, first : callable
-            Of a part: its first row of W, which may lie behind the last one where there are several parts; its place in
-            the first axis of `shared`.
-        parts : int
-            Of W that are written together.
-        warps : int
-            Whose sums are added up; by default all.
+        Of each of `parts` of W that are written together, `first_row` gives the first row of W, which may lie behind
+        the last one where there are several parts, and `first` the place in the first axis of `shared`. Sums of `warps`
+        warps are added up, by default of all.
         """
         matmul, threads = self._matmul, self._warps * WARP
         each = matmul.epilogue.accumulators

@@ -161,15 +161,9 @@ class OutputTile:
     def write(self, accumulators: tirx.Var, *, ragged_columns: bool, column_end: tirx.Expr | int) -> None:
         """Emit the evaluation and writing of this warp's part.
 
-        Parameters
-        ----------
-        accumulators : Var
-            Registers, 4 for every 8 columns of the product, the blocks of rows one after another; float32, or uint32
-            for sums in int32.
-        ragged_columns : bool
-            Whether columns may lie outside the output or this warp's part.
-        column_end : Expr or int
-            The column at which this warp's part ends.
+        `accumulators` has 4 registers for every 8 columns of the product, the blocks of rows one after another:
+        float32, or uint32 for sums in int32. With `ragged_columns`, columns may lie outside the output or this warp's
+        part, which ends at `column_end`.
         """
         self._ragged_columns = ragged_columns
         self._column_end = column_end

@@ -60,8 +60,8 @@ _CANDIDATES_MAX = 16
 # A kernel of vectors for the calls whose columns allow them, beside one without, takes time to compile: it is worth
 # that for tensors of so many elements.
 _VECTOR_ELEMENTS_MIN = 4_000_000
-# Lanes of such vectors: T5's attention mask of 32 x 8 x 512 x 512 float16, of int64 marks, took 57 us on an H100 with
-# 4, 93 with 2 and 84 with 8, before `Divisor`; of known sizes 47 with either.
+# Lanes of such vectors: T5's attention mask of float16, of int64 marks, took 57 us on an H100 with 4, 93 with 2 and 84
+# with 8.
 _OPEN_LANES_MIN = 4
 
 
