@@ -8,6 +8,7 @@ record needs: the same PrimFunc, target and parameters give the same kernel on a
 from __future__ import annotations
 
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,7 +24,9 @@ ParameterValue = int | bool | str
 #: From so many rows on, a kernel for a symbolic number of rows takes more rows than it is planned for, too.
 OPEN_ROWS = 1024
 # In the metadata of a field.
-_ADDED = "added"
+_ADDED, _ALLOWED = "added", "allowed"
+#: Of a field that takes any number from 1, or from 0 on.
+POSITIVE, NOT_NEGATIVE = range(1, sys.maxsize), range(sys.maxsize)
 # The field of parameters that asks for dependent launch.
 _DEPENDENT = "dependent"
 
@@ -75,6 +78,14 @@ class Parameters:
             )
         return cls(**document)
 
+    def refuse_values(self) -> Refusal | None:
+        """Return which field has a number that no kernel of this template has, None where all have others."""
+        for one in fields(self):
+            value, allowed = getattr(self, one.name), one.metadata.get(_ALLOWED)
+            if allowed is not None and value not in allowed:
+                return Refusal(f"{one.name} is {value}, expected {_listed(allowed)}")
+        return None
+
     @classmethod
     def _document(cls, text: str) -> dict[str, Any]:
         """Return what a decision of this template says but for the template's name."""
@@ -87,6 +98,21 @@ class Parameters:
 def added(default: ParameterValue) -> Any:
     """Return a field of `Parameters` that decisions written before it lack; they mean its default."""
     return field(default=default, metadata={_ADDED: True})
+
+
+def among(default: int, allowed: Sequence[int]) -> Any:
+    """Return a field of `Parameters` that takes some numbers alone (`Parameters.refuse_values`)."""
+    return field(default=default, metadata={_ALLOWED: allowed})
+
+
+def _listed(allowed: Sequence[int]) -> str:
+    if isinstance(allowed, range) and allowed.stop == sys.maxsize:
+        return f"{allowed.start} or more"
+    if isinstance(allowed, range) and allowed.step > 1:
+        return f"a multiple of {allowed.step} up to {allowed[-1]}"
+    if isinstance(allowed, range) and len(allowed) > 2:
+        return f"{allowed[0]} to {allowed[-1]}"
+    return f"{', '.join(map(str, allowed[:-1]))} or {allowed[-1]}"
 
 
 Found = TypeVar("Found")

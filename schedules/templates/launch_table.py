@@ -36,7 +36,6 @@ class SplitTable:
 
 
 def launch_first(
-    func: tirx.PrimFunc,
     conditions: Sequence[tirx.Expr],
     kernels: Sequence[tirx.PrimFunc],
     work: tirx.Expr,
@@ -77,7 +76,7 @@ def launch_by_lines(
         taken == number if condition is None else tirx.all(taken == number, condition)
         for number, condition, _ in parts[:-1]
     ]
-    return launch_first(func, within, [kernel for *_, kernel in parts], work, element_checks(func))
+    return launch_first(within, [kernel for *_, kernel in parts], work, element_checks(func))
 
 
 def element_checks(func: tirx.PrimFunc) -> list[Check]:

@@ -123,7 +123,7 @@ class BiasReader:
             bits = plan.spec.keys
             for stride in strides:
                 bits = bits if is_zero(stride) else tirx.bitwise_or(bits, stride)
-            self._even = hold(bits % 2) == 0
+            self._even = in_register(bits % 2) == 0
         self._load = load[0] if load is not None else None
         words, kind = load[1:] if load is not None else (2, self._dtype)
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
@@ -141,7 +141,7 @@ class BiasReader:
     def prefetch(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit the reads of one block of keys that come before `find_added`."""
         if self._of_lanes is not None:
-            self._of_lanes.read(hold(rows.batch * self._bias.batch_stride), block)
+            self._of_lanes.read(in_register(rows.batch * self._bias.batch_stride), block)
             return
         if self._scan is None:
             self._read_block(block, rows)
@@ -161,12 +161,14 @@ class BiasReader:
         bias, spec, block_k = self._bias, self._plan.spec, self._plan.parameters.block_k
         queries = [tirx.min(rows.query[line], spec.queries - 1) for line in range(self._lines)]
         begins = [bias.row(rows.batch, rows.head[line]) for line in range(self._lines)]
-        first = hold(block * block_k + self._column)
+        first = in_register(block * block_k + self._column)
         if bias.limit:
-            self._read_diagonals(list(map(hold, begins)), [hold(bias.place(query, first)) for query in queries])
+            self._read_diagonals(
+                list(map(in_register, begins)), [in_register(bias.place(query, first)) for query in queries]
+            )
             return
         zero = tirx.IntImm("int32", 0)
-        starts = [hold(begin + bias.place(query, zero)) for begin, query in zip(begins, queries, strict=True)]
+        starts = [in_register(begin + bias.place(query, zero)) for begin, query in zip(begins, queries, strict=True)]
         if self._even is None:
             self._read_whole_pairs(starts, block, first)
             return
@@ -296,8 +298,3 @@ class BiasReader:
 
 def _words(held: tirx.Var) -> range:
     return range(int(held.ty.shape[0]))
-
-
-def hold(value: tirx.Expr) -> tirx.Expr:
-    """Emit the storing of an integer in a register of its own, and return that."""
-    return in_register(value, "int32")

@@ -30,7 +30,7 @@ def any_lane(bits: tirx.Expr, dtype: str) -> tirx.Expr:
     """Return whether a lane of the warp has anything but zeros of a dtype in some bits; emits code."""
     bits = tirx.bitwise_and(bits, tirx.const(_MAGNITUDES.get(dtype, 0xFFFFFFFF), "uint32"))
     found = device_call(_ANY_LANE, bits)
-    return in_register(found, "int32") != 0
+    return in_register(found) != 0
 
 
 class PaddingSearch:

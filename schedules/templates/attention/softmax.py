@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
-from relaxtune.schedules.templates.attention.mask import LOG2_E, MINUS_INFINITY, BiasReader, hold
+from relaxtune.schedules.templates.attention.mask import LOG2_E, MINUS_INFINITY, BiasReader
 from relaxtune.schedules.templates.attention.padding_search import PaddingSearch
 from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
@@ -209,8 +209,8 @@ class OnlineSoftmax:
         spec = self._plan.spec
         here = block * self._plan.parameters.block_k + self._column
         for row in range(2):
-            end = hold(self._rows.end[row] - here)
-            first = hold(self._rows.first[row] - here) if spec.hides_earlier else None
+            end = in_register(self._rows.end[row] - here)
+            first = in_register(self._rows.first[row] - here) if spec.hides_earlier else None
             for number, at in enumerate(self._places(row)):
                 key = number // 2 * 8 + number % 2
                 seen = end > key if first is None else tirx.all(end > key, first <= key)

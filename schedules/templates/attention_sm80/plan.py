@@ -10,13 +10,12 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
-from relaxtune.schedules.templates.base import Parameters, added, refuse_registers
+from relaxtune.schedules.templates.base import Parameters, added, among, refuse_registers
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 WARP = 32
 # Of an instruction: rows, and depth.
 ROWS, DEPTH = 16, 16
-_STAGES_MAX = 4
 # Chunks of a row of shared memory: half a line of banks, or whole ones.
 _HALF_LINE, _LINE = 4, 8
 # Registers of a thread beside scores, weights, output and fragments (addresses, row statistics), measured.
@@ -33,10 +32,10 @@ class AttentionParameters(Parameters):
 
     template: ClassVar[str] = "attention_sm80"
 
-    warps: int = 4  # Warps of a block.
-    m_steps: int = 1  # Times 16 rows of queries that a warp has.
-    block_k: int = 64  # Keys at a time.
-    stages: int = 2  # Blocks of keys in shared memory.
+    warps: int = among(4, (1, 2, 4, 8))  # Warps of a block.
+    m_steps: int = among(1, (1, 2))  # Times 16 rows of queries that a warp has.
+    block_k: int = among(64, range(16, 129, 16))  # Keys at a time.
+    stages: int = among(2, range(2, 5))  # Blocks of keys in shared memory.
     pack: bool = False  # Whether the heads that share a head of K and V are rows of one tile.
     dependent: bool = False  # Whether the kernel may start before the one before it has ended.
     split: int = added(1)  # Blocks that share the keys of a tile.
@@ -98,7 +97,7 @@ def make_plan(
 
     `bias_bytes` are the bytes of an element of the mask.
     """
-    refusal = _refuse_parameters(p)
+    refusal = p.refuse_values()
     if refusal is not None:
         return refusal
     rows = p.warps * p.m_steps * ROWS
@@ -146,15 +145,3 @@ def make_plan(
 def _width(columns: int) -> int:
     chunks = math.ceil(columns / CHUNK)
     return _HALF_LINE if chunks <= _HALF_LINE else _LINE * math.ceil(chunks / _LINE)
-
-
-def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
-    if p.warps not in (1, 2, 4, 8):
-        return Refusal(f"warps is {p.warps}, expected 1, 2, 4 or 8")
-    if p.m_steps not in (1, 2):
-        return Refusal(f"m_steps is {p.m_steps}, expected 1 or 2")
-    if p.block_k % 16 or not 16 <= p.block_k <= 128:
-        return Refusal(f"block_k is {p.block_k}, expected a multiple of 16 up to 128")
-    if not 2 <= p.stages <= _STAGES_MAX:
-        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
-    return None

@@ -40,8 +40,8 @@ class SplitKeys:
     ) -> None:
         self._plan, self._thread, self._block = plan, thread, block
         self._sums, self._softmax = sums, softmax
-        self._warps, blocks = plan.threads // WARP, int(plan.blocks)
-        self._exchange = SumsExchange("float32", blocks * plan.exchanged * plan.threads, blocks * self._warps)
+        sums, warps = int(plan.blocks) * plan.exchanged * plan.threads, plan.threads // WARP
+        self._exchange = SumsExchange("float32", sums, int(plan.blocks), warps, thread)
 
     @contextmanager
     def of_the_last(self) -> Iterator[None]:
@@ -51,15 +51,15 @@ class SplitKeys:
             with T.Then():
                 for four, numbers in enumerate(self._held()):
                     self._exchange.call("put", self._place(self._block, four), *numbers)
-                self._exchange.call("set", self._flag(self._block))
+                self._exchange.flag("set", self._block)
             with T.Else():
                 helpers = [self._block - (split - 1) + number for number in range(split - 1)]
                 for helper in helpers:
-                    self._exchange.call("await", self._flag(helper))
+                    self._exchange.flag("await", helper)
                 for helper in helpers:
                     self._add(helper)
                 for helper in helpers:
-                    self._exchange.call("clear", self._flag(helper))
+                    self._exchange.flag("clear", helper)
                 yield
 
     def _held(self) -> Iterator[list[tirx.Expr]]:
@@ -97,6 +97,3 @@ class SplitKeys:
 
     def _place(self, block: tirx.Expr, four: int) -> tirx.Expr:
         return (block * self._plan.exchanged + four) * self._plan.threads + self._thread
-
-    def _flag(self, block: tirx.Expr) -> tirx.Expr:
-        return block * self._warps + self._thread // WARP

@@ -12,7 +12,7 @@ from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.sizes import ceil_div, is_zero, least
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
-from relaxtune.schedules.templates.base import Parameters
+from relaxtune.schedules.templates.base import NOT_NEGATIVE, Parameters, among
 
 WARPGROUP = 128
 # Rows of one wgmma instruction.
@@ -21,17 +21,12 @@ ROWS = 64
 CHUNK = 64
 
 _ALIGNMENT = 128
-_BLOCK_K_MAX = 256
-_STAGES_MAX = 8
-# Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
-_CLUSTER_MAX = 8
 # consumers -> registers of a thread of a consumer and of the producer's warpgroup after setmaxnreg; the file has 65536.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 # Registers of a consumer beside scores, weights and output (addresses, row statistics, masks), measured.
 _REGISTERS_BESIDE = 27
 # For the part of a mask of padding by which a warp sees whether there is anything in it.
 _REGISTERS_TO_SCAN = 8
-_RESIDENTS_MAX = 4
 
 
 @dataclass(frozen=True)
@@ -40,17 +35,19 @@ class AttentionParameters(Parameters):
 
     template: ClassVar[str] = "attention_sm90"
 
-    consumers: int = 2  # Warpgroups that compute, 64 rows of queries each.
-    block_k: int = 128  # Keys at a time.
-    stages: int = 2  # Depth of the rings of K and of V in shared memory.
-    split: int = 1  # Blocks, one cluster, that share the keys of a tile of queries.
+    consumers: int = among(2, range(1, 4))  # Warpgroups that compute, 64 rows of queries each.
+    block_k: int = among(128, range(16, 257, 16))  # Keys at a time.
+    stages: int = among(2, range(1, 9))  # Depth of the rings of K and of V in shared memory.
+    # Blocks, one cluster, that share the keys of a tile of queries: as many as every sm_90 device runs (CUDA C++
+    # Programming Guide 13.0, "Thread Block Clusters").
+    split: int = among(1, range(1, 9))
     pack: bool = False  # Whether the heads that share a head of K and V are rows of one tile.
     # Whether the scores of the next keys are multiplied while the softmax of the last is computed.
     overlap: bool = True
     pingpong: bool = False  # Whether the warpgroups take turns to multiply, one while the others compute their softmax.
     # Thread blocks; each makes every `blocks`-th tile. 0 for a block (with `split`, a cluster) per tile.
-    blocks: int = 0
-    residents: int = 1  # Blocks a multiprocessor should hold at a time: fewer registers a thread.
+    blocks: int = among(0, NOT_NEGATIVE)
+    residents: int = among(1, range(1, 5))  # Blocks a multiprocessor should hold at a time: fewer registers a thread.
     dependent: bool = True  # Whether the kernel may start before the one before it has ended.
 
 
@@ -117,7 +114,7 @@ def make_plan(
 
     `bias_bytes` are the bytes of an element of the mask.
     """
-    refusal = _refuse_parameters(p)
+    refusal = p.refuse_values() or _refuse_parameters(p)
     if refusal is not None:
         return refusal
     group = spec.group if p.pack else 1
@@ -208,22 +205,10 @@ def partial_columns(spec: AttentionSpec) -> int:
 
 
 def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
-    if not 1 <= p.consumers <= 3:
-        return Refusal(f"consumers is {p.consumers}, expected 1 to 3")
-    if p.block_k % 16 or not 16 <= p.block_k <= _BLOCK_K_MAX:
-        return Refusal(f"block_k is {p.block_k}, expected a multiple of 16 up to {_BLOCK_K_MAX} (wgmma's N)")
-    if not 1 <= p.stages <= _STAGES_MAX:
-        return Refusal(f"stages is {p.stages}, expected 1 to {_STAGES_MAX}")
-    if not 1 <= p.split <= _CLUSTER_MAX:
-        return Refusal(f"split is {p.split}, expected 1 to {_CLUSTER_MAX} (a portable cluster)")
-    if p.blocks < 0:
-        return Refusal(f"blocks is {p.blocks}, expected 0 or more")
     if p.blocks and p.split > 1:
         return Refusal("split does not go with a fixed number of blocks")
     if p.pingpong and p.consumers == 1:
         return Refusal("pingpong has 1 consumer, expected 2 or 3")
-    if not 1 <= p.residents <= _RESIDENTS_MAX:
-        return Refusal(f"residents is {p.residents}, expected 1 to {_RESIDENTS_MAX}")
     if p.residents > 1 and p.consumers > 1:
         return Refusal(f"residents is {p.residents} with {p.consumers} consumers, expected 1 (setmaxnreg)")
     if p.overlap and p.stages < 2:

@@ -50,11 +50,11 @@ class Divisor:
         """Return the quotient and the rest of a number that is not negative, int32; emits code."""
         if self.factor is None or self.shift is None:
             return number // self.size, number % self.size
-        number = in_register(number, "int32")
+        number = in_register(number)
         product = _unsigned(number) * _unsigned(self.factor)
         shifted = tirx.shift_right(product, tirx.Cast("uint64", self.shift))
-        quotient = in_register(tirx.Cast("int32", shifted), "int32")
-        return quotient, in_register(number - quotient * self.size, "int32")
+        quotient = in_register(tirx.Cast("int32", shifted))
+        return quotient, in_register(number - quotient * self.size)
 
 
 def _unsigned(number: tirx.Expr) -> tirx.Expr:

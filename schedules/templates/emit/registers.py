@@ -208,7 +208,7 @@ def tree(combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], values: Sequence[
     return values[0]
 
 
-def in_register(value: tirx.Expr, dtype: str) -> tirx.Expr:
+def in_register(value: tirx.Expr, dtype: str = "int32") -> tirx.Expr:
     """Emit the storing of a value in a register of its own, and return that."""
     register = T.alloc_local([1], dtype)
     T.buffer_store(register, value, [0])

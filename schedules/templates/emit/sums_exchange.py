@@ -20,7 +20,7 @@ their numbers: no wait is for ever, however few run at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tvm import tirx
@@ -64,16 +64,19 @@ __forceinline__ __device__ void {name}_clear(int flag) {{
 """
 # Each takes half a microsecond or more.
 _POLLS_MAX = 1 << 22
+_WARP = 32
 _TYPES = {"float32": ("float", "float"), "uint32": ("uint", "unsigned")}
 
 
 class SumsExchange:
     """Emits calls of `put`, `get` and `add` of 4 accumulators at a place, and of `set`, `await` and `clear` of a flag.
 
-    `register` is the dtype of an accumulator; there are so many `sums` (of 4) and `flags`.
+    `register` is the dtype of an accumulator; there are so many `sums` (of 4), and a flag for each of `warps` of each
+    of `blocks`. `thread` is of the block.
     """
 
-    def __init__(self, register: str, sums: int, flags: int) -> None:
+    def __init__(self, register: str, sums: int, blocks: int, warps: int, thread: tirx.Expr) -> None:
+        self._warps, self._thread, flags = warps, thread, blocks * warps
         self._name = f"relaxtune_stream_{register}_{sums}_{flags}"
         kind, scalar = _TYPES[register]
         self._source = _SOURCE.format(
@@ -84,8 +87,17 @@ class SumsExchange:
         """Emit a call of a function by a warp."""
         T.evaluate(T.cuda.func_call(f"{self._name}_{function}", *arguments, source_code=self._source))
 
+    def flag(self, function: str, block: tirx.Expr) -> None:
+        """Emit a call that sets, awaits or clears this warp's flag of a block."""
+        self.call(function, block * self._warps + self._thread // _WARP)
 
-_WARP = 32
+    def add(self, block: tirx.Expr, helpers: tirx.Expr | int, move: Callable[[str, tirx.Expr], None]) -> None:
+        """Emit the adding of what `helpers` blocks before this one have, the nearest first; `move` adds one's sums."""
+        with T.serial(helpers, unroll=False) as number:
+            helper = block - 1 - number
+            self.flag("await", helper)
+            move("add", helper)
+            self.flag("clear", helper)
 
 
 class SplitSum:
@@ -96,7 +108,7 @@ class SplitSum:
 
     def __init__(self, split: int, blocks: int, threads: int, thread: tirx.Expr, block: tirx.Expr) -> None:
         self._split, self._blocks, self._threads = split, blocks, threads
-        self._thread, self._block, self._warps = thread, block, threads // _WARP
+        self._thread, self._block = thread, block
 
     @contextmanager
     def of_the_last(self, accumulators: tirx.Var, count: int) -> Iterator[None]:
@@ -105,24 +117,18 @@ class SplitSum:
         What the block emits is done by the last one, with all sums.
         """
         self._fours = count // 4
-        register, sums = str(accumulators.ty.dtype), self._blocks * self._fours * self._threads
-        self._exchange = SumsExchange(register, sums, self._blocks * self._warps)
+        sums, warps = self._blocks * self._fours * self._threads, self._threads // _WARP
+        self._exchange = SumsExchange(str(accumulators.ty.dtype), sums, self._blocks, warps, self._thread)
+
+        def move(function: str, block: tirx.Expr) -> None:
+            for four in range(self._fours):
+                at = (block * self._fours + four) * self._threads + self._thread
+                self._exchange.call(function, at, *(accumulators[4 * four + index] for index in range(4)))
+
         with T.If(self._block % self._split < self._split - 1):
             with T.Then():
-                self._move("put", self._block, accumulators)
-                self._exchange.call("set", self._flag(self._block))
+                move("put", self._block)
+                self._exchange.flag("set", self._block)
             with T.Else():
-                with T.serial(self._split - 1, unroll=False) as number:
-                    helper = self._block - 1 - number
-                    self._exchange.call("await", self._flag(helper))
-                    self._move("add", helper, accumulators)
-                    self._exchange.call("clear", self._flag(helper))
+                self._exchange.add(self._block, self._split - 1, move)
                 yield
-
-    def _move(self, function: str, block: tirx.Expr, accumulators: tirx.Var) -> None:
-        for four in range(self._fours):
-            at = (block * self._fours + four) * self._threads + self._thread
-            self._exchange.call(function, at, *(accumulators[4 * four + index] for index in range(4)))
-
-    def _flag(self, block: tirx.Expr) -> tirx.Expr:
-        return block * self._warps + self._thread // _WARP

@@ -57,7 +57,7 @@ class _Kernel:
         plan, p, matmul, output = self._plan, self._p, self._matmul, self._output
         tile, part = (block, 0) if p.split_k == 1 else (block // p.split_k, block % p.split_k)
         self._first_k_tile = part * plan.k_tiles
-        row, column = (in_register(place, "int32") for place in tile_place(tile, self._tiles_m, plan.tiles_n, p.group))
+        row, column = (in_register(place) for place in tile_place(tile, self._tiles_m, plan.tiles_n, p.group))
         pool = shared_pool()
         # Rows of shared memory start where all banks do: at multiples of 128 bytes.
         dtypes = matmul.input_dtype, *((matmul.b_dtype,) if matmul.stored is None else ("uint8", "float16"))

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits, Feature
-from relaxtune.schedules.templates.base import Parameters, added
+from relaxtune.schedules.templates.base import POSITIVE, Parameters, added, among
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import FLOAT8_KINDS
 from relaxtune.schedules.templates.output.output_shares import (
@@ -38,7 +38,6 @@ _SCALE_BYTES = 2
 # In float32, a thread multiplies as it has sums of such an instruction: a chunk of 16 bytes along K at a time.
 FLOAT_DEPTH = 4
 _WARPS_MAX = 16
-_STAGES_MAX = 8
 # Registers of a thread beside accumulators and fragments (addresses, the epilogue's values), measured.
 _REGISTERS_BESIDE = 46
 # With fewer left, the epilogue evaluates fewer columns side by side; least where rows are written by element.
@@ -55,11 +54,11 @@ class GemmParameters(Parameters):
     block_m: int = 128  # Rows of the tile of C that a block makes.
     block_n: int = 128  # Its columns.
     block_k: int = 32  # Depth of a stage.
-    stages: int = 4  # Of the ring of tiles in shared memory.
+    stages: int = among(4, range(2, 9))  # Of the ring of tiles in shared memory.
     # Warps of a block along the rows and the columns of its tile.
     warps_m: int = 2
     warps_n: int = 2
-    group: int = 1  # Rows of tiles that are made column by column before the next ones are begun.
+    group: int = among(1, POSITIVE)  # Rows of tiles that are made column by column before the next ones are begun.
     dependent: bool = False  # Whether the kernel may start before the one before it has ended.
     split_k: int = added(1)  # Blocks that share the sum of a tile.
 
@@ -101,9 +100,8 @@ def make_plan(
     """
     size = element_bytes(matmul.input_dtype)
     depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else _STEP_BYTES // size
-    refusal = (
-        _refuse_parameters(p, 2 * depth, _ROW_BYTES // size) or _refuse_columns(matmul, p) or _refuse_split(matmul, p)
-    )
+    refusal = p.refuse_values() or _refuse_parameters(p, 2 * depth, _ROW_BYTES // size)
+    refusal = refusal or _refuse_columns(matmul, p) or _refuse_split(matmul, p)
     if refusal is not None:
         return refusal
     warps = p.warps_m * p.warps_n
@@ -216,10 +214,6 @@ def _refuse_parameters(p: GemmParameters, low: int, high: int) -> Refusal | None
     if not low <= p.block_k <= high or p.block_k & (p.block_k - 1):
         expected = f"a power of 2 from {low} to {high}" if low < high else high
         return Refusal(f"block_k is {p.block_k}, expected {expected}")
-    if not 2 <= p.stages <= _STAGES_MAX:
-        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
-    if p.group < 1:
-        return Refusal(f"group is {p.group}, expected 1 or more")
     return None
 
 

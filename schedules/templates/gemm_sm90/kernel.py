@@ -350,7 +350,7 @@ class Multiply:
         address: tirx.Expr, leading: int, stride: int, swizzle: int
     ) -> tuple[tirx.Expr, Callable[[tirx.Expr], tirx.Expr]]:
         low, with_low = matrix_descriptor(address, leading, stride, swizzle)
-        return in_register(low, "int32"), with_low
+        return in_register(low), with_low
 
     def _units_b(self, part: int, column: int) -> int:
         """Return the offset of an instruction's rows of K, from a column on, in B's tile, in units of 16 bytes."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import Parameters, added
+from relaxtune.schedules.templates.base import NOT_NEGATIVE, POSITIVE, Parameters, added, among
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
     residual_loads,
@@ -132,9 +132,6 @@ WARPGROUP = 128
 SWIZZLES = {64: 3, 32: 2, 16: 1}
 
 _TMA_BOX_MAX = 256
-_STAGES_MAX = 24
-# Blocks of a cluster that every sm_90 device runs (CUDA C++ Programming Guide 13.0, "Thread Block Clusters").
-_CLUSTER_MAX = 8
 # Warps of the producer's warpgroup that make the statistics of a tile's rows, and the tiles that they may be ahead.
 STATISTICS_WARPS, STATISTICS_SLOTS = 2, 2
 # Registers of a thread. The file's 65536 hold 168 for each thread of three warpgroups when the kernel starts, and no
@@ -159,16 +156,19 @@ class GemmParameters(Parameters):
 
     # Tile of C that a block (with `pingpong`, a warpgroup) makes at a time.
     block_m: int = 128
-    block_n: int = 128
-    stages: int = 4  # Depth of the ring of tiles in shared memory.
-    consumers: int = 2  # Warpgroups that compute.
-    blocks: int = 0  # Thread blocks; each makes every `blocks`-th tile. 0 for a block per tile.
-    split_k: int = 1  # Blocks, one cluster, that share the sum over K of a tile.
+    block_n: int = among(128, range(16, 257, 16))  # Of wgmma.
+    stages: int = among(4, range(2, 25))  # Depth of the ring of tiles in shared memory.
+    consumers: int = among(2, (1, 2))  # Warpgroups that compute.
+    blocks: int = among(0, NOT_NEGATIVE)  # Thread blocks; each makes every `blocks`-th tile. 0 for a block per tile.
+    # Blocks, one cluster, that share the sum over K of a tile: as many as every sm_90 device runs (CUDA C++ Programming
+    # Guide 13.0, "Thread Block Clusters").
+    split_k: int = among(1, range(1, 9))
     pingpong: bool = False  # Whether two warpgroups take turns to make whole tiles, instead of each a half.
     dependent: bool = False  # Whether the kernel may start before the one before it has ended.
-    multicast: int = 1  # Blocks, one cluster, that make tiles one below the other; each loads a part of B for all.
+    # Blocks, one cluster, that make tiles one below the other; each loads a part of B for all.
+    multicast: int = among(1, (1, 2, 4))
     # Rows of tiles (of clusters of tiles) that are made column by column before the next ones are begun.
-    group: int = 1
+    group: int = among(1, POSITIVE)
     # Whether the blocks share the sums of all tiles evenly, wherever in a sum that cuts, instead of making tiles.
     stream_k: bool = added(default=False)
 
@@ -247,7 +247,7 @@ def make_plan(
 
     `constant_b` tells that no kernel writes B.
     """
-    refusal = _refuse_parameters(p)
+    refusal = p.refuse_values() or _refuse_parameters(p)
     if refusal is not None:
         return refusal
     operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
@@ -346,30 +346,16 @@ def loaded_rows(rows: int, p: GemmParameters) -> int:
 
 def _refuse_parameters(p: GemmParameters) -> Refusal | None:
     rows = 64 if p.pingpong else 64 * p.consumers
-    if not 1 <= p.consumers <= 2:
-        return Refusal(f"consumers is {p.consumers}, expected 1 or 2")
     if p.block_m < 64 or p.block_m % rows or p.block_m > _TMA_BOX_MAX:
         return Refusal(f"block_m is {p.block_m}, expected a multiple of {rows} up to {_TMA_BOX_MAX}")
-    if p.block_n % 16 or not 16 <= p.block_n <= 256:
-        return Refusal(f"block_n is {p.block_n}, expected a multiple of 16 up to 256 (wgmma's N)")
-    if not 2 <= p.stages <= _STAGES_MAX:
-        return Refusal(f"stages is {p.stages}, expected 2 to {_STAGES_MAX}")
-    if p.blocks < 0:
-        return Refusal(f"blocks is {p.blocks}, expected 0 or more")
-    if not 1 <= p.split_k <= _CLUSTER_MAX:
-        return Refusal(f"split_k is {p.split_k}, expected 1 to {_CLUSTER_MAX} (a portable cluster)")
     if p.pingpong and p.consumers != 2:
         return Refusal(f"pingpong has {p.consumers} consumers, expected 2")
     if p.split_k > 1 and (p.pingpong or p.blocks):
         return Refusal("split_k does not go with pingpong or a fixed number of blocks")
-    if p.multicast not in (1, 2, 4):
-        return Refusal(f"multicast is {p.multicast}, expected 1, 2 or 4")
     if p.multicast > 1 and (p.split_k > 1 or p.block_n // p.multicast % 8):
         return Refusal(f"multicast does not go with split_k, nor with parts of {p.block_n} columns that are no eights")
     if p.stream_k and not p.blocks:
         return Refusal("stream_k has no number of blocks to share the sums")
     if p.stream_k and (p.pingpong or p.split_k > 1 or p.multicast > 1):
         return Refusal("stream_k does not go with pingpong, split_k or multicast")
-    if p.group < 1:
-        return Refusal(f"group is {p.group}, expected 1 or more")
     return None

@@ -171,22 +171,18 @@ class StreamSum:
     def __init__(self, plan: GemmPlan, output: OutputTile, thread: tirx.Expr, block: tirx.Expr) -> None:
         p = plan.parameters
         self._plan, self._output, self._thread, self._block = plan, output, thread, block
-        self._groups, self._eights, self._warps = p.block_m // 64, p.block_n // 8, 4 * p.consumers
-        sums, flags = plan.blocks * self._groups * self._eights * WARPGROUP, plan.blocks * self._warps
-        self._exchange = SumsExchange(plan.operands.register, sums, flags)
+        self._groups, self._eights = p.block_m // 64, p.block_n // 8
+        sums = plan.blocks * self._groups * self._eights * WARPGROUP
+        self._exchange = SumsExchange(plan.operands.register, sums, plan.blocks, 4 * p.consumers, thread)
 
     def publish(self, accumulators: tirx.Var) -> None:
         """Emit the handing over of a part without its end to the block that has it."""
         self._move("put", self._block, accumulators)
-        self._exchange.call("set", self._flag(self._block))
+        self._exchange.flag("set", self._block)
 
     def collect(self, accumulators: tirx.Var, part: StreamPart) -> None:
         """Emit the adding of what other blocks have of a part's tile to its sums."""
-        with T.serial(part.helpers, unroll=False) as number:
-            helper = self._block - 1 - number
-            self._exchange.call("await", self._flag(helper))
-            self._move("add", helper, accumulators)
-            self._exchange.call("clear", self._flag(helper))
+        self._exchange.add(self._block, part.helpers, lambda how, block: self._move(how, block, accumulators))
 
     def _move(self, function: str, block: tirx.Expr, accumulators: tirx.Var) -> None:
         """Emit a call for every 4 accumulators of rows that exist, at their place among a block's sums."""
@@ -197,6 +193,3 @@ class StreamSum:
                     at = ((first + group) * self._eights + eight) * WARPGROUP + self._thread % WARPGROUP
                     held = (group * self._eights + eight) * 4
                     self._exchange.call(function, at, *(accumulators[held + index] for index in range(4)))
-
-    def _flag(self, block: tirx.Expr) -> tirx.Expr:
-        return block * self._warps + self._thread // 32

@@ -111,7 +111,7 @@ class Elementwise(DataflowTemplate[ElementwiseParameters]):
         other = replace(_propose(func, found, case.target, {_lanes(found, func)})[0], dependent=p.dependent)
         kernels = [_Kernel(func, whole, p).build(), _Kernel(func, found, other).build()]
         divides = tirx.EQ(found.columns.size % p.lanes, tirx.IntImm("int64", 0))
-        return launch_first(func, [divides], kernels, found.columns.size, element_checks(func))
+        return launch_first([divides], kernels, found.columns.size, element_checks(func))
 
     def _predict(self, case: Case[Dataflow], p: ElementwiseParameters, rows: int) -> float | None:
         func, found = case.func, case.found
