@@ -197,7 +197,6 @@ def _call(
     gelu: bool,
     algorithm: int,
 ) -> LibraryCall:
-    """Return the call with pointers to the bias, the residual and the output."""
     dtypes = _INPUTS[matmul.input_dtype], _OUTPUTS[output_dtype]
     arguments = [
         func.params[matmul.a].data,

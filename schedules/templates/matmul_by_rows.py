@@ -1,4 +1,4 @@
-"""Recognise a matmul by a matrix of rows [N, K], plain or quantised, in a PrimFunc as FuseTIR leaves it.
+"""Which matmuls templates take; and how one by a matrix of rows [N, K], plain or quantised, is recognised.
 
 ::
 
@@ -30,6 +30,27 @@ from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
 from relaxtune.schedules.tir.expressions import list_loads
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
+#: Dtypes of outputs; and of integer sums besides.
+OUTPUTS, INTEGER_OUTPUTS = ("float16", "bfloat16", "float32"), ("int8", "uint8", "int32")
+_INDEX_MAX = 2**31 - 1
+
+
+def refuse_matmul(matmul: MatmulFunction, *, integer: bool, vector: int, reason: str) -> Refusal | None:
+    """Return why a matmul's output, or the length of its rows, are none of a template's that copies `vector` elements.
+
+    `integer` says that sums are integers; `reason` says what needs such rows: those of A, and of B as it lies in
+    memory.
+    """
+    outputs = (*OUTPUTS, *INTEGER_OUTPUTS) if integer else OUTPUTS
+    if matmul.output_dtype not in outputs:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
+    for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
+        if size % vector:
+            return Refusal(f"{name} is {size}, expected a multiple of {vector} ({reason})")
+    if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
+        return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
+    return None
+
 
 def recognise_matmul_by_rows(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     """Return the matmul by rows that a function is, or why it is none."""
@@ -39,11 +60,13 @@ def recognise_matmul_by_rows(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     if not all(static_shape(param) for param in func.params):
         return Refusal("a parameter is a scalar, expected tensors")
     if blocks[0].init is not None:
-        stored, matmul = None, recognise_matmul(func)
+        stored: Quantisation | None = None
+        matmul = recognise_matmul(func)
     else:
-        stored = _quantisation(func, blocks[0])
-        if isinstance(stored, Refusal):
-            return stored
+        found = _quantisation(func, blocks[0])
+        if isinstance(found, Refusal):
+            return found
+        stored = found
         if len(blocks) < 2 or blocks[1].init is None:
             return Refusal("the block after the dequantisation is no matmul")
         matmul = recognise_matmul(_with_weight_as_parameter(func, blocks[0]))
@@ -55,7 +78,6 @@ def recognise_matmul_by_rows(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
 
 
 def _quantisation(func: tirx.PrimFunc, block: Block) -> Quantisation | Refusal:
-    """Return how the matrix that a block makes is stored."""
     refusal = Refusal(f"block {block.name} before the matmul is no dequantisation of its weight")
     store = block.store
     weight = static_shape(store.buffer)

@@ -8,10 +8,12 @@ import tvm
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.functions.attention_checks import refuse_layouts
+from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.attention.sizes import INDEX_MAX
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
+from relaxtune.schedules.templates.base import refuse_target
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 from relaxtune.schedules.tir.blocks import static_shape
 
@@ -19,6 +21,14 @@ _COPY_BYTES = 16
 _HEAD_DIM_MAX = 256
 _ADDED = ("float16", "bfloat16", "float32")
 _KEPT = (*_ADDED, "bool", "int8", "uint8", "int32", "int64")
+
+
+def recognise_attention(func: tirx.PrimFunc, target: ResolvedTarget, *features: Feature) -> AttentionSpec | Refusal:
+    """Return a function's attention, of known sizes or symbolic ones, when a kernel of some features can make it."""
+    spec, refusal = spec_of(func), refuse_target(target, *features)
+    if refusal is not None or spec is None:
+        return refusal or Refusal("the function is not marked as an attention")
+    return refuse_attention(func, spec) or spec
 
 
 def refuse_attention(func: tirx.PrimFunc, spec: AttentionSpec) -> Refusal | None:

@@ -78,7 +78,6 @@ class _Kernel:
             self._write()
 
     def _begin_copies(self) -> None:
-        """Emit the copies of Q and of the first blocks of keys."""
         plan, p, spec, at = self._plan, self._p, self._spec, self._tile
         threads, thread = plan.threads, self._thread
         self._keys = KeyBlocks(plan, "key", self._tile_k, at, thread, self._params)

@@ -70,7 +70,6 @@ class SplitKeys:
             yield [softmax.highest[0], softmax.highest[1], softmax.total[0], softmax.total[1]]
 
     def _add(self, helper: tirx.Expr) -> None:
-        """Emit the adding of what another block has."""
         fours = self._plan.value_pairs * 2
         lowest, zero = tirx.FloatImm("float32", -math.inf), tirx.FloatImm("float32", 0.0)
         for number, (sums, softmax) in enumerate(zip(self._sums, self._softmax, strict=True)):

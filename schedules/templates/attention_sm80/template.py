@@ -40,14 +40,14 @@ from dataclasses import replace
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
+from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.gpus import H200
-from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
+from relaxtune.schedules.templates.attention.recognise import bias_bytes, recognise_attention
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm80.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm80.plan import AttentionParameters, AttentionPlan, make_plan
-from relaxtune.schedules.templates.base import Case, KernelTemplate, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 _CANDIDATES_MAX = 12
@@ -99,14 +99,12 @@ class AttentionSm80(KernelTemplate[AttentionSpec, AttentionParameters]):
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
         if Feature.WGMMA in target.features:
             return Refusal("the target has wgmma, which the template attention_sm90 multiplies by")
-        refusal = refuse_target(target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
-        spec = spec_of(func)
-        if refusal is not None or spec is None:
-            return refusal or Refusal("the function is not marked as an attention")
+        spec = recognise_attention(func, target, Feature.MMA, Feature.CP_ASYNC, Feature.LDMATRIX)
+        if isinstance(spec, Refusal):
+            return spec
         if not spec.is_static:
             return Refusal("its sizes are symbolic")
-        spans = None if spec.spans is None else Refusal("its keys are in spans, which this template does not make")
-        return refuse_attention(func, spec) or spans or spec
+        return spec if spec.spans is None else Refusal("its keys are in spans, which this template does not make")
 
 
 def _proposals(spec: AttentionSpec) -> Iterator[AttentionParameters]:

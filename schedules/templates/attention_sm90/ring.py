@@ -150,7 +150,6 @@ class Producer:
         T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def _begin_query(self) -> None:
-        """Emit the wait for the kernel before this one, and the load of Q."""
         if self._p.dependent:
             T.evaluate(T.ptx.griddepcontrol.wait())
         self._load_query()

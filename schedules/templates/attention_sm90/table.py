@@ -27,8 +27,8 @@ from tvm import tirx
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size, variables_of
-from relaxtune.schedules.targets import CudaLimits, ResolvedTarget
-from relaxtune.schedules.templates.attention.recognise import bias_bytes
+from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
+from relaxtune.schedules.templates.attention.recognise import bias_bytes, recognise_attention
 from relaxtune.schedules.templates.attention.sizes import variables_in, with_values
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
@@ -38,7 +38,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_available,
     registers_needed,
 )
-from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for, recognise_attention
+from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for
 from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, TemplateError, canonical_json
 from relaxtune.schedules.templates.cut import Line, cover, cut_lines, nearest
 from relaxtune.schedules.templates.launch_table import launch_by_lines
@@ -109,7 +109,7 @@ class AttentionTable(KernelTemplate[AttentionSpec, TableParameters]):
     parameters = TableParameters
 
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-        spec = recognise_attention(func, target)
+        spec = recognise_attention(func, target, Feature.WGMMA, Feature.TMA)
         if not isinstance(spec, Refusal) and spec.is_static:
             return Refusal("its sizes are known (attention_sm90 makes such functions)")
         return spec

@@ -61,9 +61,9 @@ from dataclasses import replace
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
+from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
-from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
+from relaxtune.schedules.templates.attention.recognise import bias_bytes, recognise_attention
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
@@ -74,7 +74,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_needed,
     spills,
 )
-from relaxtune.schedules.templates.base import Case, KernelTemplate, refuse_target
+from relaxtune.schedules.templates.base import Case, KernelTemplate
 
 _CANDIDATES_MAX = 16
 # Of larger heads, a third warpgroup's share of the registers holds too few keys.
@@ -101,19 +101,10 @@ class AttentionSm90(KernelTemplate[AttentionSpec, AttentionParameters]):
         return plan if isinstance(plan, Refusal) else build_kernel(case.func, plan)
 
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-        found = recognise_attention(func, target)
+        found = recognise_attention(func, target, Feature.WGMMA, Feature.TMA)
         if isinstance(found, Refusal) or (found.is_static and found.spans is None):
             return found
         return Refusal("its sizes are symbolic, or its keys in spans")
-
-
-def recognise_attention(func: tirx.PrimFunc, target: ResolvedTarget) -> AttentionSpec | Refusal:
-    """Return a function's attention, of known sizes or symbolic ones, when the kernel can make it."""
-    spec = spec_of(func)
-    refusal = refuse_target(target, Feature.WGMMA, Feature.TMA)
-    if refusal is not None or spec is None:
-        return refusal or Refusal("the function is not marked as an attention")
-    return refuse_attention(func, spec) or spec
 
 
 def propose_for(
@@ -236,7 +227,6 @@ def _rounds(plan: AttentionPlan, limits: CudaLimits) -> tuple[float, int]:
 
 
 def _blocks_held(plan: AttentionPlan, limits: CudaLimits) -> int:
-    """Return the blocks that a multiprocessor holds at a time."""
     p = plan.parameters
     if p.consumers > 1:
         return 1

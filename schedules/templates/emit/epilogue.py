@@ -86,7 +86,6 @@ def _calls_functions(value: tirx.Expr) -> bool:
 
 
 def _widened(value: tirx.Expr) -> tirx.Expr:
-    """Return a value with everything of half precision in float32."""
     is_half = dtype_of(value) in _HALVES
     if isinstance(value, (TensorLoad, tirx.Var)):
         return tirx.Cast(_WIDE, value) if is_half else value

@@ -208,7 +208,6 @@ class Ring:
 
 
 def _unflatten(offset: Size, tensor: tirx.Var) -> list[Size]:
-    """Return the indices of the element at a row-major position."""
     indices: list[Size] = []
     for size in reversed(shape_of(tensor) or ()):
         done = isinstance(offset, int) and offset == 0

@@ -146,7 +146,6 @@ class Lanes:
         )
 
     def _places(self, lane: int) -> dict[tirx.Var, tirx.Expr]:
-        """Return the position along each axis."""
         return {**self._outer, self._flow.columns.var: self._vector * self._count + lane}
 
     def _index(self, index: tirx.Expr, access: Access) -> tirx.Expr:
@@ -226,7 +225,6 @@ def when(conditions: Sequence[tirx.Expr]) -> Iterator[None]:
 
 
 def _call(call: Call, arguments: list[tirx.Expr]) -> tirx.Expr:
-    """Return a call on promoted arguments, in a faster form where there is one."""
     if call_name(call) == "tirx.pow" and isinstance(arguments[1], (tirx.FloatImm, tirx.IntImm)):
         power, x = float(arguments[1].value), arguments[0]
         products = {1.0: lambda: x, 2.0: lambda: x * x, 3.0: lambda: x * x * x, 4.0: lambda: (x * x) * (x * x)}

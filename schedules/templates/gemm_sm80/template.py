@@ -86,17 +86,13 @@ from relaxtune.schedules.templates.gemm_sm80.plan import (
     make_plan,
     refuse_stored,
 )
-from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
+from relaxtune.schedules.templates.matmul_by_rows import OUTPUTS, recognise_matmul_by_rows, refuse_matmul
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import dtype_of
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
-_OUTPUTS = ("float16", "bfloat16", "float32")
-# Of integer sums besides.
-_INTEGER_OUTPUTS = ("int8", "uint8", "int32")
-_OPERANDS = (*_OUTPUTS, *BYTE_KINDS, *FLOAT8_KINDS)
-_INDEX_MAX = 2**31 - 1
+_OPERANDS = (*OUTPUTS, *BYTE_KINDS, *FLOAT8_KINDS)
 _CANDIDATES_MAX = 24
 # Candidates in which blocks share sums, and how many share one.
 _SPLIT_MAX = 6
@@ -222,19 +218,11 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     if element_bytes(matmul.input_dtype) == 1 and not matmul.b_transposed:
         reason = "expected [N, K] (ldmatrix does not turn bytes); turn the weight"
         return Refusal(f"B of {matmul.b_dtype} is [K, N], {reason}")
-    outputs = (*_OUTPUTS, *_INTEGER_OUTPUTS) if integer else _OUTPUTS
-    if matmul.output_dtype not in outputs:
-        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
     stored = matmul.stored
     if stored is not None and (refused := refuse_stored(matmul.n, matmul.k, stored.bits, stored.group)):
         return refused
-    chunk = COPY_BYTES // element_bytes(matmul.input_dtype)
-    for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
-        if size % chunk:
-            return Refusal(f"{name} is {size}, expected a multiple of {chunk} (copies of 16 bytes)")
-    if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
-        return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
-    return matmul
+    vector = COPY_BYTES // element_bytes(matmul.input_dtype)
+    return refuse_matmul(matmul, integer=integer, vector=vector, reason="copies of 16 bytes") or matmul
 
 
 def _splits(matmul: MatmulFunction, plan: GemmPlan, target: ResolvedTarget) -> Iterator[GemmPlan]:

@@ -155,7 +155,6 @@ class _Kernel:
         return map_a, encode_tensor("map_b", self._params[matmul.b], dtype, *b)
 
     def _release(self, stage: tirx.Expr) -> None:
-        """Emit the arrival that says that this warpgroup is done with a stage."""
         barrier = self._memory.empty.ptr_to([stage])
         if self._p.multicast > 1:
             arrive_in_all(barrier, self._p.multicast)
@@ -250,12 +249,10 @@ class _Kernel:
         T.evaluate(T.cuda.mbarrier_wait(self._memory.turn.ptr_to([self._group]), turn // 2 % 2))
 
     def _give_turn(self, leader: tirx.Expr) -> None:
-        """Emit the beginning of the other warpgroup's turn."""
         with T.If(leader), T.Then():
             arrive(self._memory.turn.ptr_to([1 - self._group]))
 
     def _first_row(self) -> tirx.Expr:
-        """Return the first of this warp's rows of a tile."""
         warp = self._thread // 32
         group_row = 0 if self._p.pingpong else warp // 4 * (self._plan.m_blocks * 64)
         return group_row + warp % 4 * 16
@@ -274,7 +271,6 @@ class _Kernel:
         self._output.begin(first_row, self._first_column(part), warp, lane, ragged_rows=ragged)
 
     def _first_column(self, part: Part) -> tirx.Expr:
-        """Return the first column of the output that this block writes."""
         first = part.column * (self._p.block_n // self._plan.shares.accumulators)
         return first + self._rank * self._plan.shares.columns if self._p.split_k > 1 else first
 

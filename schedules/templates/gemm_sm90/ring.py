@@ -133,7 +133,6 @@ class Producer:
         self._tiles.each(load_part)
 
     def _each_early(self, first: Part, load: Callable[[tirx.Expr | int], None]) -> None:
-        """Emit something for every stage that is loaded early."""
         begun = self._begun(first)
         if isinstance(begun, int):
             for stage in range(begun):

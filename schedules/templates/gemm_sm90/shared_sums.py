@@ -158,7 +158,6 @@ class StreamTiles(Tiles):
         return StreamPart(turn, *self.place(tile), start, stop - start, stop == k_tiles, helpers)
 
     def _begin(self, block: tirx.Expr) -> tirx.Expr:
-        """Return the first tile of K of a block's run."""
         return block * self._share + tirx.min(block, self._longer)
 
 

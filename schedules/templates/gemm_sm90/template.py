@@ -69,14 +69,11 @@ from relaxtune.schedules.templates.base import OPEN_ROWS, Case, KernelTemplate, 
 from relaxtune.schedules.templates.gemm_sm90.cost import predicted_us, predictor
 from relaxtune.schedules.templates.gemm_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, loaded_rows, make_plan, operands_of
+from relaxtune.schedules.templates.matmul_by_rows import refuse_matmul
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.matmul import recognise_matmul
 
-_OUTPUT_DTYPES = ("float16", "bfloat16", "float32")
-# Of integer sums, beside those.
-_INTEGER_OUTPUTS = ("int8", "uint8", "int32")
 _TMA_ALIGNMENT = 16
-_INDEX_MAX = 2**31 - 1
 # Shared memory with which two blocks fit into a multiprocessor.
 _HALF_BYTES = 115_200
 _STAGE_BARRIERS_BYTES = 16
@@ -148,17 +145,8 @@ def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction |
     operands = operands_of(matmul.input_dtype, matmul.b_dtype, transposed=matmul.b_transposed)
     if isinstance(operands, Refusal):
         return operands
-    outputs = (*_OUTPUT_DTYPES, *_INTEGER_OUTPUTS) if operands.integer else _OUTPUT_DTYPES
-    if matmul.output_dtype not in outputs:
-        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
-    # Rows of A, and of B as it lies in memory; C is written without TMA.
-    for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):
-        if size * operands.bytes % _TMA_ALIGNMENT:
-            step = _TMA_ALIGNMENT // operands.bytes
-            return Refusal(f"{name} is {size}, expected a multiple of {step} (TMA strides are multiples of 16 bytes)")
-    if max(matmul.m * matmul.n, matmul.m * matmul.k, matmul.n * matmul.k) > _INDEX_MAX:
-        return Refusal("a matrix has 2**31 elements or more, the kernel counts in 32 bits")
-    return matmul
+    vector, reason = _TMA_ALIGNMENT // operands.bytes, "TMA strides are multiples of 16 bytes"
+    return refuse_matmul(matmul, integer=operands.integer, vector=vector, reason=reason) or matmul
 
 
 def _proposals(matmul: MatmulFunction, sm_count: int) -> Iterator[GemmParameters]:

@@ -93,5 +93,4 @@ class TileStatistics:
                 T.buffer_store(sums, sums[index] + held[group * rows * COUNT + index], [index])
 
     def _round(self, part: Part) -> tirx.Expr:
-        """Return how often a tile's slot was used before."""
         return part.turn // STATISTICS_SLOTS

@@ -196,7 +196,6 @@ class _Kernel(FewRowsKernel):
         T.evaluate(T.cuda.cta_sync())
 
     def _read_staged(self, number: int) -> None:
-        """Emit the reading of a step's x from shared memory."""
         plan, p = self._plan, self._p
         at = ((number * p.warps + self._warp) * LANES + self._part) * plan.length
         for tile in range(plan.column_tiles):

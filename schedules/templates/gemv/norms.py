@@ -20,7 +20,7 @@ from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, WARP
-from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, PartialSums, RowNorm
+from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, RowNorm
 
 # Partial sums in a copy of 16 bytes, float32.
 _COPIED = 4
@@ -175,21 +175,3 @@ class SharedStatistics(Statistics):
             with when([group < groups] if (turn + 1) * WARP > groups else []):
                 T.buffer_store(own, own[0] + self._partials[(group * self._m + row) * COUNT + which], [0])
         return in_register(sum_of_lanes(own[0], WARP), "float32")
-
-
-class GroupSums:
-    """Emits the partial sums of the output's rows; `target` is the kernel's parameter."""
-
-    def __init__(self, partials: PartialSums, m: int, target: tirx.Var) -> None:
-        self._group, self._m, self._target = partials.group, m, flat_view(target)
-
-    def write(self, value: tirx.Expr, row: tirx.Expr, column: tirx.Expr, guards: list[tirx.Expr]) -> None:
-        """Emit the sums of a column of each lane, and their writing; all lanes of a warp, `guards` say which count.
-
-        Neighbouring lanes have neighbouring columns. A group's columns are all there or none.
-        """
-        sums = [in_register(sum_of_lanes(one, self._group), "float32") for one in (value, value * value)]
-        with when([*guards, column % self._group == 0]):
-            for which, total in zip((SUM, SQUARES), sums, strict=True):
-                place = (column // self._group * self._m + row) * COUNT + which
-                T.buffer_store(self._target, total, [place])

@@ -19,12 +19,13 @@ from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
-from relaxtune.schedules.templates.gemv.norms import GroupSums, Statistics
+from relaxtune.schedules.templates.gemv.norms import Statistics, sum_of_lanes
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP, FewRowsPlan
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction, gate_column, value_column
 from relaxtune.schedules.tir.expressions import dtype_of, substitute
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, output_column
+from relaxtune.schedules.tir.row_norm import COUNT, SQUARES, SUM
 
 # Numbers that blocks hand over together.
 _TOGETHER = 4
@@ -50,8 +51,7 @@ class GemvOutput:
         self._matmul, self._renamed, self._output = matmul, renamed, flat_view(params[matmul.output])
         self._tiles, self._warps, self._rows = plan.parameters.tiles, plan.parameters.warps, plan.rows
         self._statistics, self._factor = statistics, factor
-        partials = matmul.partials
-        self._groups = None if partials is None else GroupSums(partials, matmul.m, params[partials.output])
+        self._partial_sums = None if matmul.partials is None else flat_view(params[matmul.partials.output])
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -98,7 +98,7 @@ class GemvOutput:
             guards = [] if count % threads == 0 else [place < count]
             if matmul.n % self._rows or parts > 1:
                 guards.append(stored < matmul.columns)
-            written = T.alloc_local([1], "float32") if self._groups is not None else None
+            written = T.alloc_local([1], "float32") if matmul.partials is not None else None
             with when(guards):
                 sums = [self._total(shared, first(part), m, one, warps or self._warps) for one in self._sources(row)]
                 head = matmul.epilogue.head
@@ -108,8 +108,14 @@ class GemvOutput:
                     value = in_register(value, matmul.output_dtype)
                     T.buffer_store(written, tirx.Cast("float32", value), [0])
                 T.buffer_store(self._output, value, [m * matmul.columns + column])
-            if self._groups is not None and written is not None:
-                self._groups.write(written[0], m, stored, guards)
+            if matmul.partials is not None and written is not None:
+                # Neighbouring lanes have neighbouring columns. A group's columns are all there or none.
+                group, value = matmul.partials.group, written[0]
+                totals = [in_register(sum_of_lanes(one, group), "float32") for one in (value, value * value)]
+                with when([*guards, stored % group == 0]):
+                    for which, total in zip((SUM, SQUARES), totals, strict=True):
+                        at = (stored // group * matmul.m + m) * COUNT + which
+                        T.buffer_store(self._partial_sums, total, [at])
 
     @contextmanager
     def of_the_last(

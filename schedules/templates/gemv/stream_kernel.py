@@ -111,11 +111,9 @@ class _Kernel(FewRowsKernel):
             self._end.write(shared, thread, self._first_row, first, plan.rounds, warps=1)
 
     def _first_row(self, index: tirx.Expr) -> tirx.Expr:
-        """Return the first row of W in a tile of this block."""
         return (index * self._p.groups + self._block) * self._plan.rows
 
     def _begin(self, first: tirx.Expr, start: int, stop: int) -> None:
-        """Emit the asking for some of the first steps, as many as there are places at most."""
         for step in range(start, stop):
             self._fetch(first, step, step)
 
@@ -203,7 +201,6 @@ class _Kernel(FewRowsKernel):
                     load_bytes(to, self._x.ptr_to([place + vector * _VECTOR]), LOAD_BYTES)
 
     def _place_of_x(self, turn: int) -> int:
-        """Return the first word of a step of x."""
         return turn % self._plan.held * self._plan.column_tiles * self._plan.words_x
 
     def _prepare_x(self) -> None:

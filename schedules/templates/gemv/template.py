@@ -38,11 +38,10 @@ from relaxtune.schedules.templates.base import Case, KernelTemplate, Own, refuse
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
 from relaxtune.schedules.templates.gemv.kernel import build_gemv_kernel
 from relaxtune.schedules.templates.gemv.plan import ROWS_MAX, GemvParameters, GemvPlan, load_length, make_plan
-from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
+from relaxtune.schedules.templates.matmul_by_rows import OUTPUTS, recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _INPUTS = ("float16", "bfloat16")
-_OUTPUTS = ("float16", "bfloat16", "float32")
 _INDEX_MAX = 2**31 - 1
 # Candidates, and those of them in which blocks share K.
 _CANDIDATES_MAX, _SHARED_MAX = 24, 8
@@ -101,8 +100,8 @@ def _recognise(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
     inputs = _INPUTS if matmul.stored is None else _INPUTS[:1]
     if matmul.input_dtype not in inputs:
         return Refusal(f"the rows are {matmul.input_dtype}, expected {' or '.join(inputs)}")
-    if matmul.output_dtype not in _OUTPUTS:
-        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(_OUTPUTS)}")
+    if matmul.output_dtype not in OUTPUTS:
+        return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(OUTPUTS)}")
     length = load_length(matmul)
     if matmul.k % length:
         return Refusal(f"K is {matmul.k}, expected a multiple of {length}: rows of W start at multiples of 16 bytes")
@@ -132,7 +131,6 @@ def _is_sensible(plan: GemvPlan, limits: CudaLimits) -> bool:
 
 
 def _predicted_us(matmul: MatmulFunction, plan: GemvPlan, moved_bytes: int, limits: CudaLimits) -> float:
-    """Return a figure to order candidates by."""
     p, sm_count = plan.parameters, limits.likely_sm_count
     memory = _MEMORY * (limits.gpu or H200).bandwidth_gb_s / H200.bandwidth_gb_s
     by_registers, by_shared = _REGISTERS_PER_SM // (plan.registers * plan.threads), _SHARED_PER_SM // plan.shared_bytes

@@ -42,14 +42,15 @@ from relaxtune.schedules.templates.emit.hopper import uniform
 from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair, pair_of
 from relaxtune.schedules.templates.output.output_shares import (
+    VECTOR_BYTES,
     Shares,
+    has_vectors,
     head_tables,
     patch_pad,
     residual_loads,
     row_loads,
     scalar_loads,
 )
-from relaxtune.schedules.templates.output.patch_writer import PatchWriter, patch_vectors
 from relaxtune.schedules.templates.output.row_statistics import share_of_four_sums
 from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
@@ -168,16 +169,7 @@ class OutputTile:
         self._ragged_columns = ragged_columns
         self._column_end = column_end
         shares, matmul = self._shares, self._matmul
-        writer = PatchWriter(
-            matmul,
-            _matrix(self._output_param, matmul.extent, matmul.columns),
-            self._patch,
-            self._warp,
-            self._lane,
-            row_end=matmul.extent if self._ragged_rows else None,
-            column_end=column_end if ragged_columns else None,
-            uniform_rows=self._uniform_rows,
-        )
+        self._output = _matrix(self._output_param, matmul.extent, matmul.columns)
         self.copies.wait(self._warp)
         for block in range(shares.m_blocks):
             with self.rows_exist(block):
@@ -187,11 +179,49 @@ class OutputTile:
                     self._lay_out_residuals(block, start, width)
                     self._evaluate(accumulators, block, start, width)
                     T.evaluate(T.cuda.warp_sync())
-                    writer.write(self._row + block * self._step, self._column + start, width)
+                    self._write_patch(self._row + block * self._step, self._column + start, width)
                     T.evaluate(T.cuda.warp_sync())
 
+    def _write_patch(self, row: tirx.Expr, column: tirx.Expr, width: int) -> None:
+        """Emit the writing of so many columns of a patch, its first row and column given as the output's."""
+        dtype, row_end = self._matmul.output_dtype, self._matmul.extent if self._ragged_rows else None
+
+        def write_elements(steps: range | list[tirx.Expr], row_end: Size | None) -> None:
+            for step in steps:
+                position = self._lane + step * 32
+                self._write_vector(row + position // width, column, position // width, position % width, 1, row_end)
+
+        if has_vectors(self._matmul, dtype):
+            for line, inside, lanes, partial in patch_vectors(self._lane, dtype, width):
+                with when([line < 16] if partial else []):
+                    self._write_vector(row + line, column, line, inside, lanes, row_end)
+            return
+        # Element by element: with uniform rows, without a branch for each where all 16 rows exist.
+        steps = 16 * width // 32
+        if row_end is None or not self._uniform_rows:
+            write_elements(range(steps), row_end)
+            return
+        with T.If(uniform(row + 16) <= row_end):
+            with T.Then():
+                write_elements(range(steps), None)
+            with T.Else(), T.serial(steps, unroll=False) as step:
+                write_elements([step], row_end)
+
+    def _write_vector(
+        self, row: tirx.Expr, column: tirx.Expr, line: tirx.Expr, inside: tirx.Expr, lanes: int, row_end: Size | None
+    ) -> None:
+        column, head = column + inside, self._epilogue.head
+        target = output_column(column, head) if head else column
+        guards = [] if row_end is None else [row < row_end]
+        guards += [column < self._column_end] if self._ragged_columns else []
+        with when(guards):
+            if lanes == 1:
+                T.buffer_store(self._output, self._patch[self._warp, line, inside], [row, target])
+                return
+            with T.vectorized(lanes) as lane:
+                T.buffer_store(self._output, self._patch[self._warp, line, inside + lane], [row, target + lane])
+
     def _read_residuals(self, block: int, start: int, width: int) -> None:
-        """Emit reads of a chunk of every residual into registers, 4 words a vector."""
         for index, load in enumerate(self._residuals):
             dtype = dtype_of(load)
             source = _matrix(self._renamed[load.source], self._matmul.extent, self._matmul.columns)
@@ -233,7 +263,6 @@ class OutputTile:
             self._write_sums(block, start, math.ceil(width / partials.group), partials)
 
     def _write_sums(self, block: int, start: int, groups: int, partials: PartialSums) -> None:
-        """Emit the sums over the four lanes of a row, and their writing."""
         matmul, lane, group = self._matmul, self._lane, partials.group
         data = self._params[partials.output].data
         target = T.decl_buffer((matmul.columns // group, matmul.extent, COUNT), "float32", data=data)
@@ -349,5 +378,15 @@ class OutputTile:
 
 
 def _matrix(buffer: tirx.Var, rows: Size, columns: int) -> tirx.Var:
-    """Return a two-dimensional view of a parameter."""
     return T.decl_buffer((rows, columns), str(buffer.ty.dtype), data=buffer.data)
+
+
+def patch_vectors(lane: tirx.Expr, dtype: str, width: int) -> list[tuple[tirx.Expr, tirx.Expr, int, bool]]:
+    """Return, for each 16-byte vector of a patch that a lane handles, its row, column, elements, and if partial."""
+    lanes = VECTOR_BYTES // element_bytes(dtype)
+    across = width // lanes
+    vectors = []
+    for step in range(math.ceil(16 * across / 32)):
+        position = lane + step * 32
+        vectors.append((position // across, position % across * lanes, lanes, 16 * across % 32 != 0))
+    return vectors

@@ -48,7 +48,6 @@ def statistics_registers(norm: RowNorm, m_blocks: int) -> int:
 
 
 def _reads(norm: RowNorm) -> int:
-    """Return how many groups a lane reads of a row."""
     return math.ceil(norm.groups / _LANES)
 
 
@@ -104,7 +103,6 @@ class RowStatistics:
         return self._m_blocks * _HALVES
 
     def _read(self, numbers: range) -> None:
-        """Emit the reads of some of a lane's rows."""
         reads = _reads(self._norm)
         self._first, self._held = numbers.start, T.alloc_local([len(numbers) * reads * COUNT], "float32")
         for number in numbers:
@@ -115,11 +113,9 @@ class RowStatistics:
                 T.evaluate(T.ptx["ld.global.v2.f32"](*registers, self._partials.ptr_to([group, at_row, 0])))
 
     def _place(self, number: int, turn: int, which: int) -> int:
-        """Return the register of what a lane read."""
         return ((number - self._first) * _reads(self._norm) + turn) * COUNT + which
 
     def _finish(self, numbers: range) -> None:
-        """Emit the statistics of the rows that were read last."""
         for number in numbers:
             total = self._total(number, SUM) if self._norm.centred else None
             store_statistics(self._norm, total, self._total(number, SQUARES), self._statistics, number * COUNT)
@@ -164,7 +160,6 @@ class RowStatistics:
         return device_call(_QUAD_SUM, parts[0])
 
     def _group(self, turn: int) -> tirx.Expr:
-        """Return the group that a lane reads at its n-th turn."""
         return turn * _LANES + self._lane % _LANES
 
     def _row_of(self, number: int) -> tirx.Expr:

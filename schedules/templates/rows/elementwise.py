@@ -187,7 +187,6 @@ def _elements(func: tirx.PrimFunc, flow: Dataflow) -> int:
 def _predicted(
     p: ElementwiseParameters, blocks: int, accesses: Accesses, widest: int, moved_bytes: int, sm_count: int
 ) -> float:
-    """Return a figure to order candidates by."""
     elements = p.lanes * p.vectors
     held = sum(element_bytes(access.dtype) for access in accesses.found if not access.per_row)
     uneven = math.ceil(blocks / sm_count) * sm_count / blocks - 1 if blocks > sm_count else 0.0

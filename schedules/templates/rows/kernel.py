@@ -189,7 +189,6 @@ class _Kernel:
                 wait_for_predecessor(self._p.dependent)
 
     def _each_chunk(self, expr: tirx.Expr, make: Callable[[_Chunk], None]) -> None:
-        """Emit what is made of an expression's elements, chunk by chunk."""
         if self._p.held:
             for chunk in self._chunks:
                 make(chunk)

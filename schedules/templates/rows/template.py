@@ -153,7 +153,6 @@ def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
 
 
 def _shares() -> Iterator[tuple[int, int]]:
-    """Yield threads of a row and rows of a block."""
     for threads in (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024):
         for rows in (1, 2, 4, 8, 16, 32):
             if threads * rows % 32 == 0 and (threads * rows <= 256 or rows == 1):
@@ -167,7 +166,6 @@ def _is_sensible(plan: RowsPlan) -> bool:
 
 
 def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: int) -> float:
-    """Return a figure to order candidates by."""
     p = plan.parameters
     streams = sum(1 for access in accesses.found if not access.per_row)
     elements = plan.chunks * p.lanes
