@@ -208,7 +208,11 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
         # Launch attributes are those of the whole PrimFunc.
         if not all(is_dependent(own) for _, _, own in chosen):
             chosen = [(most, maker, independent(own)) for most, maker, own in chosen]
-        places, kernels = _shared(chosen), []
+        # Ranges of one kernel share that of the last of them, which is planned for its most rows. The first range has
+        # its own where boxes are loaded: it is planned for few rows.
+        apart, last = chosen[0][2].loads_boxes, {own: number for number, (_, _, own) in enumerate(chosen)}
+        places = [0 if apart and number == 0 else last[own] for number, (_, _, own) in enumerate(chosen)]
+        kernels = []
         for most, maker, own in (chosen[place] for place in sorted(set(places))):
             made = maker.apply(case.func, case.target, own, most)
             if isinstance(made, Refusal):
@@ -300,16 +304,6 @@ def _ranges(bounds: Sequence[int], decisions: Sequence[str], apart: int = 0) -> 
     return RangesParameters(
         tuple(SizeRange(dict(one.most).get("rows", bounds[-1]), decisions[one.kernel]) for one in lines)
     )
-
-
-def _shared(chosen: Sequence[tuple[int, Template, Parameters]]) -> list[int]:
-    """Return for each range the last one of the same kernel, which is planned for its most rows.
-
-    The kernel of the first range is its own where boxes are loaded: it is planned for few rows.
-    """
-    apart = bool(chosen[0][2].loads_boxes)
-    last = {own: number for number, (_, _, own) in enumerate(chosen)}
-    return [0 if apart and number == 0 else last[own] for number, (_, _, own) in enumerate(chosen)]
 
 
 def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:

@@ -93,12 +93,8 @@ def wait_for_copies_of_block(pending: int) -> None:
 class TileChunks:
     """A thread's chunks of a tile of `rows` rows of `width` chunks of some elements, at most one for each thread.
 
-    Attributes
-    ----------
-    row, chunk
-        Of the first one; the others are `step` rows apart each.
-    count
-        How many there are for a thread at most; `inside` says which exist.
+    `row` and `chunk` are of the first one, the others are `step` rows apart each; `count` is how many there are for a
+    thread at most, and `inside` says which exist.
     """
 
     def __init__(

@@ -172,28 +172,18 @@ def pin(registers: tirx.Var, count: int, dtype: str = "float32") -> None:
 
 
 class Ring:
-    """Stage and parity of a ring of mbarriers, in two registers."""
+    """Stage and parity of a ring of mbarriers, in two registers.
+
+    `stage` is the one in use, `previous` that before it; `phase` is the parity of the barriers' current round.
+    """
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
         self._stage = T.alloc_local([1], "int32")
         self._phase = T.alloc_local([1], "int32")
+        self.stage, self.phase = self._stage[0], self._phase[0]
+        self.previous = (self.stage + depth - 1) % depth
         self.set(0, 0)
-
-    @property
-    def stage(self) -> tirx.Expr:
-        """The stage in use."""
-        return self._stage[0]
-
-    @property
-    def phase(self) -> tirx.Expr:
-        """The parity of the barriers' current round."""
-        return self._phase[0]
-
-    @property
-    def previous(self) -> tirx.Expr:
-        """The stage before the one in use."""
-        return (self.stage + self._depth - 1) % self._depth
 
     def set(self, stage: tirx.Expr | int, phase: tirx.Expr | int) -> None:
         """Emit a jump to a stage."""

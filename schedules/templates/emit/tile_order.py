@@ -14,26 +14,17 @@ def tile_place(tile: tirx.Expr, tiles_m: Size, tiles_n: int, group: int) -> tupl
     Tiles are counted column by column in groups of `group` rows of tiles; the last group may have fewer. Where the
     number of rows is symbolic, it emits them into registers.
     """
-    if not isinstance(tiles_m, int):
-        return _held_place(tile, tiles_m, tiles_n, group)
-    height = min(group, tiles_m)
-    if height == 1:
+    height = min(group, tiles_m) if isinstance(tiles_m, int) else group
+    if height == 1 and isinstance(tiles_m, int):
         return tile // tiles_n, tile % tiles_n
     number, inside = tile // (height * tiles_n), tile % (height * tiles_n)
     rows: tirx.Expr | int = height
-    if tiles_m % height:
+    if not isinstance(tiles_m, int) or tiles_m % height:
         rows = tirx.min(height, tiles_m - number * height)
-    return number * height + inside % rows, inside // rows
-
-
-def _held_place(tile: tirx.Expr, tiles_m: tirx.Expr, tiles_n: int, height: int) -> tuple[tirx.Expr, tirx.Expr]:
-    """Emit the row and column of a tile into registers; return those.
-
-    Every address has them. As expressions, which passes put in the place of plain variables, they are a quotient of two
-    unknown numbers each time: of 37 KB of code they made 285 KB.
-    """
-    number, inside = tile // (height * tiles_n), tile % (height * tiles_n)
-    rows = tirx.min(height, tiles_m - number * height)
+    if isinstance(tiles_m, int):
+        return number * height + inside % rows, inside // rows
+    # Every address has them. As expressions, which passes put in the place of plain variables, they are a quotient of
+    # two unknown numbers each time: of 37 KB of code they made 285 KB.
     place = T.alloc_local([2], "int32")
     T.buffer_store(place, tirx.truncdiv(inside, rows), [1])
     T.buffer_store(place, number * height + inside - place[1] * rows, [0])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function, shared_pool
 from relaxtune.schedules.templates.emit.registers import in_register, when
@@ -24,25 +24,17 @@ from relaxtune.schedules.tir.blocks import Size, element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 
-def build_kernel(
-    func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
-) -> tirx.PrimFunc:
-    """Return the kernel of a plan, with the parameters and attributes of the function it computes.
-
-    `constants` are positions of the parameters that no kernel writes.
-    """
-    kernel = _Kernel(func, matmul, plan, constants)
-    return build_function(func, plan.threads, plan.parameters.dependent, kernel.begin)
+def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    begin = _Kernel(func, matmul, plan).begin
+    return build_function(func, plan.threads, plan.parameters.dependent, begin)
 
 
 class _Kernel:
     """One kernel under construction; the methods emit into the current IRBuilder."""
 
-    def __init__(
-        self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
-    ) -> None:
-        self._func, self._constants = func, constants
-        self._matmul, self._plan, self._p = matmul, plan, plan.parameters
+    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> None:
+        self._func, self._matmul, self._plan, self._p = func, matmul, plan, plan.parameters
 
     def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
         plan, p = self._plan, self._p
@@ -50,7 +42,7 @@ class _Kernel:
         self._matmul = matmul = bind_rows(self._matmul)
         rows = matmul.extent
         self._tiles_m = plan.tiles_m if isinstance(rows, int) else T.Bind((rows + (p.block_m - 1)) // p.block_m)
-        self._output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants, uniform_rows=False)
+        self._output = OutputTile(self._func, matmul, params, plan.shares, uniform_rows=False)
         return self._tiles_m * plan.tiles_n * p.split_k, self._emit
 
     def _emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
@@ -98,7 +90,7 @@ class _Kernel:
         """Emit the loads of all stages; tiles of B that no kernel writes are read before the wait for the last one."""
         p, plan, stored = self._p, self._plan, self._matmul.stored
         read = {self._matmul.b} if stored is None else {stored.packed, stored.scales}
-        early = p.dependent and read <= self._constants
+        early = p.dependent and read <= constant_params(self._func)
         stages = range(min(p.stages, plan.k_tiles))
         if early:
             for stage in stages:

@@ -69,7 +69,6 @@ from functools import lru_cache
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.targets.gpus import H200
 from relaxtune.schedules.templates.base import OPEN_ROWS, Case, KernelTemplate, cuda_limits, refuse_target
@@ -170,7 +169,7 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
 
     def _make(self, case: Case[MatmulFunction], p: GemmParameters) -> tirx.PrimFunc | Refusal:
         plan, func = _plan(case.found, p, case.target), case.func
-        return plan if isinstance(plan, Refusal) else build_kernel(func, case.found, plan, constant_params(func))
+        return plan if isinstance(plan, Refusal) else build_kernel(func, case.found, plan)
 
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return _for_target(_recognise(func), target)

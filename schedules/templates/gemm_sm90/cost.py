@@ -19,6 +19,7 @@ from collections.abc import Callable
 from tvm import DataType
 
 from relaxtune.schedules.templates.gemm_sm90.plan import ROW_BYTES, GemmPlan
+from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 
 _NORM = 4
@@ -131,7 +132,8 @@ def predictor(matmul: MatmulFunction, plan: GemmPlan, sm_count: int) -> Callable
     tile_bytes = (p.multicast * plan.rows_a + p.block_n) * ROW_BYTES
 
     def predicted(rows: int) -> float:
-        tiles_m, tiles, made_by = plan.grid(rows)
+        grid = GridSizes.of(plan, rows)
+        tiles_m, tiles, made_by = int(grid.tiles_m), int(grid.tiles), int(grid.blocks)
         blocks = made_by * cluster
         # With `stream_k`, `k_share` is of all that a block makes.
         tiles_each = 1 if p.stream_k else math.ceil(tiles / made_by)

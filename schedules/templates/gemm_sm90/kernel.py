@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -40,40 +39,27 @@ from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics
 from relaxtune.schedules.tir.blocks import Size
 from relaxtune.schedules.tir.epilogue import MatmulFunction
-from relaxtune.schedules.tir.row_norm import RowNorm
 
 
-def build_kernel(
-    func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
-) -> tirx.PrimFunc:
-    """Return the kernel of a plan, with the parameters and attributes of the function it computes.
-
-    `constants` are positions of the parameters that no kernel writes.
-    """
-    kernel = _Kernel(func, matmul, plan, constants)
-    return build_function(func, plan.threads, plan.parameters.dependent, kernel.begin, plan.cluster)
+def build_kernel(func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> tirx.PrimFunc:
+    """Return the kernel of a plan, with the parameters and attributes of the function it computes."""
+    begin = _Kernel(func, matmul, plan).begin
+    return build_function(func, plan.threads, plan.parameters.dependent, begin, plan.cluster)
 
 
 class _Kernel:
     """One kernel under construction; the methods emit into the current IRBuilder."""
 
-    def __init__(
-        self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan, constants: AbstractSet[int]
-    ) -> None:
-        self._func = func
-        self._constants = constants
-        self._matmul = matmul
-        self._plan = plan
-        self._p = plan.parameters
-        self._block_k = plan.operands.block_k
-        self._norm: RowNorm | None = matmul.norm
+    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, plan: GemmPlan) -> None:
+        self._func, self._matmul, self._plan, self._p = func, matmul, plan, plan.parameters
+        self._block_k, self._norm = plan.operands.block_k, matmul.norm
 
     def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
         plan = self._plan
         self._params = params
         self._matmul = matmul = bind_rows(self._matmul)
         self._sizes = GridSizes.of(plan, matmul.extent)
-        self._output = OutputTile(matmul, self._func.params, params, plan.shares, self._constants, uniform_rows=True)
+        self._output = OutputTile(self._func, matmul, params, plan.shares, uniform_rows=True)
         self._maps = self._encode_maps()
         return self._sizes.blocks * plan.cluster, self._emit
 

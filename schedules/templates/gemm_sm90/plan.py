@@ -228,17 +228,6 @@ class GemmPlan:
         fewer = self.parameters.blocks > 0 if self.symbolic else self.blocks < self.tiles
         return fewer or self.k_share > self.parameters.stages
 
-    def grid(self, rows: int) -> tuple[int, int, int]:
-        """Return the rows of tiles, the tiles and the blocks of the grid for a number of rows; those planned for known.
-
-        As many rows are loaded at a time, whatever their number.
-        """
-        if not self.symbolic:
-            return self.tiles_m, self.tiles, self.blocks
-        tiles_m = -(-rows // (self.parameters.block_m * self.parameters.multicast))
-        tiles = tiles_m * self.tiles_n
-        return tiles_m, tiles, min(self.parameters.blocks or tiles, tiles)
-
 
 def make_plan(
     matmul: MatmulFunction, p: GemmParameters, limits: CudaLimits, *, constant_b: bool = False

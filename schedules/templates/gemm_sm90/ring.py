@@ -81,14 +81,9 @@ class Producer:
         maps: tuple[tirx.Var, tirx.Var],
         rank: tirx.Expr,
     ) -> None:
-        self._matmul = matmul
-        self._plan = plan
-        self._p = plan.parameters
-        self._block_k = plan.operands.block_k
-        self._tiles = tiles
-        self._memory = memory
+        self._matmul, self._plan, self._p, self._block_k = matmul, plan, plan.parameters, plan.operands.block_k
+        self._tiles, self._memory, self._rank = tiles, memory, rank
         self._map_a, self._map_b = maps
-        self._rank = rank
 
     def prefetch_maps(self) -> None:
         """Emit the fetching of the tensor maps."""

@@ -102,9 +102,8 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
         return [plan.parameters for plan in fitting[:_CANDIDATES_MAX]] or Refusal("no tile fits this shape")
 
     def _make(self, case: Case[MatmulFunction], p: GemmParameters) -> tirx.PrimFunc | Refusal:
-        constants = constant_params(case.func)
-        plan = make_plan(case.found, p, case.limits, constant_b=case.found.b in constants)
-        return plan if isinstance(plan, Refusal) else build_kernel(case.func, case.found, plan, constants)
+        plan = make_plan(case.found, p, case.limits, constant_b=case.found.b in constant_params(case.func))
+        return plan if isinstance(plan, Refusal) else build_kernel(case.func, case.found, plan)
 
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
         return refuse_target(target, Feature.WGMMA, Feature.TMA) or _recognise(func)

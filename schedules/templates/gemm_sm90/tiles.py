@@ -43,14 +43,16 @@ class GridSizes:
 
     @classmethod
     def of(cls, plan: GemmPlan, rows: Size) -> GridSizes:
-        """Return the sizes for a number of rows."""
-        if isinstance(rows, int):
+        """Return the sizes for a number of rows; those planned for a known one. As many rows are loaded at a time."""
+        if not plan.symbolic:
             return cls(plan.tiles_m, plan.tiles, plan.blocks, plan.blocks)
         p = plan.parameters
         height = p.block_m * p.multicast
-        tiles_m = T.Bind((rows + (height - 1)) // height)
+        tiles_m = (rows + (height - 1)) // height
+        tiles_m = tiles_m if isinstance(tiles_m, int) else T.Bind(tiles_m)
         tiles = tiles_m * plan.tiles_n
-        return cls(tiles_m, tiles, tirx.min(tiles, p.blocks) if p.blocks else tiles, p.blocks or tiles)
+        most = p.blocks or tiles
+        return cls(tiles_m, tiles, min(tiles, most) if isinstance(tiles, int) else tirx.min(tiles, most), most)
 
 
 class Tiles:
@@ -60,10 +62,7 @@ class Tiles:
     """
 
     def __init__(self, plan: GemmPlan, sizes: GridSizes, block: tirx.Expr, rank: tirx.Expr) -> None:
-        self._plan = plan
-        self._sizes = sizes
-        self._block = block
-        self._rank = rank
+        self._plan, self._sizes, self._block, self._rank = plan, sizes, block, rank
 
     def first(self) -> Part:
         """Return the first part, which every block has."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
 from tvm import tirx
@@ -12,6 +11,7 @@ from tvm.ir.expr import TensorLoad
 from tvm.tirx.layout import S, TileLayout
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.marks import constant_params
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.output.output_shares import Shares, column_loads
 from relaxtune.schedules.tir.blocks import element_bytes
@@ -25,24 +25,16 @@ _GROUP_BARRIER = 2
 class ColumnCopies:
     """Emits the making and reading of copies into the current IRBuilder.
 
-    `source` and `params` are the parameters of the function and, in the same order, those of the kernel under
-    construction; `constants` are the positions of those that no kernel writes.
+    `params` are the parameters of the kernel under construction, in the order of the function's.
     """
 
-    def __init__(
-        self,
-        matmul: MatmulFunction,
-        source: Sequence[tirx.Var],
-        params: Sequence[tirx.Var],
-        shares: Shares,
-        constants: AbstractSet[int],
-    ) -> None:
+    def __init__(self, func: tirx.PrimFunc, matmul: MatmulFunction, params: Sequence[tirx.Var], shares: Shares) -> None:
         self._shares, self._columns = shares, matmul.columns
         self._warps, self._threads = shares.group_warps, shares.group_warps * 32
         self._loads = column_loads(matmul)
-        places = [next(n for n, one in enumerate(source) if one.same_as(load.source)) for load in self._loads]
+        places = [next(n for n, one in enumerate(func.params) if one.same_as(load.source)) for load in self._loads]
         self._params = [params[place] for place in places]
-        self._constant = [place in constants for place in places]
+        self._constant = [place in constant_params(func) for place in places]
         self._begun = False
 
     def allocate(self, pool: T.SMEMPool) -> None:

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 
 import tvm_ffi
@@ -62,19 +61,17 @@ from relaxtune.schedules.tir.row_norm import COUNT, SQUARES, SUM, PartialSums
 class OutputTile:
     """Emits the writing of output tiles into the current IRBuilder.
 
-    `source` and `params` are the parameters of the function and, in the same order, those of the kernel under
-    construction; `constants` are the positions of those that no kernel writes. `copies` holds what is read one element
-    a column. With `uniform_rows`, the compiler is told that branches around rows are whole warps', which wgmma's
-    descriptors take to stay in uniform registers.
+    `params` are the parameters of the kernel under construction, in the order of the function's. `copies` holds what is
+    read one element a column. With `uniform_rows`, the compiler is told that branches around rows are whole warps',
+    which wgmma's descriptors take to stay in uniform registers.
     """
 
     def __init__(
         self,
+        func: tirx.PrimFunc,
         matmul: MatmulFunction,
-        source: Sequence[tirx.Var],
         params: Sequence[tirx.Var],
         shares: Shares,
-        constants: AbstractSet[int],
         *,
         uniform_rows: bool,
     ) -> None:
@@ -82,10 +79,10 @@ class OutputTile:
         self._uniform_rows = uniform_rows
         self._epilogue: Epilogue = matmul.epilogue
         self._value_of_sums = in_float32(matmul.epilogue.value)
-        self._renamed = dict(zip(source, params, strict=True))
+        self._renamed = dict(zip(func.params, params, strict=True))
         self._shares, self._step = shares, shares.row_step
         self._residuals = residual_loads(matmul)
-        self.copies = ColumnCopies(matmul, source, params, shares, constants)
+        self.copies = ColumnCopies(func, matmul, params, shares)
         self._tables = head_tables(matmul)
         self._output_param = params[matmul.output]
         self._params = params
