@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from tvm import tirx
 
@@ -90,7 +90,7 @@ class RangesParameters(Parameters):
             The text is of another template, or no table of ranges in their order.
         """
         entries = cls._document(text).get("ranges")
-        listed = entries if isinstance(entries, list) else [None]
+        listed: list[dict[str, Any]] = entries if isinstance(entries, list) else [{}]
         kinds = [{name: type(value) for name, value in one.items()} for one in listed if isinstance(one, dict)]
         if kinds != [{"most": int, "decision": dict}] * len(listed):
             raise TemplateError(

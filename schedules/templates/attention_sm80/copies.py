@@ -20,7 +20,7 @@ from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.tiles import Tile, named
 from relaxtune.schedules.templates.attention_sm80.plan import AttentionPlan
 from relaxtune.schedules.templates.emit.async_copy import TileChunks, copy_async
-from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.registers import load_vector, store_vector, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 # The conditions under which a row is copied.
@@ -70,15 +70,14 @@ class RowCopies:
         for begin in range(0, chunks.count, _STORED_TOGETHER):
             numbers = range(begin, min(begin + _STORED_TOGETHER, chunks.count))
             words = T.alloc_local([4 * len(numbers)], "uint32")
-            registers = [[words[4 * turn + index] for index in range(4)] for turn in range(len(numbers))]
-            for four, number in zip(registers, numbers, strict=True):
+            for turn, number in enumerate(numbers):
                 with when(chunks.inside(number)):
-                    T.evaluate(T.ptx["ld.shared.v4.u32"](*four, tile(chunks.place(number))))
-            for four, number in zip(registers, numbers, strict=True):
+                    load_vector("shared", words, tile(chunks.place(number)), first=4 * turn)
+            for turn, number in enumerate(numbers):
                 row, exists = self._row(number, limit)
                 with when([*chunks.inside(number), *exists]):
                     target = self._memory.ptr_to([start(row) + chunks.chunk * CHUNK])
-                    T.evaluate(T.ptx["st.global.v4.u32"](target, *four))
+                    store_vector("global", target, words, 4 * turn)
 
     def _row(self, number: int, limit: Size | None) -> tuple[tirx.Expr, list[tirx.Expr]]:
         """Return the row of a thread's chunk, and the conditions under which the chunk exists in global memory."""

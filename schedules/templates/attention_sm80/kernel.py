@@ -19,7 +19,7 @@ from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, Attent
 from relaxtune.schedules.templates.attention_sm80.split_keys import SplitKeys
 from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, shared_pool, wait_for_predecessor
-from relaxtune.schedules.templates.emit.registers import in_register, when
+from relaxtune.schedules.templates.emit.registers import clear, in_register, load_vector, store_vector, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 
 
@@ -68,8 +68,7 @@ class _Kernel:
         for number in numbers:
             line = (self._warp * p.m_steps + number) * ROWS + self._lane // 4
             self._softmax[number].begin(Rows.of(plan, self._tile, line))
-            for index in range(plan.value_pairs * 8):
-                T.buffer_store(self._sums[number], tirx.FloatImm("float32", 0.0), [index])
+            clear(self._sums[number])
         self._sum()
         split = SplitKeys(plan, self._thread, self._block, self._sums, self._softmax) if p.split > 1 else None
         with nullcontext() if split is None else split.of_the_last():
@@ -177,9 +176,7 @@ class _Kernel:
             if (turn + 1) * WARP > count:
                 inside.insert(0, item < count)
             words = T.alloc_local([4], "uint32")
-            registers = [words[index] for index in range(4)]
             with when(inside):
-                source = self._tile_q.ptr_to([chunk_place(line, chunk, plan.value_width)])
-                T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+                load_vector("shared", words, self._tile_q.ptr_to([chunk_place(line, chunk, plan.value_width)]))
                 target = flat.ptr_to([start + self._row_offset(spec.output, line) + chunk * CHUNK])
-                T.evaluate(T.ptx["st.global.v4.u32"](target, *registers))
+                store_vector("global", target, words)

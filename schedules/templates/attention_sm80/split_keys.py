@@ -40,8 +40,8 @@ class SplitKeys:
     ) -> None:
         self._plan, self._thread, self._block = plan, thread, block
         self._sums, self._softmax = sums, softmax
-        sums, warps = int(plan.blocks) * plan.exchanged * plan.threads, plan.threads // WARP
-        self._exchange = SumsExchange("float32", sums, int(plan.blocks), warps, thread)
+        fours, warps = int(plan.blocks) * plan.exchanged * plan.threads, plan.threads // WARP
+        self._exchange = SumsExchange("float32", fours, int(plan.blocks), warps, thread)
 
     @contextmanager
     def of_the_last(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     uniform,
 )
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function
+from relaxtune.schedules.templates.emit.registers import clear
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 # Named barriers after those of `attention_sm90_output`: one for each warpgroup's turn.
@@ -158,8 +159,7 @@ class _Kernel:
             self._query_stage, phase = self._memory.query_ring(tile)
             self._softmax.begin(Rows.of(plan, tile, self._thread // 32 * 16 + lane // 4))
             self._whole = WholeKeys.of(plan, tile, group * ROWS, ROWS)
-            for index in range(spec.value_dim // 2):
-                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+            clear(self._sums)
             T.evaluate(T.cuda.mbarrier_wait(self._memory.full_q.ptr_to([self._query_stage]), phase))
             self._sum(group)
             self._softmax.finish()

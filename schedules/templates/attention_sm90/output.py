@@ -13,6 +13,7 @@ from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2,
 from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
 from relaxtune.schedules.templates.emit.hopper import store_tile, wait_for_cluster
+from relaxtune.schedules.templates.emit.registers import load_vector, store_vector
 
 # Named barriers: 0 is the whole block's, then one for each warpgroup.
 GROUP_BARRIER = 1
@@ -115,12 +116,10 @@ class AttentionOutput:
         parts = T.alloc_local([_VECTOR * split], "float32")
         for rank in range(split):
             row = rank * plan.share_rows + place
-            pair = [statistics[rank * 2 + index] for index in range(2)]
-            T.evaluate(T.ptx["ld.shared.v2.f32"](*pair, memory.ptr_to([plan.statistics_start + row * 2])))
+            load_vector("shared", statistics, memory.ptr_to([plan.statistics_start + row * 2]), 2, rank * 2)
             for half in range(2):
-                registers = [parts[rank * _VECTOR + half * 4 + index] for index in range(4)]
                 start = row * partial_columns(plan.spec) + column + half * 4
-                T.evaluate(T.ptx["ld.shared.v4.f32"](*registers, memory.ptr_to([start])))
+                load_vector("shared", parts, memory.ptr_to([start]), first=rank * _VECTOR + half * 4)
         highest = T.alloc_local([1], "float32")
         T.buffer_store(highest, statistics[0], [0])
         for rank in range(1, split):
@@ -189,15 +188,13 @@ class NewPositions:
         self, row: tirx.Expr, line: tirx.Expr, vector: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile
     ) -> None:
         words = T.alloc_local([4], "uint32")
-        registers = [words[index] for index in range(4)]
-        source = self._from.ptr_to([_element(self._new, row, at) + vector * _VECTOR])
-        T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source))
+        load_vector("global", words, self._from.ptr_to([_element(self._new, row, at) + vector * _VECTOR]))
         # The swizzle: 16-byte units of a row change places by the row's number in its 8.
         unit = tirx.bitwise_xor(vector % (CHUNK // _VECTOR), line % 8)
         chunk = vector // (CHUNK // _VECTOR) * (self._plan.parameters.block_k * CHUNK)
-        T.evaluate(T.ptx["st.shared.v4.u32"](tile.ptr_to([stage, chunk + line * CHUNK + unit * _VECTOR]), *registers))
+        store_vector("shared", tile.ptr_to([stage, chunk + line * CHUNK + unit * _VECTOR]), words)
         target = self._to.ptr_to([_element(self._result, self._past + row, at) + vector * _VECTOR])
-        T.evaluate(T.ptx["st.global.v4.u32"](target, *registers))
+        store_vector("global", target, words)
 
 
 def _element(layout: HeadLayout, position: tirx.Expr, at: Tile) -> tirx.Expr:

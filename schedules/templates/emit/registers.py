@@ -214,6 +214,26 @@ def in_register(value: tirx.Expr, dtype: str = "int32") -> tirx.Expr:
     return register[0]
 
 
+def clear(registers: tirx.Var, first: int = 0, count: int | None = None) -> None:
+    """Emit zeros in registers: in `count` of them from a `first` one on, by default in all."""
+    for index in range(int(registers.ty.shape[0]) if count is None else count):
+        T.buffer_store(registers, tirx.const(0, dtype_of(registers)), [first + index])
+
+
+_VECTOR_KINDS = {"uint32": "u32", "float32": "f32"}
+
+
+def load_vector(space: str, registers: tirx.Var, source: tirx.Expr, count: int = 4, first: int = 0) -> None:
+    """Emit the load of `count` words from "global" or "shared" memory into registers, from a `first` one on."""
+    name = f"ld.{space}.v{count}.{_VECTOR_KINDS[dtype_of(registers)]}"
+    T.evaluate(T.ptx[name](*(registers[first + index] for index in range(count)), source))
+
+
+def store_vector(space: str, target: tirx.Expr, registers: tirx.Var, first: int = 0) -> None:
+    """Emit the store of 4 words from registers to "global" or "shared" memory."""
+    T.evaluate(T.ptx[f"st.{space}.v4.u32"](target, *(registers[first + index] for index in range(4))))
+
+
 @contextmanager
 def when(conditions: Sequence[tirx.Expr]) -> Iterator[None]:
     """Emit what is inside under conditions, or without any if there are none."""

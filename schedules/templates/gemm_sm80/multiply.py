@@ -18,6 +18,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.device_function import device_call
+from relaxtune.schedules.templates.emit.registers import clear
 from relaxtune.schedules.templates.emit.tensor_cores import (
     CHUNK,
     FLOAT8_KINDS,
@@ -116,8 +117,7 @@ class WarpMultiply(ABC):
         # Sums in int32 are held as uint32, as for wgmma.
         held = "uint32" if self._matmul.sums == "int32" else "float32"
         self.accumulators = T.alloc_local([plan.accumulators], held)
-        for index in range(plan.accumulators):
-            T.buffer_store(self.accumulators, tirx.const(0, held), [index])
+        clear(self.accumulators)
         # Of float8, what tensor cores sum up is a stage's.
         self._sums = T.alloc_local([plan.accumulators], held) if plan.sums_outside else self.accumulators
         # Two steps along K.
@@ -137,8 +137,7 @@ class WarpMultiply(ABC):
         """Emit the multiplication of a step's operands."""
         plan = self._plan
         if plan.sums_outside and step == 0:
-            for index in range(plan.accumulators):
-                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+            clear(self._sums)
         T.evaluate(device_call(self._multiply_source(), self._sums.ptr_to([0]), *self._registers(step % 2)))
         if plan.sums_outside and step == plan.parameters.block_k // plan.depth - 1:
             for index in range(plan.accumulators):

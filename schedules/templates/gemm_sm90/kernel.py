@@ -20,7 +20,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     wait_for_cluster,
 )
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function
-from relaxtune.schedules.templates.emit.registers import in_register
+from relaxtune.schedules.templates.emit.registers import clear, in_register
 from relaxtune.schedules.templates.gemm_sm90.plan import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -205,8 +205,7 @@ class _Kernel:
 
         def make_part_of_exact_sums(part: Part) -> None:
             self._begin_output(part)
-            for index in range(held):
-                T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
+            clear(totals)
             if p.pingpong:
                 self._take_turn(ring, part.turn)
             with T.serial(part.count, unroll=False):

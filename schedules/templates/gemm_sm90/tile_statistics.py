@@ -12,6 +12,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.hopper import arrive
+from relaxtune.schedules.templates.emit.registers import clear, load_vector
 from relaxtune.schedules.templates.gemm_sm90.plan import STATISTICS_SLOTS, STATISTICS_WARPS, GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.ring import Memory
 from relaxtune.schedules.templates.gemm_sm90.tiles import Part, Tiles
@@ -60,8 +61,7 @@ class TileStatistics:
         rows = math.ceil(block_m / _THREADS)
         T.evaluate(T.cuda.mbarrier_wait(memory.read.ptr_to([slot]), (self._round(part) + 1) % 2))
         sums = T.alloc_local([rows * COUNT], "float32")
-        for index in range(rows * COUNT):
-            T.buffer_store(sums, tirx.FloatImm("float32", 0.0), [index])
+        clear(sums)
         step = max(1, _REGISTERS // (rows * COUNT))
         whole = norm.groups // step
         with T.serial(whole, unroll=False) as number:
@@ -84,10 +84,8 @@ class TileStatistics:
         for group in range(groups):
             for line in range(rows):
                 row = part.row * self._plan.parameters.block_m + line * _THREADS + thread
-                place = (group * rows + line) * COUNT
-                registers = [held[place + which] for which in range(COUNT)]
                 source = self._partials.ptr_to([first + group, tirx.min(row, self._matmul.extent - 1), 0])
-                T.evaluate(T.ptx["ld.global.v2.f32"](*registers, source))
+                load_vector("global", held, source, COUNT, (group * rows + line) * COUNT)
         for group in range(groups):
             for index in range(rows * COUNT):
                 T.buffer_store(sums, sums[index] + held[group * rows * COUNT + index], [index])

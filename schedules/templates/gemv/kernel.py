@@ -24,7 +24,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     shared_pool,
     wait_for_predecessor,
 )
-from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.registers import clear, load_vector, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.gemv.multiply import emit_pairs, emit_products
 from relaxtune.schedules.templates.gemv.norms import SharedStatistics
@@ -106,8 +106,7 @@ class _Kernel(FewRowsKernel):
         steps_x = 1 if p.staged else p.unroll
         self._words_x = T.alloc_local([steps_x * plan.column_tiles * plan.words_x], "uint32")
         self._halves = None if self._stored is None else T.alloc_local([p.unroll * p.tiles * 2], "float16")
-        for index in range(p.tiles * plan.column_tiles * 4):
-            T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+        clear(self._sums)
         first = tirx.IntImm("int32", 0)
         if self._early:
             self._load_weights(first)
@@ -166,8 +165,7 @@ class _Kernel(FewRowsKernel):
                 # Several blocks share K of 16-bit weights alone, which are elements.
                 place = row * (row_bytes // size) + self._along((step * LANES + self._part) * (LOAD_BYTES // size))
                 if exists:
-                    for word in range(LOAD_BYTES // 4):
-                        T.buffer_store(self._words, tirx.IntImm("uint32", 0), [at + word])
+                    clear(self._words, at, LOAD_BYTES // 4)
                 with when(exists):
                     load_bytes(self._words.ptr_to([at]), self._weight.ptr_to([place]), LOAD_BYTES)
                 if self._halves is not None and self._scales is not None and self._stored is not None:
@@ -202,10 +200,8 @@ class _Kernel(FewRowsKernel):
             # Columns of the sums that are no rows of x are not used, whatever is in them.
             row = tirx.min(tile * COLUMNS + self._group, self._matmul.m - 1)
             for vector in range(plan.words_x // 4):
-                start = tile * plan.words_x + vector * 4
-                registers = [self._words_x[start + word] for word in range(4)]
                 source = self._shared_x.ptr_to([row, at + vector * _VECTOR])
-                T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+                load_vector("shared", self._words_x, source, first=tile * plan.words_x + vector * 4)
 
     def _load_x(self, turn: tirx.Expr) -> None:
         """Emit the loads of a round's x, by the lanes that multiply by it; zeros behind its end."""
@@ -218,8 +214,7 @@ class _Kernel(FewRowsKernel):
                 inside = [row < matmul.m] if (tile + 1) * COLUMNS > matmul.m else []
                 conditions = [*inside, *self._exists(step)]
                 if conditions:
-                    for word in range(plan.words_x):
-                        T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
+                    clear(self._words_x, start, plan.words_x)
                 place = row * matmul.k + self._along((step * LANES + self._part) * plan.length)
                 with when(conditions):
                     for vector in range(plan.words_x // 4):

@@ -17,7 +17,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
-from relaxtune.schedules.templates.emit.registers import in_register, when
+from relaxtune.schedules.templates.emit.registers import clear, in_register, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.gemv.norms import Statistics, sum_of_lanes
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, SHARED_PAD, TILE, WARP, FewRowsPlan
@@ -139,8 +139,7 @@ class GemvOutput:
                     for index in range(_TOGETHER):
                         body(turn * _TOGETHER + index, [first(part), line, row + index])
 
-        for index in range(_TOGETHER * turns):
-            T.buffer_store(totals, tirx.FloatImm("float32", 0.0), [index])
+        clear(totals)
         each(lambda index, at: T.buffer_store(totals, self._total(shared, at[0], at[1], at[2], self._warps), [index]))
         with split.of_the_last(totals, _TOGETHER * turns):
             # Each thread overwrites what it alone has read.

@@ -14,7 +14,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     shared_pool,
     wait_for_predecessor,
 )
-from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.registers import clear, load_vector, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 from relaxtune.schedules.templates.gemv.kernel import FewRowsKernel
@@ -188,8 +188,7 @@ class _Kernel(FewRowsKernel):
         for tile in range(plan.column_tiles):
             start = first + tile * plan.words_x
             if inside:
-                for word in range(plan.words_x):
-                    T.buffer_store(self._words_x, tirx.IntImm("uint32", 0), [start + word])
+                clear(self._words_x, start, plan.words_x)
             # Columns of the sums that are no rows of x are not used, whatever is in them.
             row = tile * COLUMNS + self._group
             row = row if (tile + 1) * COLUMNS <= matmul.m else tirx.min(row, matmul.m - 1)
@@ -216,8 +215,7 @@ class _Kernel(FewRowsKernel):
 
     def _make_tile(self, index: tirx.Expr) -> None:
         plan, p, sums = self._plan, self._p, self._sums
-        for number in range(p.tiles * plan.column_tiles * 4):
-            T.buffer_store(sums, tirx.FloatImm("float32", 0.0), [number])
+        clear(sums)
         for turn in range(plan.turns):
             wait_for_copies(p.depth - 1)
             slot = (index * plan.turns + turn) % p.depth
@@ -247,9 +245,8 @@ class _Kernel(FewRowsKernel):
         """Emit the reading of a step from shared memory; return its scales, where W has some."""
         p = self._p
         for half in range(2 * p.tiles):
-            registers = [self._words[half * _WORDS + word] for word in range(_WORDS)]
             source = self._ring.ptr_to([slot, self._warp, half, self._lane * _WORDS])
-            T.evaluate(T.ptx["ld.shared.v4.u32"](*registers, source))
+            load_vector("shared", self._words, source, first=half * _WORDS)
         if not self._plan.scale_rows:
             return []
         halves = T.alloc_local([2 * p.tiles], "float16")

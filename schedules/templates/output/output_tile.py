@@ -38,7 +38,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.emit.epilogue import evaluated, in_float32, output_axes
 from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.hopper import uniform
-from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.registers import clear, load_vector, store_vector, when
 from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair, pair_of
 from relaxtune.schedules.templates.output.output_shares import (
     VECTOR_BYTES,
@@ -227,18 +227,15 @@ class OutputTile:
             for number, (line, inside, lanes, _) in enumerate(vectors):
                 at_row = tirx.min(self._row + block * self._step + line, self._matmul.extent - 1)
                 at_column = tirx.min(self._column + start + inside, self._matmul.columns - lanes)
-                registers = [words[number * 4 + word] for word in range(4)]
-                T.evaluate(T.ptx["ld.global.v4.u32"](*registers, source.ptr_to([at_row, at_column])))
+                load_vector("global", words, source.ptr_to([at_row, at_column]), first=number * 4)
             self._held[index, block, start] = words
 
     def _lay_out_residuals(self, block: int, start: int, width: int) -> None:
         for index, patch in enumerate(self._residual_patches):
             words = self._held[index, block, start]
             for number, (line, inside, _, partial) in enumerate(patch_vectors(self._lane, str(patch.ty.dtype), width)):
-                registers = [words[number * 4 + word] for word in range(4)]
-                store = T.ptx["st.shared.v4.u32"](patch.ptr_to([self._warp, line, inside]), *registers)
                 with when([line < 16] if partial else []):
-                    T.evaluate(store)
+                    store_vector("shared", patch.ptr_to([self._warp, line, inside]), words, number * 4)
         if self._residual_patches:
             T.evaluate(T.cuda.warp_sync())
 
@@ -251,8 +248,7 @@ class OutputTile:
         partials = self._matmul.partials
         if partials is not None:
             self._sums = T.alloc_local([math.ceil(width / partials.group) * 2 * COUNT], "float32")
-            for index in range(math.ceil(width / partials.group) * 2 * COUNT):
-                T.buffer_store(self._sums, tirx.FloatImm("float32", 0.0), [index])
+            clear(self._sums)
         for first in range(start, start + width, self._shares.batch):
             last = min(first + self._shares.batch, start + width)
             self._evaluate_batch(accumulators, block, start, range(first // 8, last // 8))

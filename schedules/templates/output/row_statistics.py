@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.device_function import device_call
+from relaxtune.schedules.templates.emit.registers import load_vector
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, RowNorm
 
@@ -108,9 +109,9 @@ class RowStatistics:
         for number in numbers:
             at_row = tirx.min(self._row_of(number), self._matmul.extent - 1)
             for turn in range(reads):
-                registers = [self._held[self._place(number, turn, which)] for which in range(COUNT)]
                 group = tirx.min(self._group(turn), self._norm.groups - 1)
-                T.evaluate(T.ptx["ld.global.v2.f32"](*registers, self._partials.ptr_to([group, at_row, 0])))
+                source = self._partials.ptr_to([group, at_row, 0])
+                load_vector("global", self._held, source, COUNT, self._place(number, turn, 0))
 
     def _place(self, number: int, turn: int, which: int) -> int:
         return ((number - self._first) * _reads(self._norm) + turn) * COUNT + which
@@ -129,9 +130,8 @@ class RowStatistics:
         self._statistics = T.alloc_local([self._rows * COUNT], "float32")
         for number in range(self._rows):
             block, half = divmod(number, _HALVES)
-            registers = [self._statistics[number * COUNT + which] for which in range(COUNT)]
             address = made(block * self._step + half * 8 + lane // _LANES)
-            T.evaluate(T.ptx["ld.shared.v2.f32"](*registers, address))
+            load_vector("shared", self._statistics, address, COUNT, number * COUNT)
 
     def statistic(self, block: int, half: int, which: int) -> tirx.Expr:
         """Return a register: a statistic of a lane's row, of a block, in its first or second half of 16."""
