@@ -30,41 +30,43 @@ _STORED_TOGETHER = 4
 
 
 class RowCopies:
-    """Emits the copies of tiles of `rows` rows into the current IRBuilder.
+    """Emits the copies of tiles of rows into the current IRBuilder.
 
-    `memory` is flat, global; `columns` of its elements fill a row of `width` chunks, at most one for each of the
-    threads.
+    `tile` returns the address of an element of a stage in shared memory, `start` the place in `memory`, which is flat
+    and global, at which a row starts. `shape` is a tile's: rows, chunks of a row, at most one for each of the threads,
+    and the columns that these have.
     """
 
-    def __init__(self, memory: tirx.Var, threads: int, thread: tirx.Expr, rows: int, width: int, columns: int) -> None:
-        self._memory, self._width, self._columns = memory, width, columns
-        self._chunks = TileChunks(threads, thread, rows, width)
+    def __init__(
+        self,
+        tile: Callable[[tirx.Expr | int, tirx.Expr], tirx.Expr],
+        memory: tirx.Var,
+        start: Callable[[tirx.Expr], tirx.Expr],
+        shape: tuple[int, int, int],
+        threads: int,
+        thread: tirx.Expr,
+    ) -> None:
+        self._tile, self._memory, self._start = tile, memory, start
+        rows, self._width, self._columns = shape
+        self._chunks = TileChunks(threads, thread, rows, self._width)
 
     def load(
-        self,
-        tile: Callable[[tirx.Expr], tirx.Expr],
-        start: Callable[[tirx.Expr], tirx.Expr],
-        limit: Size | None,
-        only: Only | None = None,
+        self, stage: tirx.Expr | int, first: tirx.Expr | int, limit: Size | None, only: Only | None = None
     ) -> None:
-        """Emit the copies of a tile from global memory.
+        """Emit the copies of a tile from global memory, of rows from a `first` one on.
 
-        `tile` returns the address of an element of it, `start` the place in global memory at which one of its rows
-        starts. Rows from `limit` on are zeros; None where all exist. Rows for which `only` does not hold are left
-        as they are.
+        Rows from `limit` on are zeros; None where all exist. Rows for which `only` does not hold are left as they are.
         """
         chunks = self._chunks
         for number in range(chunks.count):
             row, exists = self._row(number, limit)
-            at = start(row) + chunks.chunk * CHUNK
+            at = self._start(first + row) + chunks.chunk * CHUNK
             # The address has to exist even where nothing is read.
             at = tirx.Select(tirx.all(*exists), at, tirx.IntImm("int32", 0)) if exists else at
             with when([*chunks.inside(number), *(only(row) if only is not None else [])]):
-                copy_async(tile(chunks.place(number)), self._memory.ptr_to([at]), exists, lines=True)
+                copy_async(self._tile(stage, chunks.place(number)), self._memory.ptr_to([at]), exists, lines=True)
 
-    def store(
-        self, tile: Callable[[tirx.Expr], tirx.Expr], start: Callable[[tirx.Expr], tirx.Expr], limit: Size | None
-    ) -> None:
+    def store(self, stage: tirx.Expr | int, first: tirx.Expr | int, limit: Size | None) -> None:
         """Emit the copies of a tile to global memory, of what this thread copied from there and has waited for."""
         chunks = self._chunks
         for begin in range(0, chunks.count, _STORED_TOGETHER):
@@ -72,11 +74,11 @@ class RowCopies:
             words = T.alloc_local([4 * len(numbers)], "uint32")
             for turn, number in enumerate(numbers):
                 with when(chunks.inside(number)):
-                    load_vector("shared", words, tile(chunks.place(number)), first=4 * turn)
+                    load_vector("shared", words, self._tile(stage, chunks.place(number)), first=4 * turn)
             for turn, number in enumerate(numbers):
                 row, exists = self._row(number, limit)
                 with when([*chunks.inside(number), *exists]):
-                    target = self._memory.ptr_to([start(row) + chunks.chunk * CHUNK])
+                    target = self._memory.ptr_to([self._start(first + row) + chunks.chunk * CHUNK])
                     store_vector("global", target, words, 4 * turn)
 
     def _row(self, number: int, limit: Size | None) -> tuple[tirx.Expr, list[tirx.Expr]]:
@@ -99,8 +101,21 @@ class KeyBlocks:
         self, plan: AttentionPlan, role: str, tile: tirx.Var, at: Tile, thread: tirx.Expr, params: list[tirx.Var]
     ) -> None:
         self._plan, self._at = plan, at
+
+        def positions(age: str) -> RowCopies:
+            layout = plan.spec.layouts()[age + role]
+            shape = plan.parameters.block_k, plan.value_width if role == "value" else plan.width, plan.spec.width(role)
+            memory = flat_view(params[layout.param])
+            start = at.batch * layout.batch_stride + at.kv_head * layout.head_stride + layout.offset
+            start = named(f"{age}{role}_start".replace(" ", "_"), start)
+            stride = layout.position_stride
+            return RowCopies(address, memory, lambda row: start + row * stride, shape, plan.threads, thread)
+
+        def address(stage: tirx.Expr | int, place: tirx.Expr) -> tirx.Expr:
+            return tile.ptr_to([stage, place])
+
         ages = ("",) if plan.spec.growth is None else ("", "past ", "new ")
-        self._tensors = {age: _Positions(plan, age + role, tile, at, thread, params) for age in ages}
+        self._tensors = {age: positions(age) for age in ages}
 
     def load(self, step: tirx.Expr, stage: tirx.Expr | int) -> None:
         """Emit the copies of the tile's `step`-th block of keys to a stage of shared memory."""
@@ -126,30 +141,3 @@ class KeyBlocks:
 
     def _limit(self, first: tirx.Expr) -> Size | None:
         return None if self._plan.whole_blocks else self._plan.spec.keys - first
-
-
-class _Positions:
-    """Emits the copies of some positions of one tensor, all of them from a `first` one on."""
-
-    def __init__(
-        self, plan: AttentionPlan, role: str, tile: tirx.Var, at: Tile, thread: tirx.Expr, params: list[tirx.Var]
-    ) -> None:
-        layout, columns = plan.spec.layouts()[role], plan.spec.width(role)
-        self._tile, self._stride = tile, layout.position_stride
-        width = plan.value_width if role.endswith("value") else plan.width
-        memory = flat_view(params[layout.param])
-        self._copies = RowCopies(memory, plan.threads, thread, plan.parameters.block_k, width, columns)
-        start = at.batch * layout.batch_stride + at.kv_head * layout.head_stride + layout.offset
-        self._start = named(role.replace(" ", "_") + "_start", start)
-
-    def load(self, stage: tirx.Expr | int, first: tirx.Expr, limit: Size | None, only: Only | None = None) -> None:
-        self._copies.load(self._place(stage), self._row(first), limit, only)
-
-    def store(self, stage: tirx.Expr | int, first: tirx.Expr, limit: Size | None) -> None:
-        self._copies.store(self._place(stage), self._row(first), limit)
-
-    def _place(self, stage: tirx.Expr | int) -> Callable[[tirx.Expr], tirx.Expr]:
-        return lambda place: self._tile.ptr_to([stage, place])
-
-    def _row(self, first: tirx.Expr) -> Callable[[tirx.Expr], tirx.Expr]:
-        return lambda row: self._start + (first + row) * self._stride

@@ -82,14 +82,17 @@ class _Kernel:
         self._keys = KeyBlocks(plan, "key", self._tile_k, at, thread, self._params)
         self._values = KeyBlocks(plan, "value", self._tile_v, at, thread, self._params)
         memory = flat_view(self._params[spec.query.param])
-        queries = RowCopies(memory, threads, thread, plan.rows, plan.width, spec.head_dim)
         start = named("query_start", self._start(spec.query, at.head) + at.query * spec.query.position_stride)
-        ragged = spec.queries % plan.tile_queries != 0
-        queries.load(
-            lambda place: self._tile_q.ptr_to([place]),
+        queries = RowCopies(
+            lambda _, place: self._tile_q.ptr_to([place]),
+            memory,
             lambda row: start + self._row_offset(spec.query, row),
-            (spec.queries - at.query) * plan.group if ragged else None,
+            (plan.rows, plan.width, spec.head_dim),
+            threads,
+            thread,
         )
+        ragged = spec.queries % plan.tile_queries != 0
+        queries.load(0, 0, (spec.queries - at.query) * plan.group if ragged else None)
         for stage in range(p.stages - 1):
             with when([stage < at.block_count] if stage else []):
                 self._keys.load(tirx.IntImm("int32", stage), stage)

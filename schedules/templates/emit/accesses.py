@@ -57,10 +57,6 @@ class Access:
         """Whether each lane reads by itself."""
         return self.width == 1 and len(self.indices) > 1
 
-    def register(self, lane: int) -> int:
-        """Return which of the registers holds a lane's element."""
-        return lane if self.width else 0
-
 
 class Accesses:
     """The loads of a function's expressions, inner ones before those whose index needs them.

@@ -131,7 +131,7 @@ class Lanes:
             store_bytes(buffer.ptr_to([index + start]), registers.ptr_to([start]), size * width)
 
     def _loaded(self, access: Access, lane: int) -> tirx.Expr:
-        element = self._registers[access][access.register(lane)]
+        element = self._registers[access][lane if access.width else 0]
         if access.dtype == "bool":
             return tirx.NE(element, tirx.IntImm("uint8", 0))
         return _cast(element, _computed(access.dtype))

@@ -218,9 +218,7 @@ def _refuse_parameters(p: GemmParameters, low: int, high: int) -> Refusal | None
 
 
 def _refuse_columns(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
-    # Whole vectors of the output, or whole groups of its partial sums.
-    unit = share_unit(matmul) if matmul.partials is None else matmul.partials.group
-    unit *= matmul.epilogue.accumulators
+    unit = share_unit(matmul) * matmul.epilogue.accumulators
     if p.block_n // p.warps_n % unit:
         return Refusal(f"a warp has {p.block_n // p.warps_n} columns, expected whole groups of {unit}")
     return None

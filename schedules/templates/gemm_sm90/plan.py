@@ -272,8 +272,7 @@ def make_plan(
     if accumulators + beside > registers:
         return Refusal(f"{accumulators} accumulators a thread beside {beside} registers, {registers} exist")
     each = matmul.epilogue.accumulators
-    # Columns are shared in what a vector of the output needs, or in whole groups of partial sums.
-    unit = share_unit(matmul) if matmul.partials is None else matmul.partials.group
+    unit = share_unit(matmul)
     if p.block_n % (unit * each):
         return Refusal(f"block_n is {p.block_n}, expected whole groups of {unit * each} columns")
     columns = unit * math.ceil(p.block_n // (unit * each) / p.split_k)

@@ -53,9 +53,11 @@ class Shares:
 def share_unit(matmul: MatmulFunction) -> int:
     """Return the unit of columns: a warp writes a multiple of it.
 
-    They are an instruction's 8, or where heads are rotated both 8 that are rotated together, or a vector of 16 single
-    bytes.
+    They are a group of partial sums; else an instruction's 8, or where heads are rotated both 8 that are rotated
+    together, or a vector of 16 single bytes.
     """
+    if matmul.partials is not None:
+        return int(matmul.partials.group)
     least = HEAD_UNIT if matmul.epilogue.head else 8
     return max(least, *(VECTOR_BYTES // size for size, _ in _moved(matmul)[0]))
 
