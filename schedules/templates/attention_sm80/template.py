@@ -26,7 +26,7 @@ are waited for after its softmax.
 
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch, from
 sm_90 on); `gemm_sm80` says why it is not proposed. Masks are those of
-`schedules.templates.attention_sm90.template`. With `split`, blocks share the keys of a tile (`split_keys.py`). Where
+`schedules.templates.attention_sm90.template`. With `split`, blocks share the keys of a tile (`SplitKeys`). Where
 caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too (`copies.py`). Symbolic sizes
 are not made.
 """

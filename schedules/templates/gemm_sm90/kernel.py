@@ -31,10 +31,16 @@ from relaxtune.schedules.templates.gemm_sm90.plan import (
     WARPGROUP,
     GemmPlan,
 )
-from relaxtune.schedules.templates.gemm_sm90.ring import Memory, Producer
-from relaxtune.schedules.templates.gemm_sm90.shared_sums import ClusterSum, StreamPart, StreamSum, StreamTiles
-from relaxtune.schedules.templates.gemm_sm90.tile_statistics import TileStatistics
-from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes, Part, Tiles
+from relaxtune.schedules.templates.gemm_sm90.ring import Memory, Producer, TileStatistics
+from relaxtune.schedules.templates.gemm_sm90.tiles import (
+    ClusterSum,
+    GridSizes,
+    Part,
+    StreamPart,
+    StreamSum,
+    StreamTiles,
+    Tiles,
+)
 from relaxtune.schedules.templates.output.output_tile import OutputTile
 from relaxtune.schedules.templates.output.row_statistics import RowStatistics
 from relaxtune.schedules.tir.blocks import Size

@@ -19,7 +19,7 @@ B in L2. Its threads:
   in each 8 columns, columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
   With `pingpong`, two warpgroups take turns to make whole tiles: one multiplies while the other writes.
 - producer: one warp after them; one thread of it issues every TMA load. With two consumers it is a warpgroup: where a
-  norm is inside, two more of its warps make statistics of rows (`schedules.templates.gemm_sm90.tile_statistics`).
+  norm is inside, two more of its warps make statistics of rows (`schedules.templates.gemm_sm90.ring`).
 
 Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
 
@@ -37,7 +37,7 @@ Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned
 With `split_k`, the blocks of a cluster share one tile: each sums a part of K, then each adds up, in the order of ranks,
 its part of the columns from the shared memory of all, and writes it.
 With `stream_k`, `blocks` blocks share the sums of all tiles evenly, through global memory, whatever that number is and
-wherever that cuts a sum: see `schedules.templates.gemm_sm90.shared_sums`.
+wherever that cuts a sum: see `schedules.templates.gemm_sm90.tiles`.
 With `multicast`, the c blocks of a cluster make tiles one below the other; each loads a part of B's tile for all.
 With `dependent`, the kernel may start while the one before it in the stream ends (programmatic dependent launch): it
 waits for it before it reads or writes global memory, but for what is known to be constant: the first tiles of B, and

@@ -17,8 +17,8 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import CONSTANT_PARAMS_ATTR
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters, GemmPlan, make_plan
-from relaxtune.schedules.templates.gemm_sm90.shared_sums import StreamTiles
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
+from relaxtune.schedules.templates.gemm_sm90.tiles import StreamTiles
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import captured_cubins
 from tests.schedules.templates.matmul_cases import MatmulCase
