@@ -19,8 +19,7 @@ from relaxtune.schedules.templates.attention_sm90.template import AttentionSm90
 from relaxtune.schedules.templates.base import Parameters, Template, TemplateError, template_of
 from relaxtune.schedules.templates.gemm_sm80.template import GemmSm80
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-from relaxtune.schedules.templates.gemv.stream import GemvStream
-from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.gemv.template import Gemv, GemvStream
 from relaxtune.schedules.templates.ranges import Ranges
 from relaxtune.schedules.templates.rows.elementwise import Elementwise
 from relaxtune.schedules.templates.rows.template import Rows

@@ -129,8 +129,7 @@ def build(directory: Path, candidates: int, cases: str) -> None:
     from relaxtune.schedules.targets import resolve_target
     from relaxtune.schedules.templates.base import Template
     from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
-    from relaxtune.schedules.templates.gemv.stream import GemvStream
-    from relaxtune.schedules.templates.gemv.template import Gemv
+    from relaxtune.schedules.templates.gemv.template import Gemv, GemvStream
 
     target = resolve_target("cuda:sm_90a")
     with cubin_writer(directory, target) as writer:

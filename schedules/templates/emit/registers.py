@@ -14,8 +14,8 @@ from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, Guard
+from relaxtune.schedules.templates.emit.device_function import load_bytes, store_bytes
 from relaxtune.schedules.templates.emit.fast_math import fast_call
-from relaxtune.schedules.templates.emit.global_access import load_bytes, store_bytes
 from relaxtune.schedules.tir.blocks import element_bytes, narrow
 from relaxtune.schedules.tir.dataflow import Dataflow
 from relaxtune.schedules.tir.expressions import (

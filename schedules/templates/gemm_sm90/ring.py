@@ -1,4 +1,4 @@
-"""The ring of tiles of the GEMM kernel in shared memory, its barriers, and the warps that load tiles or make statistics."""
+"""The ring of tiles of the GEMM kernel in shared memory, its barriers, and the warps that load and make statistics."""
 
 from __future__ import annotations
 

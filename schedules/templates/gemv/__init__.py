@@ -1,1 +1,1 @@
-"""Templates for matmuls of up to 16 rows: `template.py`, and `stream.py` with weights that go through shared memory."""
+"""Templates for matmuls of up to 16 rows: start at `template.py`."""

@@ -15,7 +15,7 @@ from relaxtune.schedules.templates.emit.async_copy import (
     wait_for_copies,
     wait_for_copies_of_block,
 )
-from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.device_function import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     EmitBody,
     build_function,

@@ -15,8 +15,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import copy_async, end_copies
-from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.device_function import device_call, load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.gemv.plan import COLUMNS, LANES, WARP

@@ -14,8 +14,8 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.device_function import load_bytes
 from relaxtune.schedules.templates.emit.epilogue import evaluated, output_axes
-from relaxtune.schedules.templates.emit.global_access import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import flat_view
 from relaxtune.schedules.templates.emit.registers import clear, in_register, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum

@@ -1,4 +1,4 @@
-"""Sizes of the kernels of `template.py` and `stream.py` for a function and parameters, or a refusal."""
+"""Sizes of the kernels of `template.py` for a function and parameters, or a refusal."""
 
 from __future__ import annotations
 

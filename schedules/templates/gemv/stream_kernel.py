@@ -1,4 +1,4 @@
-"""The kernel of `stream.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+"""The kernel of `GemvStream` in `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import copy_async, copy_async_where, end_copies, wait_for_copies
-from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.device_function import load_bytes
 from relaxtune.schedules.templates.emit.kernel_frame import (
     EmitBody,
     build_function,

@@ -12,7 +12,7 @@ from tvm.tirx.layout import S, TileLayout
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.marks import constant_params
-from relaxtune.schedules.templates.emit.global_access import load_bytes
+from relaxtune.schedules.templates.emit.device_function import load_bytes
 from relaxtune.schedules.templates.output.output_shares import Shares, column_loads
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction

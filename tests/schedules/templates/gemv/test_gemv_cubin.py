@@ -11,8 +11,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import Parameters, Template
 from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvStreamParameters
-from relaxtune.schedules.templates.gemv.stream import GemvStream
-from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.gemv.template import Gemv, GemvStream
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, MMA_SYNC, captured_cubins, kernel_code, read_cubin
 from tests.schedules.templates.gemv_cases import CASES, GemvCase

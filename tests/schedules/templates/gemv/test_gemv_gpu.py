@@ -10,8 +10,7 @@ from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import Template
-from relaxtune.schedules.templates.gemv.stream import GemvStream
-from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.gemv.template import Gemv, GemvStream
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from relaxtune.schedules.tir.blocks import static_shape
 from tests.schedules.templates.gemv_cases import CASES, GemvCase

@@ -16,8 +16,7 @@ from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
 from relaxtune.schedules.templates.gemv.plan import GemvParameters, GemvPlan, GemvStreamParameters, make_plan
-from relaxtune.schedules.templates.gemv.stream import GemvStream
-from relaxtune.schedules.templates.gemv.template import Gemv
+from relaxtune.schedules.templates.gemv.template import Gemv, GemvStream
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
 from tests.schedules.templates.block_on_cpu import run_on_cpu
 from tests.schedules.templates.cubin import LOCAL_LOAD, LOCAL_STORE, captured_cubins, read_cubin

@@ -16,7 +16,7 @@ from relaxtune.schedules.templates.gemv.plan import (
     GemvStreamPlan,
     make_stream_plan,
 )
-from relaxtune.schedules.templates.gemv.stream import GemvStream
+from relaxtune.schedules.templates.gemv.template import GemvStream
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from tests.schedules.templates.gemv_cases import CASES, GemvCase
