@@ -11,11 +11,11 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import ScoreBias
-from relaxtune.schedules.templates.attention.padding_search import SCAN_LOADS, any_lane
+from relaxtune.schedules.templates.attention.padding_search import any_lane
 from relaxtune.schedules.templates.attention.sizes import flat_view, is_zero
 from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.registers import in_register
+from relaxtune.schedules.templates.emit.registers import in_register, load_vector
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 LOG2_E = math.log2(math.e)
@@ -152,9 +152,8 @@ class BiasReader:
         for load in range(loads):
             inside = tirx.min((load * 32 + self._lane) * elements, block_k - elements)
             key = tirx.min(block * block_k + inside, plan.spec.keys - elements)
-            registers = [self._scanned[load * each + word] for word in range(each)]
             at = self._buffer.ptr_to([rows.batch * self._bias.batch_stride + key])
-            T.evaluate(T.ptx[SCAN_LOADS[each]](*registers, at))
+            load_vector("global", self._scanned, at, each, load * each)
 
     def _read_block(self, block: tirx.Expr, rows: Rows) -> None:
         """Emit what this thread's rows need of one block of keys; past the last key, the last is read."""

@@ -12,10 +12,8 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention.tiles import TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.registers import in_register
+from relaxtune.schedules.templates.emit.registers import in_register, load_vector
 
-# Words of 4 bytes -> the load.
-SCAN_LOADS = {1: "ld.global.u32", 2: "ld.global.v2.u32", 4: "ld.global.v4.u32"}
 # The bits of a word that say whether there is anything in it: all but signs. Exporters make masks of (1 - mask) times a
 # low number, which is -0 where nothing is masked.
 _MAGNITUDES = {"float16": 0x7FFF7FFF, "bfloat16": 0x7FFF7FFF, "float32": 0x7FFFFFFF}
@@ -124,8 +122,7 @@ class PaddingSearch:
                 word = tirx.Cast("uint32", tirx.reinterpret("uint16", self._buffer[at]))
                 T.buffer_store(self._words, word, [load])
                 continue
-            registers = [self._words[load * self._each + word] for word in range(self._each)]
-            T.evaluate(T.ptx[SCAN_LOADS[self._each]](*registers, self._buffer.ptr_to([at])))
+            load_vector("global", self._words, self._buffer.ptr_to([at]), self._each, load * self._each)
 
     def _read_bits(self, count: int) -> tirx.Expr:
         return reduce(tirx.bitwise_or, [self._words[word] for word in range(count * self._each)])

@@ -26,7 +26,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     pin,
     uniform,
 )
-from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function
+from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, launch_dependents
 from relaxtune.schedules.templates.emit.registers import clear
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
@@ -74,8 +74,7 @@ class _Kernel:
         if p.split > 1:
             T.evaluate(T.ptx.barrier.cluster.arrive.release())
         T.evaluate(T.cuda.cta_sync())
-        if p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+        launch_dependents(p.dependent)
         # setmaxnreg takes effect in a kernel whose registers are capped at its start.
         with T.attr({MIN_BLOCKS_ATTR: p.residents}), T.If(uniform(self._thread // WARPGROUP) >= p.consumers):
             with T.Then():

@@ -10,7 +10,7 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, Tile, each_tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
 from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, initialise_barrier, load_tile, store_tile
-from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
+from relaxtune.schedules.templates.emit.kernel_frame import shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
 
 
@@ -100,8 +100,7 @@ class Producer:
         """Emit the loads of all tiles of a block, by one thread."""
         p = self._p
         ring_k, ring_v = Ring(p.stages), Ring(p.stages)
-        if p.dependent and self._spec.growth is None:
-            T.evaluate(T.ptx.griddepcontrol.wait())
+        wait_for_predecessor(p.dependent and self._spec.growth is None, launches=False)
 
         def load(tile: Tile) -> None:
             self._tile = tile
@@ -150,8 +149,7 @@ class Producer:
         T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
 
     def _begin_query(self) -> None:
-        if self._p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.wait())
+        wait_for_predecessor(self._p.dependent, launches=False)
         self._load_query()
 
     def _copy(self, ring: Ring, step: tirx.Expr) -> None:

@@ -101,10 +101,16 @@ def bind_rows(matmul: MatmulFunction) -> MatmulFunction:
     return matmul if matmul.rows is None else replace(matmul, rows=T.Bind(tirx.Cast("int32", matmul.rows)))
 
 
-def wait_for_predecessor(dependent: bool) -> None:
-    """Emit, in a dependent kernel, the wait for the kernel before it; the one after it may start from now on."""
+def launch_dependents(dependent: bool) -> None:
+    """Emit, in a dependent kernel, that the kernel after it may start from now on."""
     if dependent:
         T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+
+
+def wait_for_predecessor(dependent: bool, *, launches: bool = True) -> None:
+    """Emit, in a dependent kernel, the wait for the kernel before it; with `launches`, the one after it may start."""
+    launch_dependents(dependent and launches)
+    if dependent:
         T.evaluate(T.ptx.griddepcontrol.wait())
 
 

@@ -225,7 +225,8 @@ _VECTOR_KINDS = {"uint32": "u32", "float32": "f32"}
 
 def load_vector(space: str, registers: tirx.Var, source: tirx.Expr, count: int = 4, first: int = 0) -> None:
     """Emit the load of `count` words from "global" or "shared" memory into registers, from a `first` one on."""
-    name = f"ld.{space}.v{count}.{_VECTOR_KINDS[dtype_of(registers)]}"
+    vector = "" if count == 1 else f".v{count}"
+    name = f"ld.{space}{vector}.{_VECTOR_KINDS[dtype_of(registers)]}"
     T.evaluate(T.ptx[name](*(registers[first + index] for index in range(count)), source))
 
 

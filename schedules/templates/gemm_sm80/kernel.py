@@ -24,6 +24,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     flat_view,
     shared_pool,
     tile_place,
+    wait_for_predecessor,
 )
 from relaxtune.schedules.templates.emit.registers import in_register, when
 from relaxtune.schedules.templates.emit.sums_exchange import SplitSum
@@ -108,9 +109,7 @@ class _Kernel:
         if early:
             for stage in stages:
                 self._copies.load_b(stage, self._first_k_tile + stage)
-        if p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
-            T.evaluate(T.ptx.griddepcontrol.wait())
+        wait_for_predecessor(p.dependent)
         for stage in range(p.stages):
             if stage in stages:
                 self._copies.load_a(stage, self._first_k_tile + stage)

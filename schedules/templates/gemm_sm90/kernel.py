@@ -19,7 +19,7 @@ from relaxtune.schedules.templates.emit.hopper import (
     uniform,
     wait_for_cluster,
 )
-from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function
+from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, bind_rows, build_function, launch_dependents
 from relaxtune.schedules.templates.emit.registers import clear, in_register
 from relaxtune.schedules.templates.gemm_sm90.plan import (
     CONSUMER_REGISTERS,
@@ -99,8 +99,7 @@ class _Kernel:
         T.evaluate(T.cuda.cta_sync())
         if self._p.multicast > 1:
             wait_for_cluster()
-        if self._p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.launch_dependents())
+        launch_dependents(self._p.dependent)
         # setmaxnreg takes effect in a kernel whose registers are capped at its start.
         with T.attr({MIN_BLOCKS_ATTR: 1}), T.If(self._group == self._p.consumers):
             with T.Then():

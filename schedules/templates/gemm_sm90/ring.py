@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.hopper import Ring, arrive, expect_bytes, initialise_barrier, load_tile
-from relaxtune.schedules.templates.emit.kernel_frame import shared_pool
+from relaxtune.schedules.templates.emit.kernel_frame import shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import clear, load_vector
 from relaxtune.schedules.templates.gemm_sm90.plan import STATISTICS_SLOTS, STATISTICS_WARPS, WARPGROUP, GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import ClusterSum, Part, Tiles
@@ -108,8 +108,7 @@ class Producer:
         early: tirx.Expr | int = 0
         if self._p.multicast > 1:
             self.load_early()
-        if self._p.dependent:
-            T.evaluate(T.ptx.griddepcontrol.wait())
+        wait_for_predecessor(self._p.dependent, launches=False)
         if self._plan.early:
             first = self._tiles.first()
             early = self._begun(first)
@@ -198,8 +197,7 @@ class TileStatistics:
 
     def make(self, thread: tirx.Expr) -> None:
         """Emit the making of all statistics that the block needs; `thread` is a number among those that make them."""
-        if self._plan.parameters.dependent:
-            T.evaluate(T.ptx.griddepcontrol.wait())
+        wait_for_predecessor(self._plan.parameters.dependent, launches=False)
         self._tiles.each(lambda part: self._make_part(part, thread))
 
     def read(

@@ -9,13 +9,14 @@ read every fourth group each and add up what they have. The order of sums is fix
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.registers import load_vector
+from relaxtune.schedules.templates.emit.registers import load_vector, tree
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT, SCALE, SHIFT, SQUARES, SUM, RowNorm
 
@@ -154,10 +155,7 @@ class RowStatistics:
             if (turn + 1) * _LANES > groups:
                 value = tirx.Select(self._group(turn) < groups, value, tirx.FloatImm("float32", 0.0))
             parts.append(value)
-        # By pairs, so that sums need not wait for one another.
-        while len(parts) > 1:
-            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + parts[len(parts) // 2 * 2 :]
-        return device_call(_QUAD_SUM, parts[0])
+        return device_call(_QUAD_SUM, tree(operator.add, parts))
 
     def _group(self, turn: int) -> tirx.Expr:
         return turn * _LANES + self._lane % _LANES
