@@ -20,7 +20,6 @@ from dataclasses import replace
 
 import tvm_ffi
 from tvm import s_tir, te, tirx
-from tvm.ir.expr import TensorLoad
 from tvm.s_tir import SBlock
 
 from relaxtune.schedules.errors import Refusal
@@ -91,7 +90,12 @@ def _quantisation(func: tirx.PrimFunc, block: Block) -> Quantisation | Refusal:
     if positions[0] is None or positions[1] is None or shapes[0] is None or shapes[1] is None:
         return refusal
     (columns, k), bits = weight, 8 * shapes[0][-1] // weight[1]
-    group = _group(scales, k)
+    # The weights along K with one scale, from the index of a scale.
+    index, group = scales.indices[0], None
+    if isinstance(index, tirx.IntImm):
+        group = k
+    elif isinstance(index, tirx.FloorDiv) and isinstance(index.b, tirx.IntImm):
+        group = int(index.b)
     if bits not in (4, 8) or group is None or shapes != ((columns, k * bits // 8), (-(-k // group), columns)):
         return refusal
     operands = [
@@ -106,14 +110,6 @@ def _quantisation(func: tirx.PrimFunc, block: Block) -> Quantisation | Refusal:
     if isinstance(expected, Refusal) or not tvm_ffi.structural_equal(store, expected[0].store, map_free_vars=True):
         return refusal
     return Quantisation(positions[0], positions[1], bits, group)
-
-
-def _group(scales: TensorLoad, k: int) -> int | None:
-    """Return the weights along K with one scale, from the index of a scale."""
-    index = scales.indices[0]
-    if isinstance(index, tirx.IntImm):
-        return k
-    return int(index.b) if isinstance(index, tirx.FloorDiv) and isinstance(index.b, tirx.IntImm) else None
 
 
 def _with_weight_as_parameter(func: tirx.PrimFunc, dequantise: Block) -> tirx.PrimFunc:

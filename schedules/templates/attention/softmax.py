@@ -168,22 +168,21 @@ class OnlineSoftmax:
         if scale is not None:
             factor = scale if factor is None else scale * factor
         for row in range(2):
-            self._exponentiate(scores, row, factor, self._subtrahend(row, added))
+            # What is still to be subtracted from the row's powers of 2; None for nothing.
+            less: tirx.Expr | None = self._used[row]
+            if self._subtracts:
+                less = None
+            if self._subtracts and added is not None:
+                # Finite, for products of -inf (keys that are not seen).
+                lowest = tirx.FloatImm("float32", _LOWEST)
+                power = tirx.max(self._used[row] * tirx.FloatImm("float32", self.unit), lowest)
+                less = tirx.Select(added, tirx.FloatImm("float32", 0.0), power)
+            self._exponentiate(scores, row, factor, less)
 
     @property
     def _subtracts(self) -> bool:
         """Whether the largest score is subtracted first: a low finite score times log2(e) may be -inf."""
         return not self._plain and self.unit != 1.0
-
-    def _subtrahend(self, row: int, added: tirx.Expr | None) -> tirx.Expr | None:
-        """Return what is still to be subtracted from a row's powers of 2; None for nothing."""
-        if not self._subtracts:
-            return self._used[row]
-        if added is None:
-            return None
-        # Finite, for products of -inf (keys that are not seen).
-        power = tirx.max(self._used[row] * tirx.FloatImm("float32", self.unit), tirx.FloatImm("float32", _LOWEST))
-        return tirx.Select(added, tirx.FloatImm("float32", 0.0), power)
 
     def _places(self, row: int) -> list[int]:
         """Return a thread's registers of a row's scores, two neighbouring keys after another."""

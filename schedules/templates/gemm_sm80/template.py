@@ -249,19 +249,12 @@ def _various(plans: Sequence[GemmPlan]) -> list[GemmPlan]:
     return first + later
 
 
-def _tiles(matmul: MatmulFunction) -> tuple[tuple[int, int, int, int, int], ...]:
-    if matmul.stored is not None:
-        return STORED_TILES
-    if matmul.input_dtype in FLOAT8_KINDS:
-        return FLOAT8_TILES
-    if matmul.input_dtype in BYTE_KINDS:
-        return BYTE_TILES
-    return FLOAT_TILES if is_plain(matmul) else TILES
-
-
 def _proposals(matmul: MatmulFunction) -> Iterator[GemmParameters]:
     """Yield tiles and depths that may suit a shape; some do not fit."""
-    for block_m, block_n, block_k, warps_m, warps_n in _tiles(matmul):
+    tiles: tuple[tuple[int, int, int, int, int], ...] = FLOAT_TILES if is_plain(matmul) else TILES
+    if matmul.input_dtype in (*FLOAT8_KINDS, *BYTE_KINDS):
+        tiles = FLOAT8_TILES if matmul.input_dtype in FLOAT8_KINDS else BYTE_TILES
+    for block_m, block_n, block_k, warps_m, warps_n in STORED_TILES if matmul.stored is not None else tiles:
         if (block_m > 16 and block_m >= 2 * matmul.m) or (block_n > 32 and block_n >= 2 * matmul.n):
             continue
         group = min(-(-matmul.m // block_m), _ROWS)

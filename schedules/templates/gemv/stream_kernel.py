@@ -83,7 +83,13 @@ class _Kernel(FewRowsKernel):
             # Behind x, which is needed first.
             keep_loads_before()
             self._begin(first, before, p.depth)
-        self._prepare_x()
+        # What products need of x beside its elements, and in which order they need them.
+        count = plan.column_tiles * plan.words_x
+        for turn in range(plan.turns):
+            emit_pairs(self._matmul, self._words_x.ptr_to([turn * count]), count)
+            if self._offsets is not None:
+                to = self._offsets.ptr_to([turn * plan.column_tiles * 2])
+                emit_offsets(plan.column_tiles, to, self._words_x.ptr_to([turn * count]))
         if plan.rounds == 1:
             self._make_tile(first)
         else:
@@ -201,17 +207,6 @@ class _Kernel(FewRowsKernel):
 
     def _place_of_x(self, turn: int) -> int:
         return turn % self._plan.held * self._plan.column_tiles * self._plan.words_x
-
-    def _prepare_x(self) -> None:
-        """Emit what products need of x beside its elements, and in which order they need them."""
-        plan = self._plan
-        count = plan.column_tiles * plan.words_x
-        for turn in range(plan.turns):
-            first = turn * count
-            emit_pairs(self._matmul, self._words_x.ptr_to([first]), count)
-            if self._offsets is not None:
-                to = self._offsets.ptr_to([turn * plan.column_tiles * 2])
-                emit_offsets(plan.column_tiles, to, self._words_x.ptr_to([first]))
 
     def _make_tile(self, index: tirx.Expr) -> None:
         plan, p, sums = self._plan, self._p, self._sums

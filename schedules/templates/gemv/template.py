@@ -216,7 +216,15 @@ class GemvStream(GemvTemplate[GemvStreamParameters]):
                 proposed.append(plan)
         if found.stored is None:
             tiles_min = _TILES_MIN * limits.likely_sm_count
-            proposed.sort(key=lambda plan: (_is_uneven(plan), not _is_preferred(plan, tiles_min), not _shares_x(plan)))
+
+            def rank(plan: GemvStreamPlan) -> tuple[bool, bool, bool]:
+                p, several = plan.parameters, plan.rounds > 1 or plan.column_tiles == 1
+                # Whether the last round of tiles leaves many blocks idle; and whether not many warps share x where it
+                # takes as many loads as the block's only tile of W.
+                uneven = plan.rounds * p.groups > _UNEVEN_MAX * plan.row_tiles
+                return uneven, not _is_preferred(plan, tiles_min), several or (p.tiles, p.warps) != (1, _MANY_WARPS)
+
+            proposed.sort(key=rank)
         return [plan.parameters for plan in proposed] or refusal
 
     def _recognise(self, func: tirx.PrimFunc, target: ResolvedTarget) -> MatmulFunction | Refusal:
@@ -243,11 +251,6 @@ def _stream_proposals(matmul: MatmulFunction, sm_count: int, dependent: bool) ->
         yield GemvStreamParameters(tiles, warps, depth, blocks, dependent, early, collected)
 
 
-def _is_uneven(plan: GemvStreamPlan) -> bool:
-    """Whether the last round of tiles leaves many blocks idle."""
-    return plan.rounds * plan.parameters.groups > _UNEVEN_MAX * plan.row_tiles
-
-
 def _is_preferred(plan: GemvStreamPlan, tiles_min: float) -> bool:
     """Whether warps make two tiles, so that half as many blocks read x; of few rows and a long K, x is little of it."""
     p, long = plan.parameters, plan.turns >= _LONG_TURNS
@@ -256,9 +259,3 @@ def _is_preferred(plan: GemvStreamPlan, tiles_min: float) -> bool:
     if long and plan.column_tiles == 1:
         return (p.tiles, p.depth, p.held) == (1, 6, 0)
     return (p.tiles, p.depth, p.held) == (2, 3 if long else 2, 4)
-
-
-def _shares_x(plan: GemvStreamPlan) -> bool:
-    """Whether many warps share x where it takes as many loads as the block's only tile of W."""
-    p = plan.parameters
-    return plan.rounds == 1 and plan.column_tiles > 1 and (p.tiles, p.warps) == (1, _MANY_WARPS)

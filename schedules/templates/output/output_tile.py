@@ -173,7 +173,14 @@ class OutputTile:
                 for start, width in shares.chunks:
                     if not shares.prefetched:
                         self._read_residuals(block, start, width)
-                    self._lay_out_residuals(block, start, width)
+                    for index, patch in enumerate(self._residual_patches):
+                        vectors = patch_vectors(self._lane, str(patch.ty.dtype), width)
+                        for number, (line, inside, _, partial) in enumerate(vectors):
+                            to = patch.ptr_to([self._warp, line, inside])
+                            with when([line < 16] if partial else []):
+                                store_vector("shared", to, self._held[index, block, start], number * 4)
+                    if self._residual_patches:
+                        T.evaluate(T.cuda.warp_sync())
                     self._evaluate(accumulators, block, start, width)
                     T.evaluate(T.cuda.warp_sync())
                     self._write_patch(self._row + block * self._step, self._column + start, width)
@@ -229,15 +236,6 @@ class OutputTile:
                 at_column = tirx.min(self._column + start + inside, self._matmul.columns - lanes)
                 load_vector("global", words, source.ptr_to([at_row, at_column]), first=number * 4)
             self._held[index, block, start] = words
-
-    def _lay_out_residuals(self, block: int, start: int, width: int) -> None:
-        for index, patch in enumerate(self._residual_patches):
-            words = self._held[index, block, start]
-            for number, (line, inside, _, partial) in enumerate(patch_vectors(self._lane, str(patch.ty.dtype), width)):
-                with when([line < 16] if partial else []):
-                    store_vector("shared", patch.ptr_to([self._warp, line, inside]), words, number * 4)
-        if self._residual_patches:
-            T.evaluate(T.cuda.warp_sync())
 
     def _evaluate(self, accumulators: tirx.Var, block: int, start: int, width: int) -> None:
         """Emit a chunk's values and their writing into the patch, `shares.batch` columns at a time.

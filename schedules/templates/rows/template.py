@@ -113,7 +113,10 @@ class Rows(DataflowTemplate[RowsParameters]):
                 for held in (True, False):
                     p = RowsParameters(lanes, threads, rows, held, dependent=True)
                     plan = make_plan(flow, accesses, p, limits)
-                    if isinstance(plan, RowsPlan) and _is_sensible(plan):
+                    if isinstance(plan, Refusal) or p.threads >= 2 * plan.vectors:
+                        continue
+                    # Only long rows are read more than once.
+                    if held or (plan.chunks >= _LONG and p.threads >= _LONG_THREADS):
                         plans.append((_predicted(plan, moved, accesses, limits.likely_sm_count), p))
         plans.sort(key=lambda pair: pair[0])
         return [p for _, p in plans[:_CANDIDATES_MAX]] or Refusal(
@@ -157,12 +160,6 @@ def _shares() -> Iterator[tuple[int, int]]:
         for rows in (1, 2, 4, 8, 16, 32):
             if threads * rows % 32 == 0 and (threads * rows <= 256 or rows == 1):
                 yield threads, rows
-
-
-def _is_sensible(plan: RowsPlan) -> bool:
-    """Whether enough threads have work, and only long rows are read more than once."""
-    p = plan.parameters
-    return p.threads < 2 * plan.vectors and (p.held or (plan.chunks >= _LONG and p.threads >= _LONG_THREADS))
 
 
 def _predicted(plan: RowsPlan, moved_bytes: int, accesses: Accesses, sm_count: int) -> float:
