@@ -87,7 +87,7 @@ class MeasuredModel:
         logger.info(
             "model as record %s of %s says: norms in matmuls of up to %d rows, %d kernels for their time inside it%s",
             newest.id, newest.environment.device_name, decision.norm_rows_max, len(decision.kernels),
-            ", untuned since tuned kernels were no faster in the model" * decision.untuned,
+            ", untuned since tuned kernels were not surely faster in the model" * decision.untuned,
         )  # fmt: skip
         return decision
 

@@ -42,6 +42,7 @@ from relaxtune.pipeline.cli.output import (
 )
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.output_file import output_file
+from relaxtune.pipeline.printable import short
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def validate_command(
             stdout_console().print(render_bisection(found))
         if options.kernels:
             columns = {
-                "kernel": lambda one: one.function,
+                "kernel": lambda one: short(one.function),
                 "route": lambda one: one.route,
                 "ONNX nodes": lambda one: ", ".join(one.onnx_nodes),
                 "difference": lambda one: one.reason,

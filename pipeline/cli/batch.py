@@ -28,6 +28,7 @@ from relaxtune.pipeline.cli.output import (
 )
 from relaxtune.pipeline.cli.report import write_page
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.printable import short
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Tune many models by one plan.", no_args_is_help=True)
 
 # Of a plan, so many tasks are listed, those with the most arithmetic, with so much of their names.
-_TASKS_SHOWN, _NAME_SHOWN = 30, 60
+_TASKS_SHOWN = 30
 _PROGRESS_S = 5.0
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The plan: a TOML file, see docs/batch.md.")]
@@ -255,7 +256,7 @@ def _print_preview(shown: Preview) -> None:
     print_table(TableView.of(f"cells of {shown.plan.name}", shown.cells, columns))
     for group in shown.groups:
         tasks: dict[str, Callable[[TaskFacts], object]] = {
-            "task": lambda task: task.name if len(task.name) <= _NAME_SHOWN else f"{task.name[:_NAME_SHOWN]}...",
+            "task": lambda task: short(task.name),
             "family": lambda task: task.family,
             "weight": lambda task: task.weight,
             "cells": lambda task: len(task.functions),

@@ -12,6 +12,7 @@ from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
 from relaxtune.pipeline.cli.output import OutputFormat, TableView, first_of, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.printable import short
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.inspect import Inspection
@@ -75,7 +76,7 @@ def _print_unsupported(inspection: Inspection) -> None:
 
 def _print_tasks(inspection: Inspection) -> None:
     columns = {
-        "task": lambda task: task.name,
+        "task": lambda task: short(task.name),
         "family": lambda task: task.family,
         "sizes": lambda task: _sizes(task.signature),
         "runs": lambda task: task.weight,

@@ -60,17 +60,14 @@ class TableView:
     @classmethod
     def of(cls, title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], object]]) -> TableView:
         """Return a table with a row for each item; `columns` says what a cell shows, nothing for None."""
-        rows = tuple(tuple(_cell(show(item)) for show in columns.values()) for item in items)
+        shown = [[show(item) for show in columns.values()] for item in items]
+        rows = tuple(tuple("" if value is None else str(value) for value in row) for row in shown)
         return cls(title, tuple(columns), rows)
 
 
 def first_of(names: Sequence[str]) -> str:
     """Return the first name and how many more there are."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
-
-
-def _cell(value: object) -> str:
-    return "" if value is None else str(value)
 
 
 class SafeConsole(Console):

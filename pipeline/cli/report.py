@@ -12,6 +12,7 @@ from relaxtune.pipeline.cli.db.common import open_for_reading
 from relaxtune.pipeline.cli.options import VerifyKeyOption, optional_database, require_signed
 from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console, write_text
 from relaxtune.pipeline.errors import ArtifactError, UsageError
+from relaxtune.pipeline.printable import short
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def report(
     ] = ReportFormat.HTML,
 ) -> None:
     """Show where a model's time goes: each kernel's time, share, rates against ceilings, route and bottleneck."""
+    from relaxtune.pipeline.report.diff import diff_reports
+
     if directory is None and db is None:
         raise UsageError("nothing to report: name an artifact directory, a database with --db, or both")
     if directory is None and profile:
@@ -71,7 +74,7 @@ def report(
     if directory is not None:
         require_signed(verify_key, directory, *([] if diff is None else [diff]))
     reports = _reports(directory, db, ceilings, profile=profile)
-    found = None if diff is None else _diff(_reports(diff, db, ceilings, profile=profile)[0], reports[0])
+    found = None if diff is None else diff_reports(_reports(diff, db, ceilings, profile=profile)[0], reports[0])
     if output_format is ReportFormat.HTML:
         from relaxtune.pipeline.report.page import render_page
 
@@ -104,12 +107,6 @@ def _reports(
         return [report_artifact(directory, profile=measured, ceilings=here)]
     with open_for_reading(db) as database:
         return [report_artifact(directory, database=database, profile=measured, ceilings=here)]
-
-
-def _diff(before: Report, after: Report) -> ReportDiff:
-    from relaxtune.pipeline.report.diff import diff_reports
-
-    return diff_reports(before, after)
 
 
 def _lacks_times(directory: Path) -> bool:
@@ -156,8 +153,8 @@ def _print_diff(diff: ReportDiff) -> None:
     from relaxtune.pipeline.pages.render import number
 
     columns: dict[str, Callable[[KernelChange], object]] = {
-        "kernel": lambda one: first_of([row.name for row in one.before]),
-        "now": lambda one: first_of([row.name for row in one.after]),
+        "kernel": lambda one: first_of([short(row.name) for row in one.before]),
+        "now": lambda one: first_of([short(row.name) for row in one.after]),
         "what changed": lambda one: one.what,
         "us before": lambda one: number(one.before_us) if one.before else None,
         "us after": lambda one: number(one.after_us) if one.after else None,
@@ -173,7 +170,7 @@ def _print_tables(report: Report) -> None:
     from relaxtune.pipeline.pages.render import number, percent
 
     columns = {
-        "kernel": lambda row: row.name,
+        "kernel": lambda row: short(row.name),
         "route": lambda row: row.route,
         "calls": lambda row: row.calls,
         "us": lambda row: number(row.time_us),

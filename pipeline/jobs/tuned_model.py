@@ -42,7 +42,7 @@ from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import left_aside
 
 # What the kernels of a model say that ships without its records.
-UNTUNED = "untuned: the model is no faster with tuned kernels"
+UNTUNED = "untuned: the model is not surely faster with tuned kernels"
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ _LISTED = 1000
 # A kernel above its arithmetic ceiling by more than a measurement can err.
 _BEYOND = 1.1
 _SHIPS_UNTUNED = (
-    "the model ships untuned: tuned kernels made it no faster as a whole. The kernels listed are the fastest alone; "
-    "compiling takes the untuned ones"
+    "the model ships untuned: tuned kernels did not make it surely faster as a whole. The kernels listed are the "
+    "fastest alone; compiling takes the untuned ones"
 )
 
 

@@ -27,6 +27,8 @@ class TuningOptions:
     trials: int | None = 256
     # Seconds after which no candidate is started and those being built are given up; None sets no limit.
     time_budget_s: float | None = None
+    # Seconds of the budget for what comes before and after the search.
+    reserved_s: float = 0.0
     # Candidates a task proposes at a time; a round builds and measures them, and the cost model learns from it.
     trials_per_iteration: int = 16
     population: int = 64  # Schedules that evolve between two rounds; searching takes time in proportion to it.
@@ -92,6 +94,12 @@ LEVELS: Mapping[Effort, TuningOptions] = {
         norm_forms=True,
     ),
 }
+
+
+def search_seconds(options: TuningOptions) -> float | None:
+    """Return the seconds of the search itself: what is left of the budget, a third of it at least."""
+    budget_s = options.time_budget_s
+    return None if budget_s is None else max(budget_s / 3, budget_s - options.reserved_s)
 
 
 def options_for(effort: Effort, trials: int | None, time_budget_s: float | None) -> TuningOptions:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from relaxtune.pipeline.printable import short
 
 _PLAIN_INTERVAL_S = 5.0
 
@@ -60,6 +62,19 @@ class SilentProgress:
 
     def candidate_measured(self, event: ProgressEvent) -> None:
         """Do nothing."""
+
+
+@dataclass(frozen=True)
+class UntilTheEnd:
+    """Counts what follows the search in the seconds left of events."""
+
+    progress: ProgressListener
+    follows_s: float
+
+    def candidate_measured(self, event: ProgressEvent) -> None:
+        """Hand on a finished candidate."""
+        left = None if event.seconds_left is None else event.seconds_left + self.follows_s
+        self.progress.candidate_measured(replace(event, seconds_left=left))
 
 
 class ConsoleProgress:
@@ -115,7 +130,7 @@ def describe(event: ProgressEvent) -> str:
     """Return what an event says beside the count."""
     best = "nothing valid yet" if event.best_us is None else f"best {event.best_us:.1f} us"
     left = "" if event.seconds_left is None else f", about {_duration(event.seconds_left)} left"
-    return f"{event.task}: {best}; {event.valid} valid, {event.failed} failed{left}"
+    return f"{short(event.task)}: {best}; {event.valid} valid, {event.failed} failed{left}"
 
 
 def _duration(seconds: float) -> str:

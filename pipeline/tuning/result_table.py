@@ -7,6 +7,7 @@ import math
 
 from rich.table import Table
 
+from relaxtune.pipeline.printable import short
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
 from relaxtune.tuning_db.records import Status
 
@@ -24,7 +25,7 @@ def summary_table(summary: TuningSummary) -> Table:
     table.add_column("note", overflow="fold")
     for task in summary.tasks:
         table.add_row(
-            task.task.name,
+            short(task.task.name),
             shorten_nodes(task.task.onnx_nodes),
             task.route.value if task.route else "none",
             str(task.weight),
@@ -45,8 +46,8 @@ def headline(summary: TuningSummary) -> str:
     """
     if not summary.tasks:
         return (
-            "nothing to tune: the sizes of every kernel are known at run time only; give axes sizes (--shape), or "
-            "sizes that get code of their own (--bucket)"
+            "nothing to tune: no kernel can be tuned here while calls decide its sizes (on a CPU, none can); give axes "
+            "sizes (--dim), or sizes that get code of their own (--bucket)"
         )
     before = sum(task.weight * (task.before_us or math.inf) for task in summary.tasks if task.after_us is not None)
     told = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"

@@ -20,7 +20,7 @@ from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.loop import TuningLoop
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
-from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
+from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary, search_seconds
 from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
 from relaxtune.pipeline.tuning.tasks import summarise
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
@@ -98,7 +98,8 @@ def tune(
             offer_library(library)
     began = time.monotonic()
     stop = stop or StopSignal()
-    stop.deadline = began + options.time_budget_s if options.time_budget_s is not None else None
+    search_s = search_seconds(options)
+    stop.deadline = None if search_s is None else began + search_s
     admission = Admission(target, database, environment, options, job_id, still_true, feed)
     interrupted, restarts = False, 0
     with contextlib.ExitStack() as stack:

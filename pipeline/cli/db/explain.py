@@ -12,6 +12,7 @@ from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
 from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
 from relaxtune.pipeline.cli.set_option import CommandWithSet
+from relaxtune.pipeline.printable import short
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.explain import ExplainedKernel
@@ -51,7 +52,8 @@ def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabases
 
 def _rows(kernel: ExplainedKernel) -> list[tuple[str, ...]]:
     """Return a row that says who makes a kernel, and rows of its records: like reasons are one row with a count."""
-    name = (kernel.task or kernel.functions[0]) + (f" ({len(kernel.functions)})" if len(kernel.functions) > 1 else "")
+    count = f" ({len(kernel.functions)})" if len(kernel.functions) > 1 else ""
+    name = short(kernel.task or kernel.functions[0]) + count
     first = (name, "", kernel.route.value, "", "", "", "", "", kernel.note or "made by the record below")
     if kernel.taken is None and not kernel.records:
         return [(*first[:-1], kernel.note or "no record of it is in the database")]

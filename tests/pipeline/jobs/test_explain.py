@@ -69,7 +69,7 @@ def test_the_records_of_a_model_that_ships_untuned_have_reasons(place, tasks, tm
         measured_model(prepared).record(database, decision, seed=0, job_id=None, latencies_ms=(1.0,))
     found = explain_model(request, copied)
     kernel = next(one for one in found.kernels if one.task == matmul(tasks).name)
-    assert found.note.startswith("untuned: the model is no faster")
+    assert found.note.startswith("untuned: the model is not surely faster")
     assert kernel.taken is None
     assert len(kernel.records) == len(numbers)
     assert [one.reason for one in kernel.records if "ranks first" in one.reason] == [

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from relaxtune.pipeline.tuning.options import LEVELS, Effort, options_for
+from relaxtune.pipeline.tuning.options import LEVELS, Effort, options_for, search_seconds
 
 
 def test_more_effort_tries_more_and_is_content_later() -> None:
@@ -23,3 +25,11 @@ def test_limits_asked_for_override_the_level(
     options = options_for(Effort.QUICK, trials, time_budget_s)
     assert (options.trials, options.time_budget_s) == (expected, time_budget_s)
     assert options.min_gain == LEVELS[Effort.QUICK].min_gain
+
+
+def test_the_search_leaves_room_in_a_budget_for_what_comes_before_and_after() -> None:
+    options = options_for(Effort.QUICK, None, 30.0)
+    assert search_seconds(options) == 30.0
+    assert search_seconds(replace(options, reserved_s=12.0)) == 18.0
+    assert search_seconds(replace(options, reserved_s=40.0)) == 10.0
+    assert search_seconds(options_for(Effort.QUICK, 10, None)) is None

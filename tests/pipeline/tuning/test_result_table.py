@@ -7,9 +7,17 @@ import json
 import pytest
 from rich.console import Console
 
+from relaxtune.pipeline.printable import short
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.options import TuningSummary
-from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, SilentProgress, describe, estimate_left
+from relaxtune.pipeline.tuning.progress import (
+    ConsoleProgress,
+    ProgressEvent,
+    SilentProgress,
+    UntilTheEnd,
+    describe,
+    estimate_left,
+)
 from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
@@ -162,3 +170,25 @@ def test_a_task_is_left_alone_when_a_round_promises_too_little(place: Place) -> 
     assert reason(0.0, 4950.0) is None
     offered = [Candidate(Route.TEMPLATE, f'{{"template":"made_up","tile":{n}}}') for n in (1, 2)]
     assert reason(0.001, 4950.0, TemplateSearch(offered, {})) is None
+
+
+def test_time_left_counts_what_follows_the_search() -> None:
+    class Noted:
+        def __init__(self) -> None:
+            self.left: list[float | None] = []
+
+        def candidate_measured(self, event: ProgressEvent) -> None:
+            self.left.append(event.seconds_left)
+
+    noted = Noted()
+    for left in (20.0, None):
+        UntilTheEnd(noted, 12.0).candidate_measured(dataclasses.replace(EVENT, seconds_left=left))
+    assert noted.left == [32.0, None]
+
+
+def test_names_are_shortened_on_screens_with_their_sizes_kept() -> None:
+    name = "fused_cast_arange_expand_dims_greater_equal_reshape_where1"
+    assert short("layer_norm[batch=1]") == "layer_norm[batch=1]"
+    assert short(name) == "fused_cast_arange_ex…qual_reshape_where1"
+    assert len(short(name)) == 40
+    assert short(f"{name}[batch=1]") == f"{short(name)}[batch=1]"
