@@ -23,7 +23,7 @@ from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tasks.extract import UntunableKernel, extract_tasks, list_untunable
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
-from relaxtune.pipeline.tasks.sizes_of_tables import tasks_of_tables, tuned_sizes
+from relaxtune.pipeline.tasks.sizes_of_tables import TunedSizes, tasks_of_tables, tuned_sizes
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, Route
@@ -70,7 +70,8 @@ class PreparedBucket:
 class PreparedModel:
     """A model lowered for its target, with its tuning tasks and the environment that measurements are true for.
 
-    `buckets` are the same model in other shapes; `tasks` and `untunable` are of them all.
+    `buckets` are the same model in other shapes; `tasks` and `untunable` are of them all. Where axes are free, kernels
+    are tuned and the model is timed at `sizes`.
     """
 
     request: ModelRequest
@@ -81,6 +82,7 @@ class PreparedModel:
     tasks: tuple[TuningTask, ...]
     untunable: tuple[UntunableKernel, ...]
     buckets: tuple[PreparedBucket, ...] = ()
+    sizes: tuple[TunedSizes, ...] = ()
 
     @property
     def can_measure(self) -> bool:
@@ -101,7 +103,9 @@ class PreparedModel:
             if name in task.functions
         )
         untunable = tuple(one for one in self.untunable if one.model == name)
-        return replace(self, model=lowered.graph.model, lowered=lowered, tasks=tasks, untunable=untunable, buckets=())
+        return replace(
+            self, model=lowered.graph.model, lowered=lowered, tasks=tasks, untunable=untunable, buckets=(), sizes=()
+        )
 
 
 @dataclass(frozen=True)
@@ -157,12 +161,8 @@ def prepare_model(
     buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)
     modules = [lowered, *(bucket.lowered for bucket in buckets)]
     with stage("tasks"):
-        tabled = tasks_of_tables(lowered, tuned_sizes(model, request.profile, request.lengths), target)
-        tasks = (*extract_tasks(modules), *tabled)
-        tuned = {of.function for task in tabled for of in task.tables}
-        untunable = tuple(
-            one for one in list_untunable(modules) if one.name not in tuned or one.model != lowered.graph.name
-        )
+        sizes = () if buckets else tuned_sizes(model, request.profile, request.lengths, target.kind)
+        tasks, untunable = list_tasks(modules, sizes, target)
     logger.info(
         "%s: %d ONNX nodes, %d kernels, %d tuning tasks, %d kernels that cannot be tuned",
         model.name,
@@ -171,11 +171,19 @@ def prepare_model(
         len(tasks),
         len(untunable),
     )
-    if untunable:
-        logger.info("kernels that cannot be tuned: %s", ", ".join(kernel.name for kernel in untunable))
     for kernel in untunable:
         logger.debug("kernel %s of %s cannot be tuned: %s", kernel.name, kernel.model, kernel.reason)
-    return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable, buckets)
+    return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable, buckets, sizes)
+
+
+def list_tasks(
+    modules: Sequence[LoweredModule], sizes: Sequence[TunedSizes], target: ResolvedTarget
+) -> tuple[tuple[TuningTask, ...], tuple[UntunableKernel, ...]]:
+    """Return the tasks of modules, those of the first one's tables of sizes behind, and the kernels without a task."""
+    tabled = tasks_of_tables(modules[0], sizes, target)
+    tuned = {(of.model, of.function) for task in tabled for of in task.tables}
+    untunable = tuple(one for one in list_untunable(modules) if (one.model, one.name) not in tuned)
+    return (*extract_tasks(modules), *tabled), untunable
 
 
 def _prepare_bucket(request: ModelRequest, model: OnnxModel, bucket: Bucket, target: ResolvedTarget) -> PreparedBucket:

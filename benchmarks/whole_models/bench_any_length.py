@@ -34,6 +34,7 @@ from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import (
     ORT_ARM,
     BenchmarkReport,
+    Call,
     measure,
     module_arm,
     onnxruntime_peer,
@@ -90,7 +91,7 @@ def measure_model(name: str, arguments: argparse.Namespace, folder: Path) -> lis
         report = measure(
             {
                 **{arm: module_arm(module, inputs) for arm, module in modules.items()},
-                PEER: onnxruntime_peer(symbolic, inputs).arms[ORT_ARM],
+                PEER: onnxruntime_peer(symbolic, [Call(inputs)]).arms[ORT_ARM],
             },
             runs=arguments.runs,
             conditions=run_conditions(modules[SYMBOLIC]),

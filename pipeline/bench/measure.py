@@ -10,21 +10,24 @@ Then it runs untimed for as long as it takes until its own threads are awake, ea
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import tvm
 from rich.table import Table
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, unpadded_inputs
+from relaxtune.models.buckets import list_symbols
+from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
@@ -33,8 +36,35 @@ from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
 logger = logging.getLogger(__name__)
 
-#: Runs once and returns when its result is there. One in another process returns its own time (ms).
-Arm = Callable[[], float | None]
+
+@dataclass(frozen=True)
+class Call:
+    """The inputs of a call, what its sizes are called, and how often it counts among others."""
+
+    inputs: Mapping[str, np.ndarray] = field(repr=False)
+    sizes: str = ""
+    count: int = 1
+
+    @classmethod
+    def at(cls, model: OnnxModel, dims: Mapping[str, int], count: int = 1, seed: int = 0) -> Call:
+        """Return a call of random inputs without padding, at sizes of all symbolic axes."""
+        free = [f"{axis}={dims[axis]}" for axis in list_symbols(model.inputs)]
+        shapes = dict.fromkeys(shape_text(spec.shape) for spec in model.inputs)
+        return cls(unpadded_inputs(model, seed=seed, dims=dims), " ".join(free or shapes), count)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The latencies (ms) of one run of each of several calls, by their sizes."""
+
+    latencies_ms: Mapping[str, float]
+    mean_ms: float  # Each call counts as often as it says.
+    elsewhere: bool  # Whether another process computed.
+
+
+#: Runs once and returns when its result is there. One in another process returns its own time (ms), one of calls of
+#: several sizes their times.
+Arm = Callable[[], float | Mix | None]
 #: Runs all its callers for so many seconds; returns their latencies (ms) and the seconds that it took.
 LoadArm = Callable[[float], tuple[list[float], float]]
 
@@ -61,11 +91,34 @@ class ArmResult:
     name: str
     latencies_ms: tuple[float, ...]
     busy_s: float | None = None
+    # Of calls of several sizes, whose means are above.
+    by_sizes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, runs: Sequence[float | Mix]) -> ArmResult:
+        """Return what some runs of an arm took."""
+        mixes = [run for run in runs if isinstance(run, Mix)]
+        sizes = mixes[0].latencies_ms if mixes else ()
+        return cls(
+            name,
+            tuple(run.mean_ms if isinstance(run, Mix) else run for run in runs),
+            by_sizes={one: tuple(mix.latencies_ms[one] for mix in mixes) for one in sizes},
+        )
+
+    def and_then(self, later: ArmResult) -> ArmResult:
+        """Return these latencies and later ones of the same arm."""
+        by_sizes = {sizes: (*self.by_sizes.get(sizes, ()), *taken) for sizes, taken in later.by_sizes.items()}
+        return replace(self, latencies_ms=self.latencies_ms + later.latencies_ms, by_sizes=by_sizes)
 
     @property
     def median_ms(self) -> float:
         """The median."""
         return statistics.median(self.latencies_ms)
+
+    @property
+    def run_ms(self) -> float:
+        """What a run usually takes: all its calls."""
+        return sum(map(statistics.median, self.by_sizes.values())) or self.median_ms
 
     @property
     def spread(self) -> float:
@@ -99,6 +152,8 @@ class BenchmarkReport:
         How long each arm ran, where that decided how often; `runs` are then those of the arm with fewest.
     left_out, failed, wrong
         Peers without a latency, and why: not installed, not able to run the model, a wrong result.
+    sizes
+        The sizes of the calls that were timed, and how often each counts in the mean.
     """
 
     arms: tuple[ArmResult, ...]
@@ -109,6 +164,7 @@ class BenchmarkReport:
     left_out: Mapping[str, str] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     wrong: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def arm(self, name: str) -> ArmResult:
         """Return an arm by name."""
@@ -189,13 +245,13 @@ def measure(
     for name, arm in arms.items():
         for _ in range(warmup):
             processors.run(name, arm)
-    latencies: dict[str, list[float]] = {name: [] for name in arms}
+    taken: dict[str, list[float | Mix]] = {name: [] for name in arms}
     forwards = list(arms.items())
     for turn in range(runs):
         for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
             processors.hand_over(name, arm, settle)
-            latencies[name].append(processors.run(name, arm))
-    results = tuple(ArmResult(name, tuple(values)) for name, values in latencies.items())
+            taken[name].append(processors.run(name, arm))
+    results = tuple(ArmResult.of(name, values) for name, values in taken.items())
     return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
 
 
@@ -207,13 +263,11 @@ class _Processors:
         self._last = ""
         self._spinning, self._patient = False, True
 
-    def run(self, name: str, arm: Arm) -> float:
+    def run(self, name: str, arm: Arm) -> float | Mix:
         """Run an arm once and return its latency in milliseconds."""
-        started = time.perf_counter_ns()
-        told = arm()
-        here = (time.perf_counter_ns() - started) / 1e6
-        self._elsewhere[name], self._last = told is not None, name
-        return here if told is None else told
+        latency, self._elsewhere[name] = _timed(arm)
+        self._last = name
+        return latency
 
     def hand_over(self, name: str, arm: Arm, settle: bool) -> None:
         """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
@@ -229,6 +283,31 @@ class _Processors:
             self.run(name, arm)
             while time.monotonic() < until:
                 self.run(name, arm)
+
+
+def _timed(arm: Arm) -> tuple[float | Mix, bool]:
+    """Run an arm once; return its latency (ms), and whether another process computed."""
+    started = time.perf_counter_ns()
+    own = arm()
+    here = (time.perf_counter_ns() - started) / 1e6
+    if isinstance(own, Mix):
+        return own, own.elsewhere
+    return here if own is None else own, own is not None
+
+
+def arm_of_calls(calls: Sequence[Call], arm_of: Callable[[Mapping[str, np.ndarray]], Arm]) -> Arm:
+    """Return an arm that runs each of some calls once, by the arms of their inputs."""
+    arms = {call.sizes: arm_of(call.inputs) for call in calls}
+    if len(calls) == 1:
+        return arms[calls[0].sizes]
+
+    def run() -> Mix:
+        runs = {sizes: _timed(arm) for sizes, arm in arms.items()}
+        latencies_ms = {sizes: own for sizes, (own, _) in runs.items() if not isinstance(own, Mix)}
+        mean_ms = np.average(list(latencies_ms.values()), weights=[call.count for call in calls])
+        return Mix(latencies_ms, float(mean_ms), any(elsewhere for _, elsewhere in runs.values()))
+
+    return run
 
 
 def wait_until_idle() -> float:
@@ -326,7 +405,7 @@ class Peers:
 
 
 def onnxruntime_peer(
-    model: OnnxModel, inputs: Mapping[str, np.ndarray], kind: str = "llvm", *, threads: int | None = None
+    model: OnnxModel, calls: Sequence[Call], kind: str = "llvm", *, threads: int | None = None
 ) -> Peers:
     """Return an arm that runs a model under ONNX Runtime on a kind of device, every optimisation on.
 
@@ -343,7 +422,8 @@ def onnxruntime_peer(
         if provider not in session.providers:
             logger.warning("no peer is timed: ONNX Runtime's %s does not load on this machine", provider)
             return Peers()
-        return Peers({ORT_ARM: session.call([spec.name for spec in model.outputs], inputs)})
+        outputs, places = [spec.name for spec in model.outputs], itertools.count()
+        return Peers({ORT_ARM: arm_of_calls(calls, lambda inputs: session.call(outputs, inputs, next(places)))})
     except PipelineError as error:
         logger.warning("no peer is timed: %s", error)
         return Peers(left_out={ORT_ARM: str(error)})
@@ -355,7 +435,8 @@ def render(report: BenchmarkReport) -> Table:
     runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
     left_out = "".join(f"; {name} is left out: {why}" for name, why in report.left_out.items())
     caption = f"{runs} after a warm-up ({report.warmup}); {conditions}{left_out}"
-    table = Table(title="latency, ms", caption=caption)
+    sizes = f": mean of {len(report.sizes)} sizes" if len(report.sizes) > 1 else " at ".join(["", *report.sizes])
+    table = Table(title=f"latency, ms{sizes}", caption=caption)
     for column in ("arm", "median", "p90", "p95", "p99", "min", "calls/s", "spread", "ratio"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in report.arms:
@@ -369,4 +450,18 @@ def render(report: BenchmarkReport) -> Table:
             f"{arm.spread:.0%}",
             f"{ratio:.2f}",
         )
+    return table
+
+
+def render_sizes(report: BenchmarkReport) -> Table:
+    """Return the median latency of each arm at each size as a table."""
+    table = Table(title="latency by sizes, ms")
+    table.add_column("sizes")
+    ratios = [f"{arm.name}, ratio" for arm in report.arms[1:]]
+    for column in ("counts", *(arm.name for arm in report.arms), *ratios):
+        table.add_column(column, justify="right")
+    for sizes, count in report.sizes.items():
+        medians = [statistics.median(arm.by_sizes[sizes]) for arm in report.arms]
+        ratios = [f"{median / medians[0]:.2f}" for median in medians[1:]]
+        table.add_row(sizes, str(count), *(f"{median:.3f}" for median in medians), *ratios)
     return table

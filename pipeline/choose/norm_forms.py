@@ -20,8 +20,8 @@ from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Question, Side, run_experiment
 from relaxtune.pipeline.passes import lower
-from relaxtune.pipeline.prepare import PreparedModel
-from relaxtune.pipeline.tasks.extract import extract_tasks, list_untunable
+from relaxtune.pipeline.prepare import PreparedModel, list_tasks
+from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.workers.machine_faults import is_of_the_machine
@@ -82,37 +82,31 @@ def in_form(prepared: PreparedModel, rows_max: int) -> PreparedModel:
         return prepared
     options = replace(prepared.lowered.options, norm_rows_max=rows_max)
     lowered = lower(prepared.lowered.graph, prepared.target.target, options)
-    tasks, untunable = tuple(extract_tasks([lowered])), tuple(list_untunable([lowered]))
+    tasks, untunable = list_tasks([lowered], prepared.sizes, prepared.target)
     return replace(prepared, lowered=lowered, tasks=tasks, untunable=untunable)
 
 
 def with_common_tasks(forms: Sequence[PreparedModel]) -> list[PreparedModel]:
     """Return the forms with tasks that have one name in all of them, as tuning them together needs."""
-    named = [_named(form, f"{form.model.name} ({number})") for number, form in enumerate(forms)]
-    tasks = extract_tasks([form.lowered for form in named])
-    return [
-        replace(form, tasks=tuple(_task_of(task, one, form.model.name) for task in tasks if _runs(task, one)))
-        for form, one in zip(forms, named, strict=True)
-    ]
+    named = []
+    for number, form in enumerate(forms):
+        graph = replace(form.lowered.graph, name=f"{form.model.name} ({number})")
+        named.append(replace(form.lowered, graph=graph))
+    tasks, found = extract_tasks(named), []
+    for form, lowered in zip(forms, named, strict=True):
+        own = [task for task in form.tasks if task.tables]
+        for task in tasks:
+            functions = task.functions.get(lowered.graph.name)
+            if functions is not None:
+                weight = sum(len(form.lowered.kernels[function]) for function in functions)
+                own.append(replace(task, functions={form.model.name: functions}, weight=weight))
+        found.append(replace(form, tasks=tuple(own)))
+    return found
 
 
 def all_tasks(forms: Sequence[PreparedModel]) -> tuple[TuningTask, ...]:
     """Return the tasks of all forms, each once."""
     return tuple({task.workload_hash: task for form in reversed(forms) for task in form.tasks}.values())
-
-
-def _named(form: PreparedModel, name: str) -> PreparedModel:
-    return replace(form, lowered=replace(form.lowered, graph=replace(form.lowered.graph, name=name)))
-
-
-def _runs(task: TuningTask, form: PreparedModel) -> bool:
-    return form.lowered.graph.name in task.functions
-
-
-def _task_of(task: TuningTask, form: PreparedModel, model: str) -> TuningTask:
-    functions = task.functions[form.lowered.graph.name]
-    weight = sum(len(form.lowered.kernels[function]) for function in functions)
-    return replace(task, functions={model: functions}, weight=weight)
 
 
 def choose_form(

@@ -8,7 +8,7 @@ The choice says which, and why. Compiling never fails for want of a record.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -35,7 +35,7 @@ from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.schedules.templates.ranges import symbolic_rows
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
 from relaxtune.tuning_db.store import TuningDatabase
-from relaxtune.tuning_db.winner import Choice, Preferred, summary, winner
+from relaxtune.tuning_db.winner import Choice, Preferred, left_aside, summary, winner
 
 # The table of a kernel of symbolic sizes, from the records of its sizes.
 #
@@ -45,8 +45,7 @@ from relaxtune.tuning_db.winner import Choice, Preferred, summary, winner
 def choose_table(
     function: str,
     func: tirx.PrimFunc,
-    tasks: Sequence[tuple[int, TuningTask]],
-    lookup: CandidateLookup,
+    chosen: Mapping[int, Choice],
     target: ResolvedTarget,
 ) -> KernelChoice | None:
     """Return the table of a function's fastest recorded kernels; None where none is recorded, or it cannot be made.
@@ -55,10 +54,9 @@ def choose_table(
     ----------
     func : PrimFunc
         With a symbolic number of rows.
-    tasks : sequence of (int, TuningTask)
-        Numbers of rows, and the function at each.
+    chosen : mapping
+        Number of rows -> the record that wins there.
     """
-    chosen = {rows: _fastest(task, func, rows, lookup, target) for rows, task in tasks}
     found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
     if not found:
         return None
@@ -80,7 +78,6 @@ def choose_table(
         decision=decision,
         note=f"table of kernels measured at rows {measured}",
         of_sizes=True,
-        trace=tuple(entry for choice in chosen.values() for entry in choice.trace),
         scheduled=scheduled,
     )
 
@@ -149,14 +146,17 @@ def select_kernels(
         task = by_function.get(function)
         if task is None:
             own = (lowered.graph.name, function)
-            sizes = [(of.rows, one) for one in tasks for of in one.tables if (of.model, of.function) == own]
-            # Of equal ones, the more rows, the more time.
-            likely = sorted(sizes, key=lambda size: (-size[1].weight, -size[0]))
-            func = untuned_function(lowered, function, [rows for rows, _ in likely])
-            table = None
+            places = [(of, one) for one in tasks for of in one.tables if (of.model, of.function) == own]
+            # Of equal ones, the more rows, the more time. Without sizes of the user, no number of rows is likely.
+            likely = sorted(places, key=lambda size: (-size[1].weight, -size[0].rows))
+            func = untuned_function(lowered, function, [of.rows for of, _ in likely if not of.is_default])
+            chosen = {}
             if lookup is not None and Route.TEMPLATE in routes:
-                table = choose_table(function, func, sizes, lookup, target)
-            choices.append(table or _untuned(function, func, target, routes))
+                chosen = {of.rows: _fastest(one, func, of.rows, lookup, target) for of, one in places}
+            table = choose_table(function, func, chosen, target)
+            choice = table or _untuned(function, func, target, routes, bool(places))
+            trace = tuple(entry for one in chosen.values() for entry in one.trace)
+            choices.append(replace(choice, trace=trace if table else left_aside(trace, "its table cannot be made")))
         elif lookup is None:
             fallback = KernelChoice(function, task.name, Route.FALLBACK)
             choices.append(_noted(_unmeasured(fallback, task, target, routes), why))
@@ -240,12 +240,14 @@ def _choose(
     )
 
 
-def _untuned(function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route]) -> KernelChoice:
-    """Return a kernel for a function that has no tuning task, such as one of symbolic shapes."""
+def _untuned(
+    function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route], is_table: bool
+) -> KernelChoice:
+    """Return a kernel for a function without a task, or a table of sizes without a record."""
     fallback = KernelChoice(function, None, Route.FALLBACK)
     candidates, _ = list_candidates(func, target) if Route.TEMPLATE in routes and not is_scheduled(func) else ([], [])
     chosen = _default(fallback, func, target, candidates[0]) if candidates else fallback
-    return _noted(chosen, "not tunable: it has no tuning task")
+    return _noted(chosen, "no record of any size" if is_table else "not tunable: it has no tuning task")
 
 
 def _noted(choice: KernelChoice, why: str) -> KernelChoice:
@@ -297,11 +299,7 @@ def _log_choices(choices: Sequence[KernelChoice]) -> None:
     defaults = sum(choice.route is Route.TEMPLATE and not choice.has_record for choice in choices)
     logger.info(
         "%d kernels: %d from records, %d defaults of templates; %d tasks without a record",
-        len(choices), _measured(choices), defaults, len(missing),
+        len(choices), sum(choice.has_record for choice in choices), defaults, len(missing),
     )  # fmt: skip
     if missing:
-        logger.info("tasks without a record: %s", ", ".join(missing))
-
-
-def _measured(choices: Sequence[KernelChoice]) -> int:
-    return sum(choice.has_record for choice in choices)
+        logger.debug("tasks without a record: %s", ", ".join(missing))

@@ -23,15 +23,18 @@ from relaxtune.pipeline.bench.measure import (
     onnxruntime_peer,
     run_conditions,
 )
-from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_inputs
+from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_calls
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side, run_experiment
 from relaxtune.pipeline.prepare import PreparedModel
 
 logger = logging.getLogger(__name__)
 
 _TUNED = "tuned, not shipped"
-# A tuned model that ships may be no faster with a probability of 2 %. The seconds are those of all arms together.
-_QUESTION = Question(border=-LEAST_GAIN, doubt=0.02, seconds=8.0)
+_LONGER = 8
+#: Seconds that the comparison may take, of all arms together.
+COMPARE_S = 8.0
+# A tuned model that ships may be no faster with a probability of 2 %.
+_QUESTION = Question(border=-LEAST_GAIN, doubt=0.02, seconds=COMPARE_S)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Shipping:
     report: BenchmarkReport
     contrast: Contrast | None  # The tuned model beside the untuned one; None where both have the same kernels.
     searched: bool = True  # Whether any kernel could be tuned.
+    seconds: float = COMPARE_S  # The time that the comparison was given.
 
     @property
     def verdict(self) -> str:
@@ -54,14 +58,21 @@ class Shipping:
             return "The kernels are the untuned ones: none of them can be tuned."
         if self.contrast is None:
             return "The tuned kernels are the untuned ones: the search found nothing faster."
-        gain, least, runs = self.contrast.gain, self.contrast.least_gain, self.report.runs
+        gain, least = self.contrast.gain, self.contrast.least_gain
+        runs = f"{self.report.runs} paired runs"
+        if len(self.report.sizes) > 1:
+            runs += f" of {len(self.report.sizes)} sizes"
         if self.tuned:
-            return f"Ships tuned: {gain:.1%} faster than untuned (at least {least:.1%}, {runs} paired runs)."
+            return f"Ships tuned: {gain:.1%} faster than untuned (at least {least:.1%}, {runs})."
         if self.contrast.side is Side.ABOVE:
             found = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
-            return f"Ships untuned: in the model, the tuned kernels are {found} ({runs} paired runs)."
-        least_known = f", at least {least:+.1%}" if math.isfinite(least) else ""
-        return f"Ships untuned: the tuned kernels gain {gain:+.1%}, not surely ({runs} paired runs{least_known})."
+            return f"Ships untuned: in the model, the tuned kernels are {found} ({runs})."
+        noise = (self.contrast.most - self.contrast.least) / 2
+        known = f"the noise of this machine is {noise:.1%}" if math.isfinite(noise) else "the runs were too few to know"
+        return (
+            f"Ships untuned: the search found {gain:+.1%}, and {known} ({runs}); "
+            f"--compare-seconds {_LONGER * self.seconds:g} looks longer."
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return the decision as plain JSON data."""
@@ -81,6 +92,7 @@ def decide(
     folder: Path,
     turn: AbstractContextManager[object] | None = None,
     peers: Callable[[], Peers] | None = None,
+    seconds: float = COMPARE_S,
 ) -> tuple[Shipping, LoadedArm]:
     """Return which of two compiled models ships, after an experiment on both; and that one, written and loaded.
 
@@ -96,6 +108,8 @@ def decide(
         Held while they are timed.
     peers : callable or None
         Gives what is timed beside them; by default `find_peers`.
+    seconds : float
+        Time of the comparison, unless it is sure before.
 
     Raises
     ------
@@ -103,13 +117,14 @@ def decide(
         One of them does not load here.
     """
     same = tuned.kernel_hashes == untuned.kernel_hashes
-    loaded = load_arm(tuned, prepared.model, folder / "tuned")
-    other = loaded if same else load_arm(untuned, prepared.model, folder / "untuned", beside=loaded)
+    calls = timed_calls(prepared)
+    loaded = load_arm(tuned, calls, folder / "tuned")
+    other = loaded if same else load_arm(untuned, calls, folder / "untuned", beside=loaded)
     arms = {OWN_ARM: loaded.arm} if same else {UNTUNED_ARM: other.arm, OWN_ARM: loaded.arm}
     beside = find_peers(prepared) if peers is None else peers()
     arms |= beside.arms
     with turn or nullcontext():
-        found = run_experiment(lambda: arms, _QUESTION, unjudged=beside.arms)
+        found = run_experiment(lambda: arms, replace(_QUESTION, seconds=seconds), unjudged=beside.arms)
     timed, contrast = found.arms[OWN_ARM], found.contrasts.get(OWN_ARM)
     taken = contrast is None or contrast.side is Side.BELOW
     # A model that ships untuned is the untuned model: one measurement, not two that differ by noise.
@@ -122,14 +137,18 @@ def decide(
         shipped = [replace(before, name=OWN_ARM), before, replace(timed, name=_TUNED)]
     others = [found.arms[name] for name in beside.arms]
     report = BenchmarkReport(
-        (*shipped, *others), found.runs, 0, run_conditions(loaded.module), left_out=beside.left_out
+        (*shipped, *others),
+        found.runs,
+        0,
+        run_conditions(loaded.module),
+        left_out=beside.left_out,
+        sizes={call.sizes: call.count for call in calls},
     )
-    result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks))
-    logger.info("%s: %s", prepared.model.name, result.verdict)
+    result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks), seconds)
+    logger.debug("%s: %s", prepared.model.name, result.verdict)
     return result, loaded if taken else other
 
 
 def find_peers(prepared: PreparedModel, threads: int | None = None) -> Peers:
     """Return ONNX Runtime where it runs on the same device."""
-    inputs = timed_inputs(prepared.model, prepared.lowered.options.maxima)
-    return onnxruntime_peer(prepared.model, inputs, prepared.target.kind, threads=threads)
+    return onnxruntime_peer(prepared.model, timed_calls(prepared), prepared.target.kind, threads=threads)

@@ -33,6 +33,7 @@ from relaxtune.pipeline.cli.output import (
     stdout_console,
 )
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.printable import short
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, TuningOptions, options_for
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -40,7 +41,6 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 if TYPE_CHECKING:
     from relaxtune.pipeline.artifact.entries import BucketsEntry, KernelEntry
     from relaxtune.pipeline.artifact.manifest import Manifest
-    from relaxtune.pipeline.choose.norm_forms import NormFormsReport
     from relaxtune.pipeline.choose.rerank import RerankReport
     from relaxtune.pipeline.jobs.values import CompileResult, TuneResult
     from relaxtune.pipeline.prepare import ModelRequest
@@ -82,7 +82,7 @@ class SearchOptions:
     trials: int | None = option(
         None, "Candidates over all tasks. Default: the effort's, or the time budget.", min=1, panel=SEARCH
     )
-    time_budget: float | None = option(None, "Seconds of tuning.", min=1.0, metavar="S", panel=SEARCH)
+    time_budget: float | None = option(None, "Seconds of the command.", min=1.0, metavar="S", panel=SEARCH)
     mode: TuningMode = option(TuningMode.TUNE, "force measures again what the database already knows.", rare=True)
     workers: int | None = option(None, "Build processes. Default: the cores.", min=1, rare=True)
     devices: str | None = option(
@@ -98,6 +98,10 @@ class SearchOptions:
     )
     norm_forms: bool | None = option(
         None, "Try norms inside the matmuls and apart, in the whole model. Default: the effort's.", rare=True
+    )
+
+    compare_seconds: float | None = option(
+        None, "Seconds to compare tuned and untuned. Default: 8, or a quarter of --time-budget.", min=1.0, rare=True
     )
 
     def tuning(self, request: ModelRequest) -> TuningOptions:
@@ -144,7 +148,9 @@ def tune(
 
     request = model.request()
     asked = TuneRequest(
-        db, search.tuning(request), bench, artifact.samples, tuple(shared_db or ()), record, sign=artifact.sign
+        *(db, search.tuning(request), bench, artifact.samples, tuple(shared_db or ()), record),
+        sign=artifact.sign,
+        compare_s=search.compare_seconds,
     )
     with ConsoleProgress(stderr_console()) as progress:
         result = tune_model(request, asked, artifact.directory(model), progress=progress)
@@ -205,6 +211,7 @@ def _name_of(model: Path) -> str:
 
 def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     from relaxtune.pipeline.bench.measure import render as render_benchmark
+    from relaxtune.pipeline.bench.measure import render_sizes
     from relaxtune.pipeline.tuning.result_table import summary_table, to_data
 
     if output_format is OutputFormat.JSON:
@@ -220,12 +227,21 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
         return
     stdout_console().print(summary_table(result.summary))
     if result.norm_forms is not None:
-        _print_norm_forms(result.norm_forms)
+        columns = {
+            "form": lambda trial: trial.form,
+            "kernels": lambda trial: trial.launches,
+            "model ms": lambda trial: f"{trial.model_ms:.4f}",
+            "": lambda trial: "taken" if trial.taken else None,
+        }
+        print_table(TableView.of("where norms are computed", result.norm_forms.trials, columns))
     if result.rerank is not None:
         _print_reranked(result.rerank)
     _print_compiled(result.compiled)
     if result.shipping is not None:
-        stdout_console().print(render_benchmark(result.shipping.report))
+        report = result.shipping.report
+        stdout_console().print(render_benchmark(report))
+        if len(report.sizes) > 1:
+            stdout_console().print(render_sizes(report))
         stdout_console().print(result.shipping.verdict)
     for name, one in result.bucket_shipping.items():
         stdout_console().print(f"bucket {name}: {one.verdict}")
@@ -237,19 +253,9 @@ def _print_place(result: CompileResult) -> None:
     stdout_console().print(f"artifact: {directory}\nnext: relaxtune report {directory}; relaxtune bench {directory}")
 
 
-def _print_norm_forms(report: NormFormsReport) -> None:
-    columns = {
-        "form": lambda trial: trial.form,
-        "kernels": lambda trial: trial.launches,
-        "model ms": lambda trial: f"{trial.model_ms:.4f}",
-        "": lambda trial: "taken" if trial.taken else None,
-    }
-    print_table(TableView.of("where norms are computed", report.trials, columns))
-
-
 def _print_reranked(report: RerankReport) -> None:
     columns = {
-        "task": lambda trial: trial.task,
+        "task": lambda trial: short(trial.task),
         "route": lambda trial: trial.route.value,
         "record": lambda trial: trial.record_id,
         "alone us": lambda trial: f"{trial.alone_us:.1f}",
@@ -283,11 +289,11 @@ def _print_compiled(result: CompileResult) -> None:
     from relaxtune.pipeline.validate.report import render as render_validation
 
     columns = {
-        "kernel": lambda kernel: kernel.function,
+        "kernel": lambda kernel: short(kernel.function),
         "calls": lambda kernel: kernel.calls,
         "ONNX nodes": lambda kernel: first_of(kernel.onnx_nodes),
         "route": lambda kernel: kernel.route,
-        "us": lambda kernel: None if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
+        "us alone": lambda kernel: None if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
         "record": _record_place,
         "note": lambda kernel: kernel.note,
     }
@@ -317,10 +323,11 @@ def _footprint(manifest: Manifest) -> str:
 
 def _bucket_table(buckets: BucketsEntry) -> TableView:
     """Return the buckets, and under them along which axes smaller calls are padded."""
-    rows = tuple(
-        (entry.bucket.name, str(sum(kernel.calls for kernel in entry.kernels)), _routes(entry.kernels))
-        for entry in buckets.entries
-    )
+    rows = []
+    for entry in buckets.entries:
+        routes = sorted(Counter(kernel.route for kernel in entry.kernels).items())
+        calls = str(sum(kernel.calls for kernel in entry.kernels))
+        rows.append((entry.bucket.name, calls, ", ".join(f"{route} {count}" for route, count in routes)))
     padding = "; ".join(
         f"{one.axis} is padded on the {one.side.value}, tried with {one.cases} calls"
         if one.side is not None
@@ -328,12 +335,7 @@ def _bucket_table(buckets: BucketsEntry) -> TableView:
         for one in buckets.padding
     )
     title = f"shape buckets; {padding or 'nothing is padded, since it was not tried on this machine'}"
-    return TableView(title, ("bucket", "kernels", "routes"), rows)
-
-
-def _routes(kernels: tuple[KernelEntry, ...]) -> str:
-    counts = Counter(kernel.route for kernel in kernels)
-    return ", ".join(f"{route} {count}" for route, count in sorted(counts.items()))
+    return TableView(title, ("bucket", "kernels", "routes"), tuple(rows))
 
 
 def _record_place(kernel: KernelEntry) -> str:

@@ -182,7 +182,7 @@ def run_experiment(
     baseline, *others = arms
     judged = [name for name in others if name not in unjudged]
     plan = _plan(arms, time.monotonic() - began if reload else 0.0, question.seconds)
-    taken: dict[str, list[float]] = {name: [] for name in arms}
+    taken: dict[str, ArmResult] = {name: ArmResult(name, ()) for name in arms}
     blocks, loadings = 0, 1
 
     def block() -> dict[str, float]:
@@ -197,7 +197,7 @@ def run_experiment(
         blocks += 1
         quartiles = {}
         for one in report.arms:
-            taken[one.name].extend(one.latencies_ms)
+            taken[one.name] = taken[one.name].and_then(one)
             quartiles[one.name] = math.log(np.quantile(one.latencies_ms, _QUANTILE))
         return {name: quartiles[name] - quartiles[baseline] for name in judged}
 
@@ -207,8 +207,8 @@ def run_experiment(
     )
     return Experiment(
         contrasts=contrasts,
-        arms={name: ArmResult(name, tuple(values)) for name, values in taken.items()},
-        runs=len(taken[baseline]),
+        arms=taken,
+        runs=len(taken[baseline].latencies_ms),
         blocks=blocks,
         loadings=loadings,
         looks=looks,
@@ -290,7 +290,7 @@ def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
     # The first round fills caches; a slow one is estimate enough.
     while len(rounds_s) < 2 or (len(rounds_s) < 5 and sum(rounds_s) < 0.1 * seconds):
         report = measure(arms, runs=1, warmup=0, settle=False)
-        rounds_s.append(sum(arm.median_ms for arm in report.arms) / 1e3)
+        rounds_s.append(sum(arm.run_ms for arm in report.arms) / 1e3)
     round_s = min(rounds_s[1:])
     if round_s < _QUICK * seconds:
         # What an arm takes to settle may be much more than its run (a peer in another process).

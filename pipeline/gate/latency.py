@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.bench.measure import Arm, ArmResult, module_arm
+from relaxtune.pipeline.bench.measure import Arm, ArmResult, Call, arm_of_calls, module_arm
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.experiment.experiment import Question, Side, run_experiment
 
@@ -132,7 +131,7 @@ def compare_latency(load: Callable[[], tuple[Arm, Arm]], limit: LatencyLimit) ->
 def slower_than_last(
     new: Path,
     last: Path,
-    inputs: Mapping[str, np.ndarray],
+    calls: Sequence[Call],
     max_slowdown: float,
     turn: AbstractContextManager[object] | None = None,
 ) -> str | None:
@@ -142,8 +141,8 @@ def slower_than_last(
     ----------
     new, last : Path
         The artifact, and the place that it is to take.
-    inputs : mapping
-        One call.
+    calls : sequence of Call
+        What they are timed on.
     max_slowdown : float
         0.02 allows 2 % more.
     turn : context manager or None
@@ -164,7 +163,9 @@ def slower_than_last(
         del before, module
 
         def load() -> tuple[Arm, Arm]:
-            first, second = (module_arm(Module.load(place, verify=False), inputs) for place in (last, new))
+            first, second = (
+                arm_of_calls(calls, partial(module_arm, Module.load(place, verify=False))) for place in (last, new)
+            )
             return first, second
 
         found = compare_latency(load, LatencyLimit(max_slowdown, seconds=_SECONDS))

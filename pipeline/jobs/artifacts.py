@@ -10,12 +10,11 @@ from pathlib import Path
 from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import batch_axis
-from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.models.size_histogram import SizePoint, check_axes, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
-from relaxtune.pipeline.bench.measure import OWN_ARM, BenchmarkReport
+from relaxtune.pipeline.bench.measure import OWN_ARM, BenchmarkReport, Call
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
@@ -122,8 +121,8 @@ def bench_artifact(
         side_by_side(artifact, model, asked) as peers,
     ):
         for name, dims in routes.items():
-            inputs = unpadded_inputs(model, seed=asked.seed, dims=sizes_within(model, module.manifest.maxima, dims))
-            report = peers.measure({OWN_ARM: artifact}, inputs)
+            call = Call.at(model, sizes_within(model, module.manifest.maxima, dims), seed=asked.seed)
+            report = replace(peers.measure({OWN_ARM: artifact}, call.inputs), sizes={call.sizes: 1})
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if opened is not None:
                 manifest = module.manifest

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +23,9 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import OWN_ARM, Peers
 from relaxtune.pipeline.choose.meanwhile import Meanwhile, make_reference, meanwhile
-from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_inputs
+from relaxtune.pipeline.choose.model_arm import LoadedArm, timed_calls
 from relaxtune.pipeline.choose.selection import tasks_without_record
-from relaxtune.pipeline.choose.shipping import Shipping, decide
+from relaxtune.pipeline.choose.shipping import COMPARE_S, Shipping, decide
 from relaxtune.pipeline.errors import NothingMeasuredError, PipelineError, UsageError
 from relaxtune.pipeline.gate.latency import slower_than_last
 from relaxtune.pipeline.job_outcomes import artifact_of, note_benchmark, note_validation
@@ -40,7 +41,9 @@ from relaxtune.pipeline.jobs.tuned_model import (
 )
 from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
-from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
+from relaxtune.pipeline.tasks.sizes_of_tables import sizes_text
+from relaxtune.pipeline.tuning.options import search_seconds
+from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress, UntilTheEnd
 from relaxtune.pipeline.validate.acceptance import FAILED, NO_LIMITS, Limits, check_key, settle, validate_written
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.validation import sample_inputs
@@ -138,14 +141,31 @@ def tune_model(
     check_destination(out)
     check_key(tune_request.sign)
     urls = [tune_request.database, *tune_request.shared]
+    began, beforehand, progress = time.monotonic(), None, progress or SilentProgress()
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)
+        if prepared.sizes:
+            logger.info("%s", sizes_text(prepared.sizes))
+        budget_s = tune_request.tuning.time_budget_s
+        if budget_s is not None:
+            # What follows the search takes as long again, and the comparison.
+            before = time.monotonic()
+            beforehand = make_beforehand(prepared, tune_request.samples)
+            now, compare_s = time.monotonic(), tune_request.compare_s or min(COMPARE_S, budget_s / 4)
+            follows_s = now - before + compare_s * tune_request.benchmark
+            tuning = replace(tune_request.tuning, reserved_s=now - began + follows_s)
+            tune_request = replace(tune_request, tuning=tuning, compare_s=compare_s)
+            progress = UntilTheEnd(progress, follows_s)
+            logger.info(
+                "time budget %.0f s: %.0f s are over, %.0f s are for the search, about %.0f s to compile, compare and "
+                "validate", budget_s, now - began, search_seconds(tuning), follows_s
+            )  # fmt: skip
         try:
-            tuned = tune_prepared(prepared, tune_request.tuning, database, progress or SilentProgress())
+            tuned = tune_prepared(prepared, tune_request.tuning, database, progress)
         except NothingMeasuredError as error:
             raise NothingMeasuredError(f"{error} {_write_untuned(prepared, tune_request, database, out)}") from error
-        return finish_tuned(prepared, tuned, tune_request, database, out)
+        return finish_tuned(prepared, tuned, tune_request, database, out, beforehand=beforehand)
 
 
 def _write_untuned(prepared: PreparedModel, request: TuneRequest, database: TuningDatabase, out: Path) -> str:
@@ -217,12 +237,13 @@ def finish_tuned(
     known = None if beforehand is None else beforehand.reference
     prepared, shipping, shipped, missed = tuned.prepared, None, None, None
     of_buckets: dict[str, Shipping] = {}
+    compare_s = request.compare_s or COMPARE_S
     with (
         stage_beside(out.absolute()) as folder,
         meanwhile(asked, benchmark=request.benchmark, samples=request.samples, reference=known) as ready,
     ):
         if request.benchmark:
-            shipping, shipped = _decide_shipping(asked, tuned, folder, turn, told, beforehand, ready)
+            shipping, shipped = _decide_shipping(*(asked, tuned, folder, turn, told, beforehand, ready), compare_s)
             compiled = shipping.compiled
             if not shipping.tuned:
                 prepared = asked
@@ -230,11 +251,10 @@ def finish_tuned(
             missed = _missed(own.median_ms, request.limits)
             share = request.limits.max_slowdown
             if missed is None and share is not None:
-                inputs = timed_inputs(asked.model, asked.lowered.options.maxima)
-                missed = slower_than_last(shipped.directory, out, inputs, share, turn)
+                missed = slower_than_last(shipped.directory, out, timed_calls(asked), share, turn)
             record = partial(record_shipped, database=database, tuning=request.tuning, job_id=tuned.job_id)
             record(asked, prepared, shipping)
-            buckets, of_buckets = _ship_buckets(asked, database, folder / "bucket", turn, record)
+            buckets, of_buckets = _ship_buckets(asked, database, folder / "bucket", turn, record, compare_s)
         else:
             compiled, buckets = _compile(prepared, tuned.choices, database)
             told()
@@ -270,6 +290,7 @@ def _decide_shipping(
     told: Callable[[], None],
     beforehand: Beforehand | None,
     ready: Meanwhile,
+    compare_s: float,
 ) -> tuple[Shipping, LoadedArm]:
     """Compile a model tuned and untuned; return which of them ships, and that one's artifact in a folder."""
     with stage("compile"):
@@ -279,7 +300,7 @@ def _decide_shipping(
             untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target, like=made)
     told()
     with stage("compare"):
-        return decide(asked, made, untuned, folder, turn, ready.peers)
+        return decide(asked, made, untuned, folder, turn, ready.peers, compare_s)
 
 
 def _ship_buckets(
@@ -288,6 +309,7 @@ def _ship_buckets(
     folder: Path,
     turn: AbstractContextManager[object] | None,
     record: Callable[[PreparedModel, PreparedModel, Shipping], None],
+    compare_s: float,
 ) -> tuple[list[CompiledBucket], dict[str, Shipping]]:
     """Compile each bucket tuned and untuned; return the form that ships, and the comparisons where they differ."""
     compiled, compared = [], {}
@@ -298,7 +320,7 @@ def _ship_buckets(
             untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target, like=made)
         if made.kernel_hashes != untuned.kernel_hashes:
             with stage("compare"):
-                shipping, _ = decide(prepared, made, untuned, folder, turn, Peers)
+                shipping, _ = decide(prepared, made, untuned, folder, turn, Peers, compare_s)
             record(prepared, prepared, shipping)
             shutil.rmtree(folder, ignore_errors=True)
             made, compared[bucket.bucket.name] = shipping.compiled, shipping

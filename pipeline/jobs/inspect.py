@@ -18,6 +18,7 @@ from relaxtune.pipeline.artifact.compile import check_plan, compile_module
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.importer.unsupported import ImportSurvey, UnsupportedNode, find_unsupported
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
+from relaxtune.pipeline.tasks.extract import list_untunable
 
 
 @dataclass(frozen=True)
@@ -203,17 +204,19 @@ def _sum_bytes(specs: Sequence[TensorSpec], shape_of: Callable[[TensorSpec], tup
 
 
 def _with_tasks(facts: Inspection, prepared: PreparedModel) -> Inspection:
+    modules = [prepared.lowered, *(bucket.lowered for bucket in prepared.buckets)]
     tasks = tuple(
         TaskCost(
             task.name, task.family, json.loads(task.signature), task.weight, task.flops, task.bytes, task.onnx_nodes
         )
         for task in prepared.tasks
+        if not task.tables
     )
     return replace(
         facts,
         target=f"{prepared.target.kind} {prepared.target.arch}",
         tasks=tasks,
-        without_task={kernel.name: kernel.reason for kernel in prepared.untunable},
+        without_task={kernel.name: kernel.reason for kernel in list_untunable(modules)},
         flops=sum(task.weight * task.flops for task in tasks),
         bytes=sum(task.weight * task.bytes for task in tasks),
     )

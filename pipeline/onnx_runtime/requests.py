@@ -70,11 +70,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Gives inputs for calls to come, where the session computes; they are run once."""
+    """Gives inputs for calls to come, where the session computes; they are run once.
+
+    `place` tells the calls of a session apart; a later one takes the place of an earlier one.
+    """
 
     session: int
     names: tuple[str, ...]
     feeds: ArraysPlace
+    place: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class Time:
     """Asks for the milliseconds of one call on what was prepared."""
 
     session: int
+    place: int
 
 
 @dataclass(frozen=True)

@@ -93,8 +93,10 @@ class OnnxRuntimeSession:
             outputs = read_arrays(found)
         return [outputs[name] for name in names]
 
-    def call(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> Callable[[], float]:
+    def call(self, names: Sequence[str], feeds: Mapping[str, np.ndarray], place: int = 0) -> Callable[[], float]:
         """Return a call on inputs that stay where it computes; it returns what it took there, in milliseconds.
+
+        It is good until another call is prepared at its place.
 
         Raises
         ------
@@ -106,12 +108,12 @@ class OnnxRuntimeSession:
         def prepare() -> None:
             if prepared[0] != self._generation:
                 with _shared(feeds) as given:
-                    self._asked(Prepare(self._number, tuple(names), given.where), feeds)
+                    self._asked(Prepare(self._number, tuple(names), given.where, place), feeds)
                 prepared[0] = self._generation
 
         def timed() -> float:
             prepare()
-            took = self._asked(Time(self._number), feeds)
+            took = self._asked(Time(self._number, place), feeds)
             assert isinstance(took, float)
             return took
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnxruntime
@@ -67,9 +67,9 @@ class _Worker:
             case Run():
                 return self._run(request)
             case Prepare():
-                return self._sessions[request.session].prepare(request.names, read_arrays(request.feeds))
+                return self._sessions[request.session].prepare(request, read_arrays(request.feeds))
             case Time():
-                return self._sessions[request.session].time()
+                return self._sessions[request.session].time(request.place)
         raise TypeError(f"expected a request to ONNX Runtime, got {type(request).__name__}")
 
     def _open(self, request: Open) -> tuple[str, ...] | Refused:
@@ -111,26 +111,29 @@ class _Session:
         self.weights_key, self.weights = request.weights_key, weights
         self.native = onnxruntime.InferenceSession(request.graph, options, providers=[settings.provider])
         self._kind = _KINDS[settings.provider]
-        self._call: Callable[[], None] | None = None
+        self._calls: dict[int, Callable[[], None]] = {}
 
-    def prepare(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> Refused | None:
+    def prepare(self, request: Prepare, feeds: Mapping[str, np.ndarray]) -> Refused | None:
         """Make a call ready, and run it once."""
+        self._calls.pop(request.place, None)
         try:
             if self._kind == "llvm":
-                self._call, _ = host_call(self.native, names, feeds)
+                call, _ = host_call(self.native, request.names, feeds)
             else:
-                self._call, _ = device_call(self.native, names, feeds, self._kind)
-            self._call()
+                call, _ = device_call(self.native, request.names, feeds, self._kind)
+            call()
         except _ERRORS as error:
             return Refused(_last_line(error))
+        self._calls[request.place] = call
         return None
 
-    def time(self) -> float:
+    def time(self, place: int) -> float:
         """Return what a call took, in milliseconds."""
-        if self._call is None:
+        call = self._calls.get(place)
+        if call is None:
             raise RuntimeError("a session is timed on inputs that it was given before")
         began = time.perf_counter_ns()
-        self._call()
+        call()
         return (time.perf_counter_ns() - began) / 1e6
 
 

@@ -82,7 +82,11 @@ def untunable_reason(func: tirx.PrimFunc) -> str | None:
         if isinstance(stmt, s_tir.SBlock) and any(static_shape(buffer) is None for buffer in stmt.alloc_buffers):
             return f"its block {stmt.name_hint} allocates a buffer of symbolic shape"
         value = getattr(stmt, "value", None)
-        if isinstance(stmt, tirx.Evaluate) and isinstance(value, tvm.ir.Call) and _calls_extern(value):
+        if (
+            isinstance(stmt, tirx.Evaluate)
+            and isinstance(value, tvm.ir.Call)
+            and any("extern" in name or "packed" in name for name in call_names(value))
+        ):
             return "it calls external code, which no schedule can change"
     if not list_blocks(func):
         return "it has no compute block to schedule"
@@ -144,13 +148,9 @@ def _merged(task: TuningTask, model: str, name: str, calls: tuple[KernelCall, ..
     return replace(
         task,
         weight=task.weight + len(calls),
-        onnx_nodes=tuple(dict.fromkeys(task.onnx_nodes + _nodes(calls))),
+        onnx_nodes=tuple(dict.fromkeys([*task.onnx_nodes, *(node for call in calls for node in call.onnx_nodes)])),
         functions={**task.functions, model: names if name in names else (*names, name)},
     )
-
-
-def _nodes(calls: tuple[KernelCall, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(node for call in calls for node in call.onnx_nodes))
 
 
 def unique_name(name: str, taken: Container[str]) -> str:
@@ -160,7 +160,3 @@ def unique_name(name: str, taken: Container[str]) -> str:
         count += 1
         unique = f"{name}_{count}"
     return unique
-
-
-def _calls_extern(call: tvm.ir.Call) -> bool:
-    return any("extern" in name or "packed" in name for name in call_names(call))

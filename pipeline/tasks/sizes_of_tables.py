@@ -14,6 +14,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import AxisProfile, sizes_within
 from relaxtune.models.size_histogram import SizePoint, few_points
 from relaxtune.pipeline.passes.module import LoweredModule
+from relaxtune.pipeline.tasks.default_sizes import default_points
 from relaxtune.pipeline.tasks.extract import as_workload, called_kernels, make_task, untunable_reason
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.schedules.marks import AT_SIZES_ATTR
@@ -34,15 +35,16 @@ class TunedSizes:
     sizes: Mapping[str, int]
     weight: int
     name: str
+    is_default: bool = False  # Whether the user named no sizes.
 
 
 def tuned_sizes(
-    model: OnnxModel, profile: Mapping[str, AxisProfile], lengths: Sequence[SizePoint]
+    model: OnnxModel, profile: Mapping[str, AxisProfile], lengths: Sequence[SizePoint], kind: str
 ) -> tuple[TunedSizes, ...]:
-    """Return the points that kernels of symbolic sizes are tuned at.
+    """Return the points that kernels of symbolic sizes are tuned at on a kind of target; none without free axes.
 
     From counted calls, eight that stand for all, by their share. From a profile alone, the typical sizes with weight 2,
-    the least and the largest of all axes with weight 1.
+    the least and the largest of all axes with weight 1. Without either, those of `default_points`.
     """
     maxima = {axis: one.most for axis, one in profile.items()}
     points: list[SizePoint] = []
@@ -56,33 +58,52 @@ def tuned_sizes(
         for size, weight in (("least", 1), ("typical", 2), ("most", 1)):
             sizes = tuple((axis, max(1, getattr(one, size))) for axis, one in profile.items())
             points.append(SizePoint(sizes, weight))
+    else:
+        points = [*default_points(model, kind)]
+    is_default = not (lengths or profile)
     merged = {point.sizes: sum(one.count for one in points if one.sizes == point.sizes) for point in points}
     return tuple(
-        TunedSizes(sizes_within(model, maxima, dict(sizes)), count, str(SizePoint(sizes, count)))
+        TunedSizes(sizes_within(model, maxima, dict(sizes)), count, str(SizePoint(sizes, count)), is_default)
         for sizes, count in merged.items()
     )
+
+
+def sizes_text(points: Sequence[TunedSizes]) -> str:
+    """Return a line that names points, and how a user changes them."""
+    names = "; ".join(point.name for point in points)
+    profile = ",".join(f"{part.partition('=')[0]}=MIN:TYPICAL:MAX" for part in points[0].name.split())
+    change = f". Name your own with --lengths FILE (counts of real calls) or --profile {profile}"
+    return f"tuned and compared at {len(points)} sizes: {names}{change * points[0].is_default}"
 
 
 def tasks_of_tables(
     lowered: LoweredModule, points: Sequence[TunedSizes], target: ResolvedTarget
 ) -> tuple[TuningTask, ...]:
-    """Return the tasks of a module's kernels with a symbolic number of rows, at each point; equal ones are merged."""
+    """Return the tasks of a module's kernels with a symbolic number of rows, at each point.
+
+    Points of equal rows are one task of a function, and equal tasks of all functions are merged.
+    """
     found: dict[str, TuningTask] = {}
     for name, func, calls in called_kernels(lowered) if points else ():
         count = symbolic_rows(func) if untunable_reason(func) is not None else None
         if count is None or RANGES.refuses(func, target) is not None:
             continue
+        by_rows: dict[int, TuningTask] = {}
         for point in points:
             sizes = lowered.with_tokens(point.sizes)
             static = at_sizes(func, sizes)
             if static is None or untunable_reason(static) is not None:
                 continue
+            rows = size_at(count, sizes)
+            nodes = [call.onnx_nodes for call in calls] * point.weight
+            if rows in by_rows:
+                by_rows[rows] = replace(by_rows[rows], weight=by_rows[rows].weight + len(nodes))
+                continue
             mod = as_workload(static.with_attr(AT_SIZES_ATTR, True))
-            task = make_task(
-                f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name,
-                calls=[call.onnx_nodes for call in calls] * point.weight,
-            )  # fmt: skip
-            task = replace(task, functions={}, tables=(SizeOfTable(lowered.graph.name, name, size_at(count, sizes)),))
+            task = make_task(f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name, calls=nodes)
+            place = SizeOfTable(lowered.graph.name, name, rows, point.is_default)
+            by_rows[rows] = replace(task, functions={}, tables=(place,))
+        for task in by_rows.values():
             known = found.get(task.workload_hash)
             found[task.workload_hash] = task if known is None else known.joined(task)
     return tuple(found.values())

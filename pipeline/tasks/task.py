@@ -18,6 +18,7 @@ class SizeOfTable:
     model: str
     function: str
     rows: int
+    is_default: bool = False  # Whether the user named no sizes.
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ _ROW = np.dtype(
         ("in_flight", int),
         ("free", bool),  # It is open, and its search is not running.
         ("may_settle", bool),  # It may end for what it promises: all candidates of its templates are back.
+        ("is_line", bool),  # It is a size of a table.
     ]
 )
 
@@ -271,7 +272,8 @@ class Tasks:
             return None
         own_s = rows["seconds"] / np.maximum(rows["rounds"], 1)
         round_s = np.maximum(np.where(rows["rounds"] > 0, own_s, self._usual_seconds), _SECONDS_MIN)
-        for score in (rows["begins_near"], rows["gain_us"] / round_s, rows["size"]):
+        behind = _times_of_best_line(states, chosen[rows["is_line"][chosen]])
+        for score in (rows["begins_near"], behind * rows["gain_us"] / round_s, rows["size"]):
             chosen = chosen[score[chosen] == score[chosen].max()]
         return states[int(chosen[0])]
 
@@ -294,6 +296,7 @@ class Tasks:
             state.in_flight,
             state.open and not state.searching,
             may_settle,
+            bool(state.task.tables),
         )
         if state.over and not state.reported:
             state.reported = True
@@ -370,6 +373,24 @@ class Tasks:
         """The seconds of a round, the average of all."""
         rounds = self._rows["rounds"].sum()
         return float(self._rows["seconds"].sum() / rounds) if rounds else 1.0
+
+
+def _times_of_best_line(states: Sequence[TaskState], lines: Iterable[int]) -> np.ndarray:
+    """Return for each line of a table how many times as long it takes as at the rates of the table's best lines.
+
+    The rates are operations and bytes a microsecond. A line far from them has more to win than one that reaches them.
+    For all other tasks it is 1.
+    """
+    behind, known, best = np.ones(len(states)), [], dict[tuple[str, str], np.ndarray]()
+    for place in lines:
+        one, of = states[place], states[place].task.tables[0]
+        if one.best_us:
+            rates = np.array([one.task.flops, one.task.bytes]) / one.best_us
+            known.append((place, (of.model, of.function), rates))
+            best[of.model, of.function] = np.maximum(best.get((of.model, of.function), 0.0), rates)
+    for place, table, rates in known:
+        behind[place] = 1 / max(rate / most for rate, most in zip(rates, best[table], strict=True) if most > 0.0)
+    return behind
 
 
 def summarise(states: Sequence[TaskState]) -> tuple[TaskSummary, ...]:

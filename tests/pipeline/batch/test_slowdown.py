@@ -14,12 +14,13 @@ from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.batch import unchanged
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.plan import parse_plan
+from relaxtune.pipeline.bench.measure import Call
 from relaxtune.pipeline.gate import latency
 from relaxtune.pipeline.gate.latency import slower_than_last
 from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.tuning_db.cell_states import CellState
 
-INPUTS = {"x": np.ones((64, 256), np.float32)}
+CALLS = [Call({"x": np.ones((64, 256), np.float32)})]
 PLAN = """\
 effort = "quick"
 samples = 1
@@ -59,14 +60,14 @@ def test_an_artifact_that_is_slower_is_told_by_how_much(
 ) -> None:
     monkeypatch.setattr(latency, "_SECONDS", 0.3)
     fast, slow = built
-    told = slower_than_last(slow, fast, INPUTS, 0.5)
+    told = slower_than_last(slow, fast, CALLS, 0.5)
     assert told is not None
     assert f"the artifact in {fast}" in told
     assert "max_slowdown is 50.0%" in told
-    assert slower_than_last(fast, slow, INPUTS, 0.5) is None
-    assert slower_than_last(fast, tmp_path / "none", INPUTS, 0.5) is None
+    assert slower_than_last(fast, slow, CALLS, 0.5) is None
+    assert slower_than_last(fast, tmp_path / "none", CALLS, 0.5) is None
     (tmp_path / "damaged").mkdir()
-    assert slower_than_last(fast, tmp_path / "damaged", INPUTS, 0.5) is None
+    assert slower_than_last(fast, tmp_path / "damaged", CALLS, 0.5) is None
 
 
 def test_a_cell_that_became_slower_is_rejected_and_the_last_one_stays(

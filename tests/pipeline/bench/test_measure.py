@@ -4,6 +4,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +16,23 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import TensorProto, helper
 from rich.console import Console
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench import measure as bench_measure
 from relaxtune.pipeline.bench.measure import (
     ArmResult,
+    Call,
     LoadArm,
     Peers,
+    arm_of_calls,
     measure,
     measure_load,
     onnxruntime_peer,
     render,
+    render_sizes,
     run_conditions,
     wait_until_idle,
 )
@@ -103,6 +108,24 @@ def test_ratios_are_of_the_first_arm() -> None:
     assert report.arm("slow").median_ms >= 4.0
 
 
+def test_calls_of_several_sizes_are_one_arm_with_a_mean_by_their_counts() -> None:
+    calls = [Call({}, "short", 3), Call({}, "long", 1)]
+    slow = arm_of_calls(calls, lambda _: lambda: 4.0)
+    latencies = iter([1.0, 9.0] * 8)
+    report = measure({"ours": arm_of_calls(calls, lambda _: lambda: next(latencies)), "slow": slow}, runs=2, warmup=0)
+    assert report.arm("ours").latencies_ms == (3.0, 3.0)
+    assert report.arm("ours").by_sizes == {"short": (1.0, 1.0), "long": (9.0, 9.0)}
+    assert report.arm("ours").run_ms == 10.0
+    both = report.arm("ours").and_then(report.arm("ours"))
+    assert both.by_sizes["long"] == (9.0,) * 4
+    text = io.StringIO()
+    console = Console(file=text, width=120)
+    sized = replace(report, sizes={"short": 3, "long": 1})
+    console.print(render(sized), render_sizes(sized))
+    assert "latency, ms: mean of 2 sizes" in text.getvalue()
+    assert re.search(r"long +│ +1 │ +9.000 │ +4.000 │ +0.44", text.getvalue())
+
+
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=50))
 def test_quantiles_lie_among_the_values(values: list[float]) -> None:
     arm = ArmResult("a", tuple(values))
@@ -157,13 +180,13 @@ def test_a_peer_runs_on_the_same_device_or_is_left_out_and_told(
     described = onnx_runtime().description()
     assert "CUDAExecutionProvider" not in described.providers
     caplog.set_level("INFO", logger="relaxtune")
-    assert onnxruntime_peer(bert_tiny, bert_inputs, "cuda") == Peers()
+    assert onnxruntime_peer(bert_tiny, [Call(bert_inputs)], "cuda") == Peers()
     assert "no peer is timed: this ONNX Runtime does not compute on a device of kind cuda" in caplog.text
     listed = replace(described, providers=("CUDAExecutionProvider", "CPUExecutionProvider"))
     monkeypatch.setattr(onnx_runtime(), "_described", listed)
-    assert onnxruntime_peer(bert_tiny, bert_inputs, "cuda") == Peers()
+    assert onnxruntime_peer(bert_tiny, [Call(bert_inputs)], "cuda") == Peers()
     assert "CUDAExecutionProvider does not load on this machine" in caplog.text
-    (peer,) = onnxruntime_peer(bert_tiny, bert_inputs, "llvm").arms.items()
+    (peer,) = onnxruntime_peer(bert_tiny, [Call(bert_inputs)], "llvm").arms.items()
     assert peer[0] == "ort"
     assert peer[1]() > 0
 
@@ -175,7 +198,7 @@ def test_a_peer_that_onnx_runtime_cannot_load_is_left_out_and_the_table_says_why
     broken.CopyFrom(bert_tiny.inline_proto())
     broken.graph.node[0].op_type = "NoSuchOperator"
     monkeypatch.setattr(type(bert_tiny), "inline_proto", lambda _: broken)
-    peers = onnxruntime_peer(bert_tiny, bert_inputs)
+    peers = onnxruntime_peer(bert_tiny, [Call(bert_inputs)])
     assert peers.arms == {}
     assert "does not load the model 'bert-tiny'" in peers.left_out["ort"]
     assert "no peer is timed: ONNX Runtime" in caplog.text
@@ -190,3 +213,18 @@ def test_conditions_name_the_threads_that_a_module_computes_with(artifact: Path)
     with ThreadPoolExecutor(max_workers=1) as fresh:
         told = fresh.submit(lambda: run_conditions(Module.load(artifact, threads=1))).result()
     assert (told["tvm_threads"], told["onnxruntime_threads"]) == ("1", "1")
+
+
+def test_each_call_of_a_peer_is_timed_on_its_own_inputs(tmp_path: Path) -> None:
+    names = ["x", *(f"h{number}" for number in range(8))]
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", [before, before], [name]) for before, name in itertools.pairwise(names)],
+        "square",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", "n"])],
+        [helper.make_tensor_value_info(names[-1], TensorProto.FLOAT, ["n", "n"])],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    calls = [Call({"x": np.zeros((size, size), np.float32)}, str(size)) for size in (512, 2)]
+    arm = onnxruntime_peer(load_model(tmp_path / "m.onnx"), calls, threads=1).arms["ort"]
+    taken = measure({"ort": arm}, runs=3, warmup=1).arm("ort").by_sizes
+    assert min(taken["512"]) > 10 * min(taken["2"])

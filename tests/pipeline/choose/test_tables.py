@@ -113,3 +113,30 @@ def test_artifact_with_a_table_of_records_is_made_again_without_them(prepared: P
 
 def kernels(prepared: PreparedModel, choices: tuple[KernelChoice, ...]) -> list[str]:
     return [made_hash(one.scheduled, prepared.target.target) for one in choices if one.scheduled is not None]
+
+
+def test_free_axes_are_tuned_at_usual_sizes_and_compile_finds_their_records(model: Path, tmp_path: Path) -> None:
+    free = prepare_model(ModelRequest(model, target="cuda:sm_90a"))
+    free = replace(free, environment=replace(detect_environment(free.target), device_name="some GPU"))
+    assert [(task.tables[0].rows, task.weight) for task in free.tasks] == [(1, 6), (8, 2), (32, 1)]
+    assert free.untunable == ()
+    winner = template_candidates(free.tasks[0], free.target)[3].decision
+    database = database_of(free, tmp_path / "tuning.db", dict.fromkeys((1, 8, 32), winner))
+    again = replace(prepare_model(free.request), environment=free.environment)
+    (choice,) = choose_kernels(again, database)
+    assert "rows 1 (record 1), 8 (record 3), 32 (record 5)" in choice.note
+    assert {entry.id for entry in choice.trace} == {1, 2, 3, 4, 5, 6}
+    # Nobody said that calls have these sizes: the kernels without records are those for any size.
+    untuned = kernels(free, choose_kernels(free, None))
+    assert untuned == kernels(free, choose_kernels(replace(free, tasks=()), None))
+
+
+def test_records_of_a_table_are_explained_where_none_is_taken(prepared: PreparedModel, tmp_path: Path) -> None:
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
+        (choice,) = choose_kernels(prepared, database)
+        assert choice.note.startswith("no record of any size; ")
+    winners = others(prepared)
+    database = database_of(prepared, tmp_path / "others.db", winners)
+    elsewhere = replace(prepared, environment=replace(prepared.environment, tvm_version="0.1"))
+    (choice,) = choose_kernels(elsewhere, database, explain=True)
+    assert choice.trace

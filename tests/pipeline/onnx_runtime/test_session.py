@@ -16,7 +16,7 @@ from onnx import TensorProto as T
 from onnx import helper
 
 from relaxtune.models import load_model
-from relaxtune.pipeline.bench.measure import onnxruntime_peer
+from relaxtune.pipeline.bench.measure import Call, onnxruntime_peer
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.onnx_runtime import process as process_module
 from relaxtune.pipeline.onnx_runtime.process import OnnxRuntimeProcess, onnx_runtime
@@ -98,7 +98,7 @@ def test_a_graph_that_ends_the_optimiser_is_computed_without_it(tmp_path: Path) 
     optimised = OnnxRuntimeSession(proto, "g", Settings(Level.ALL, threads=1))
     np.testing.assert_allclose(optimised.run(["y"], {"x": x})[0], plain.run(["y"], {"x": x})[0], rtol=1e-5)
     onnx.save(proto, tmp_path / "m.onnx")
-    peers = onnxruntime_peer(load_model(tmp_path / "m.onnx"), {"x": x}, threads=1)
+    peers = onnxruntime_peer(load_model(tmp_path / "m.onnx"), [Call({"x": x})], threads=1)
     if optimised.fell_back is None:
         assert list(peers.arms) == ["ort"]
     else:

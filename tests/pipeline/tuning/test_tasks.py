@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.tuning.bench_task_queue import make_states
+from relaxtune.pipeline.tasks.task import SizeOfTable
 from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 
 
@@ -106,3 +108,16 @@ def test_tasks_that_the_rounds_left_do_not_come_to_end_before_the_run_does() -> 
     tasks.end_left_out(1000 * 4 * 4)
     assert busy.ended is None
     assert small.ended is None
+
+
+def test_the_line_of_a_table_that_is_the_furthest_behind_the_others_comes_first() -> None:
+    near, far = make_states(2)
+    for state, best_us in ((near, 100.0), (far, 80.0)):
+        state.task = replace(state.task, flops=100.0, bytes=0.0, weight=1, tables=(SizeOfTable("model", "matmul", 1),))
+        state.best_us, state.before_us, state.progress, state.rounds = best_us, best_us, [best_us] * 4, 4
+    tasks = Tasks()
+    tasks.add([near, far])
+    assert tasks.choose() is near
+    # At the rate of the first line, this one would take a third.
+    far.task = replace(far.task, flops=33.0)
+    assert tasks.choose() is far
