@@ -331,12 +331,21 @@ def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
 
 
 def _pad(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    sizes = _sizes(inputs[0])
-    given = [Polynomial.number(int(pad)) for item in node.attribute if item.name == "pads" for pad in item.ints]
-    pads = given or _elements(inputs[1])
-    if len(inputs) > 3 and inputs[3].shape is not None:  # pads of some axes
-        raise ValueError
-    return [Known(tuple(size + pads[axis] + pads[axis + len(sizes)] for axis, size in enumerate(sizes)))]
+    """Pad: a mirror needs one place more than it fills, and nothing is cut off that is not there."""
+    shape = list(_sizes(inputs[0]))
+    given = {item.name: item for item in node.attribute}
+    pads = [Polynomial.number(int(pad)) for pad in given["pads"].ints] if "pads" in given else _elements(inputs[1])
+    some = len(inputs) > 3 and inputs[3].shape is not None
+    axes = [_whole(axis) % len(shape) for axis in _elements(inputs[3])] if some else list(range(len(shape)))
+    mode = given["mode"].s if "mode" in given else b"constant"
+    for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
+        numbers = [pad.value or 0 for pad in (before, after)]
+        cut = -sum(numbers) if mode == b"constant" else -sum(min(number, 0) for number in numbers)
+        if max(numbers) > 0 and mode != b"constant":
+            cut += 1 + (max(numbers) if mode == b"reflect" else 0)
+        facts.require(node, 0, shape[axis], Polynomial.number(max(cut, 0)))
+        shape[axis] = shape[axis] + before + after
+    return [Known(tuple(shape))]
 
 
 def _window(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:

@@ -81,6 +81,8 @@ def reason_of(cause: BaseException, unknown: Sequence[str] = ()) -> str:
     """Return an exception on one line, or whose sizes are not known."""
     if unknown:
         return f"the sizes of {', '.join(unknown)} are not known; expected sizes that follow from the inputs' axes"
+    if not isinstance(cause, ValueError | TypeError | NotImplementedError):  # a slip inside of a converter says nothing
+        return "the converter has no case for inputs of these types and sizes"
     lines = str(cause).strip().splitlines()
     return f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
 

@@ -81,7 +81,7 @@ class KnownSizes:
             for place, size in enumerate(reversed(shape or [])):
                 number = isinstance(size, tirx.IntImm) and int(size) > 1
                 first = place not in known or _is_clipped(known[place], size)
-                if number or (first and _is_computed(size) and self._is_of_inputs(size)):
+                if number or (first and _is_computed(size) and self.is_of_inputs(size)):
                     known[place] = size
         checked = list(inputs)
         for index, (expr, shape) in enumerate(zip(inputs, shapes, strict=True)):
@@ -142,12 +142,13 @@ class KnownSizes:
         value = None if known is None else known.substitute(self._numbers).value
         return division if value is None else tirx.IntImm("int64", value)
 
-    def _is_of_inputs(self, size: tirx.Expr) -> bool:
+    def is_of_inputs(self, size: tirx.Expr) -> bool:
+        """Return whether a size is computed of axes of the model's inputs alone."""
         return {str(var.name) for var in tirx.analysis.undefined_vars(size)} <= self._axes
 
     def _gives_way(self, size: tirx.Expr, known: tirx.Expr) -> bool:
         """Return whether a size is another one: a number if computed, a computed one if known later."""
-        later = isinstance(known, tirx.IntImm) or not self._is_of_inputs(size)
+        later = isinstance(known, tirx.IntImm) or not self.is_of_inputs(size)
         return _is_computed(size) and (later or _is_clipped(size, known))
 
 

@@ -10,6 +10,7 @@ from onnx import helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer import import_model
+from relaxtune.pipeline.importer.errors import reason_of
 from relaxtune.pipeline.importer.frontend import NodeByNodeImporter
 from relaxtune.pipeline.importer.unsupported import find_unsupported
 from tests.pipeline.importer.onnx_cases import make_model
@@ -160,3 +161,8 @@ def test_memory_that_is_full_is_no_fault_of_a_node_or_a_step(
     model = make_model([helper.make_node("Neg", ["x"], ["y"])], {"x": VECTOR}, {"y": VECTOR})
     with pytest.raises(MemoryError):
         read(model)
+
+
+def test_slip_of_a_converter_is_said_in_words_of_the_model() -> None:
+    slip = AttributeError("'ShapeType' object has no attribute 'shape'")
+    assert reason_of(slip) == "the converter has no case for inputs of these types and sizes"

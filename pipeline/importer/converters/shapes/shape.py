@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import tvm
 from tvm import relax, tirx
+from tvm.relax.frontend.onnx import onnx_frontend
 
 from relaxtune.models.dims import TO_THE_END, reaches_the_end
 from relaxtune.pipeline.importer.converter_input import (
@@ -22,7 +23,7 @@ from relaxtune.pipeline.importer.converter_input import (
     static_size,
     tensor_attribute,
 )
-from relaxtune.pipeline.importer.shape_values import onnx_slice, size_list
+from relaxtune.pipeline.importer.shape_values import as_tensor, onnx_slice, size_list
 from relaxtune.pipeline.importer.sizes import KnownSizes, is_shape_value, simplify
 
 # Sizes of axes are less than that.
@@ -61,7 +62,7 @@ def convert_constant_of_shape(node: ConverterInput) -> tvm.ir.Expr:
     sizes = constant_value(shape)
     if sizes is not None:
         return constant(np.full([int(size) for size in sizes], fill))
-    if not isinstance(shape, relax.ShapeExpr):
+    if isinstance(shape.ty, relax.TensorType):
         shape = relax.op.tensor_to_shape(shape)
     if isinstance(shape, relax.ShapeExpr) and fill.dtype.kind == "f" and not np.isfinite(fill):
         # TVM fails to lower a `full` of infinities.
@@ -117,7 +118,9 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
 
 
 def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return a tensor stretched to a shape that is computed when the model runs; the larger of both sizes counts.
+    """Return a tensor stretched to a shape that is computed when the model runs, along its axes of one place.
+
+    A check holds every other axis to its size: a kernel would read behind it.
 
     Raises
     ------
@@ -125,13 +128,18 @@ def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
         The target has fewer axes than the tensor, or an unknown number of them.
     """
     emit, sizes = node.builder.emit, sizes_of(data)
-    rank = static_size(node.input(1), 0)
+    target = node.input(1)
+    if isinstance(target.ty, relax.ShapeType):
+        target = as_tensor(node.builder, target)
+    rank = static_size(target, 0)
     if rank < len(sizes):
         msg = f"input 1 (shape) of {rank} sizes: expected at least {len(sizes)}, as many as the tensor has axes"
         raise ValueError(msg)
     own = emit(relax.op.shape_to_tensor(relax.ShapeExpr([1] * (rank - len(sizes)) + sizes)))
-    wanted = emit(relax.op.tensor_to_shape(emit(relax.op.maximum(node.input(1), own))))
-    new = [tirx.Var(f"expanded_{axis}", "int64") for axis in range(rank)]
+    wanted = emit(relax.op.tensor_to_shape(emit(relax.op.maximum(target, own))))
+    old = [tirx.IntImm("int64", 1)] * (rank - len(sizes)) + sizes
+    new = [tirx.Var(f"expanded_{axis}", "int64") if _is_one_at_most(simplify(size)) else size
+           for axis, size in enumerate(old)]  # fmt: skip
     node.builder.match_cast(wanted, relax.ShapeType(new))
     return relax.op.broadcast_to(data, relax.ShapeExpr(new))
 
@@ -145,8 +153,10 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     data = node.input(0)
     if "starts" in node.attributes:  # until opset 9
         written = (node.attributes.get(name) for name in ("starts", "ends", "axes"))
-        constants = (None if one is None else constant(np.array(one, "int64")) for one in written)
-        node = replace(node, inputs=(data, *constants))
+        inputs = [data, *(None if one is None else constant(np.array(one, "int64")) for one in written)]
+        cut = convert_slice(replace(node, inputs=tuple(inputs), attributes={}))
+        stock = onnx_frontend._get_convert_map()["Slice"].get_converter(13)
+        return stock(node.builder, [*inputs, None], {}, [{}, {}]) if cut is None else cut
     _check_bounds(node)
     starts, ends = size_list(node.input(1)), size_list(node.input(2))
     axes = size_list(node.optional(3)) if node.optional(3) is not None else list(range(len(starts or [])))

@@ -296,3 +296,25 @@ def test_slice_with_attributes_as_until_opset_9(axes: list[int] | None) -> None:
     shape = (3, 3) if axes else (2, 4)
     model = make_model([node], {"x": ("float32", (3, 4))}, {"y": ("float32", shape)}, opset=9)
     assert_agrees(model, {"x": floats(3, 4)})
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 2), (-2, 2**63 - 1), (1, -1), (0, 9), (2, 1)])
+def test_slices_of_old_opsets_have_their_bounds_in_attributes(start: int, end: int) -> None:
+    node = helper.make_node("Slice", ["x"], ["y"], starts=[start], ends=[end], axes=[1])
+    for columns in ("n", 5):
+        model = make_model([node], {"x": ("float32", (2, columns))}, {"y": ("float32", (2, "m"))}, opset=9)
+        for size in (5, 3) if columns == "n" else (5,):
+            assert_agrees(model, {"x": floats(2, size)})
+
+
+@pytest.mark.parametrize("operator", ["Expand", "ConstantOfShape"])
+def test_shape_of_a_tensor_of_unknown_sizes_is_no_slip_of_a_converter(operator: str) -> None:
+    inputs = ["one", "sizes"] if operator == "Expand" else ["sizes"]
+    nodes = [
+        helper.make_node("ConstantOfShape", ["wanted"], ["unknown"]),
+        helper.make_node("Shape", ["unknown"], ["sizes"]),
+        helper.make_node(operator, inputs, ["y"]),
+    ]
+    outputs = {"y": ("float32", ("m", "n"))}
+    model = make_model(nodes, {"wanted": ("int64", (2,))}, outputs, {"one": np.ones((1, 1), "float32")})
+    assert_agrees(model, {"wanted": np.array([2, 3])})
