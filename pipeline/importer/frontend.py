@@ -19,9 +19,8 @@ from relaxtune.pipeline.importer.converter_input import constant, constant_value
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
-from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value
+from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, fold_small_constants
 from relaxtune.pipeline.importer.sizes import BROADCASTING, KnownSizes, is_shape_value
-from relaxtune.pipeline.importer.small_constants import fold_small_constants
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
 _SEQUENCE_OPERATORS = frozenset(

@@ -1,4 +1,4 @@
-"""What a user can do instead of a node that is not supported."""
+"""Which operators are supported, and what a user can do instead of a node that is not."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import functools
 
 import onnx
 from onnx import defs
+from tvm.relax.frontend.onnx import onnx_frontend
 
 from relaxtune.pipeline.importer.converters import CONVERTERS
-from relaxtune.pipeline.importer.stock import stock_operators
 
+# TVM's one table goes by name alone; its contrib operators must not serve in another domain.
+_CONTRIB = frozenset({"BiasGelu", "EmbedLayerNormalization", "FastGelu", "SkipLayerNormalization"})
+# Converted outside of the table.
+_ELSEWHERE = frozenset({"If"})
 _MIN_SIMILARITY = 0.7
 # The main domain of ONNX and ONNX Runtime's own.
 _DOMAINS = ("", "com.microsoft")
@@ -44,6 +48,11 @@ def nearest_supported(node: onnx.NodeProto, reason: str) -> str:
 def supported_operators() -> frozenset[tuple[str, str]]:
     """Return (domain, operator) of everything that has a converter, ours or TVM's."""
     return frozenset(CONVERTERS) | {("", name) for name in stock_operators()}
+
+
+def stock_operators() -> frozenset[str]:
+    """Return the operators of the main ONNX domain that TVM's frontend converts."""
+    return (frozenset(onnx_frontend._get_convert_map()) - _CONTRIB) | _ELSEWHERE
 
 
 def label(domain: str, operator: str) -> str:

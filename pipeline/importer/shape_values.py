@@ -5,6 +5,10 @@ for a scalar, which may also be a condition on sizes. `fold_shape_value` compute
 shape value, a constant, or None where the node must be converted like any other; its inputs then become tensors
 (`as_tensor`). Values of int64 and int32 qualify; a tensor gets the type that the ONNX graph says. Static sizes are
 folded before, on the ONNX graph.
+
+Most constants are folded on the ONNX graph before. Those left (`fold_small_constants`) come of sizes that only the
+conversion knows, such as the width of a tensor whose other axes are symbolic, and end up where TVM needs a number:
+repeats, depths, split sizes.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
 import tvm
 import tvm_ffi
 from onnx import TensorProto
+from onnx.reference import ReferenceEvaluator
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value
@@ -331,3 +337,50 @@ _RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None
 }
 # Rules that take conditions; elsewhere they become tensors.
 _OF_CONDITIONS = frozenset({"And", "Cast", "Not"})
+# What sizes are computed with. onnx's reference is wrong for others (GatherElements of indices of another width).
+_OF_CONSTANTS = frozenset(
+    {
+        *("Abs", "Add", "And", "Cast", "Ceil", "Concat", "Div", "Equal", "Expand", "Floor", "Gather", "Greater"),
+        *("GreaterOrEqual", "Identity", "Less", "LessOrEqual", "Max", "Min", "Mod", "Mul", "Neg", "Not", "Or", "Range"),
+        *("ReduceMax", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "Sign", "Slice", "Squeeze", "Sub", "Sum"),
+        *("OneHot", "Tile", "Transpose", "Unsqueeze", "Where"),
+    }
+)
+
+
+def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | None], opset: int) -> tvm.ir.Expr | None:
+    """Return the value of a node of the main domain over small integer constants, or None for any other node.
+
+    Inputs and results are integers or booleans of 64 elements at most.
+    """
+    if node.op_type not in _OF_CONSTANTS or not inputs:
+        return None
+    feeds: dict[str, np.ndarray] = {}
+    for name, item in zip(node.input, inputs, strict=True):
+        value = None if item is None else constant_value(item)
+        if item is not None and (value is None or not _is_small(value)):
+            return None
+        if value is not None:
+            feeds[name] = value
+    imports = [onnx.helper.make_opsetid("", opset)]
+    alone = onnx.NodeProto()
+    alone.CopyFrom(node)
+    alone.domain = ""
+    graph = onnx.helper.make_graph(
+        [alone],
+        "constants",
+        [onnx.helper.make_tensor_value_info(name, _element_type(value), value.shape) for name, value in feeds.items()],
+        [onnx.ValueInfoProto(name=node.output[0])],
+    )
+    model = onnx.helper.make_model(graph, opset_imports=imports)
+    (result,) = ReferenceEvaluator(model).run(None, feeds)
+    folded = np.asarray(result)
+    return constant(folded) if _is_small(folded) else None
+
+
+def _is_small(value: np.ndarray) -> bool:
+    return value.dtype.kind in "biu" and value.size <= _MAX_LENGTH
+
+
+def _element_type(value: np.ndarray) -> int:
+    return int(onnx.helper.np_dtype_to_tensor_dtype(value.dtype))

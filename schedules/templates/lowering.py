@@ -28,9 +28,9 @@ from tvm.s_tir.transform import UnifyThreadBinding
 from tvm.tirx import PrimFunc
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
+from relaxtune.schedules.divisions_without_signs import divides_by_sizes, truncate_divisions
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
 from relaxtune.schedules.side_by_side import context_like, map_side_by_side
-from relaxtune.schedules.size_divisions import divides_by_sizes, truncate_divisions
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
 
 MIXED_PIPELINE = "relaxtune_mixed"

@@ -73,13 +73,7 @@ def shaped(node: ConverterInput, values: tvm.ir.Expr, shape: list[int]) -> tvm.i
 
 @converts("ConvTranspose")
 def check_output_shape(node: ConverterInput) -> None:
-    """Refuse a ConvTranspose with an output shape other than its pads give, which TVM ignores; it has all others.
-
-    Raises
-    ------
-    ValueError
-        The shapes differ.
-    """
+    """Refuse a ConvTranspose with an output shape other than its pads give, which TVM ignores; it has all others."""
     data, weight = node.input(0), node.input(1)
     spatial = int(data.ty.ndim) - 2
     wanted = _integers(node, "output_shape", [])

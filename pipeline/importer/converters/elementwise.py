@@ -172,13 +172,7 @@ def convert_eye_like(node: ConverterInput) -> tvm.ir.Expr:
 
 @converts("SpaceToDepth")
 def check_blocks(node: ConverterInput) -> None:
-    """Refuse a SpaceToDepth with an order of its elements, which TVM ignores; it has all others.
-
-    Raises
-    ------
-    ValueError
-        The attribute `mode` asks for another order.
-    """
+    """Refuse a SpaceToDepth with an order of its elements, which TVM ignores; it has all others."""
     if node.attributes.get("mode", "DCR") != "DCR":
         raise ValueError(f"attribute 'mode': expected 'DCR', got {node.attributes['mode']!r}")
 

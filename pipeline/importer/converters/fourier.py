@@ -28,13 +28,7 @@ from relaxtune.pipeline.importer.converter_input import (
 
 @converts("DFT")
 def convert_dft(node: ConverterInput) -> tvm.ir.Expr:
-    """Return the transform of one axis. Inputs: x (..., 1 or 2), length (optional), axis (optional; -2 unless given).
-
-    Raises
-    ------
-    ValueError
-        Length or axis known at run time only, or an axis of unknown size.
-    """
+    """Return the transform of one axis. Inputs: x (..., 1 or 2), length (optional), axis (optional, -2)."""
     data = node.input(0)
     rank = int(data.ty.ndim)
     default = node.integer("axis", 1) if node.opset < 20 else -2
@@ -51,13 +45,7 @@ def convert_dft(node: ConverterInput) -> tvm.ir.Expr:
 
 @converts("STFT")
 def convert_stft(node: ConverterInput) -> tvm.ir.Expr:
-    """Return transforms of frames (B, frames, k, 2). Inputs: signal (B, L, 1 or 2), step, window, length of a frame.
-
-    Raises
-    ------
-    ValueError
-        Step or length known at run time only, or a signal of unknown length.
-    """
+    """Return transforms of frames (B, frames, k, 2). Inputs: signal (B, L, 1 or 2), step, window, length of a frame."""
     emit, signal, window = node.builder.emit, node.input(0), node.optional(2)
     step = _number(node, 1, "frame_step", 0)
     length = _number(node, 3, "frame_length", 0 if window is None else static_size(window, 0))

@@ -32,13 +32,7 @@ def convert_matmul(node: ConverterInput) -> tvm.ir.Expr | None:
 
 @converts("com.microsoft.FusedMatMul")
 def convert_fused_matmul(node: ConverterInput) -> tvm.ir.Expr:
-    """Return alpha * op(A) @ op(B), each with its last two axes swapped where asked for.
-
-    Raises
-    ------
-    ValueError
-        `transBatchA` or `transBatchB` is set.
-    """
+    """Return alpha * op(A) @ op(B), each with its last two axes swapped where asked for."""
     for name in ("transBatchA", "transBatchB"):
         if node.integer(name, 0):
             raise ValueError(f"attribute {name!r}: expected 0, got {node.attributes[name]!r}")
@@ -82,11 +76,6 @@ def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
 
     Inputs: A (..., K), packed W (N, blocks, bytes a block) uint8, scales (N * blocks), zero points (optional: packed
     (N * bytes a row), or of A's dtype), group index (must be left out), bias (N) (optional).
-
-    Raises
-    ------
-    ValueError
-        The weights are not constants, or a form of it that is not converted.
     """
     if node.optional(4) is not None:
         raise ValueError("input 4 (g_idx): expected it to be left out; quantise without act_order")

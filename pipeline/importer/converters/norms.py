@@ -48,13 +48,7 @@ def convert_skip_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
 
 @converts("SimplifiedLayerNormalization")
 def convert_simplified_layer_norm(node: ConverterInput) -> tvm.ir.Expr:
-    """Return rms_norm(x) over the axes from `axis` on.
-
-    Raises
-    ------
-    ValueError
-        The norm is over more than the last axis.
-    """
+    """Return rms_norm(x) over the axes from `axis` on."""
     data = node.input(0)
     axis = node.integer("axis", -1)
     if axis not in (-1, data.ty.ndim - 1):

@@ -84,13 +84,7 @@ def log_sum_exp(node: ConverterInput) -> tvm.ir.Expr:
 
 
 def _axes(node: ConverterInput) -> list[int]:
-    """Return the axes to reduce, from the input (opset 18) or the attribute; none leave the tensor as it is.
-
-    Raises
-    ------
-    ValueError
-        They are known at run time only.
-    """
+    """Return the axes to reduce, from the input (opset 18) or the attribute; none leave the tensor as it is."""
     rank, given = int(node.input(0).ty.ndim), node.optional(1)
     listed = node.attributes.get("axes")
     if given is not None:

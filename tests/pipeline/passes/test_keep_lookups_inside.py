@@ -13,7 +13,7 @@ from tvm import tirx
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.importer.converters import CONVERTERS
-from relaxtune.pipeline.importer.stock import stock_operators
+from relaxtune.pipeline.importer.nearest import stock_operators
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside, lookups
 from relaxtune.pipeline.passes.legalise_operators import legalise_operators

@@ -13,11 +13,6 @@ def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
     """Return the cache with the update in it. Inputs: cache, update, first place of each row (B) (optional; 0).
 
     Both are (B, ...) and differ in `axis` only. Mode circular wraps around the end of the cache, linear does not.
-
-    Raises
-    ------
-    ValueError
-        An unknown mode.
     """
     mode = node.attributes.get("mode", "linear")
     if mode not in ("linear", "circular"):

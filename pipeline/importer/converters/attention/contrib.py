@@ -37,11 +37,6 @@ def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
 
     Inputs: x (B, S, C), weights (C, 3*N*H or as `qkv_hidden_sizes` says), bias (optional), mask (optional: (B, T),
     (B, S, T), or (B) counts of leading keys), past (2, B, N, P, H) (optional), attention bias (optional).
-
-    Raises
-    ------
-    ValueError
-        A form of it that is not converted; the message names it.
     """
     emit = node.builder.emit
     _refuse(node, "do_rotary", "past_present_share_buffer")

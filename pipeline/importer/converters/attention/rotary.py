@@ -22,11 +22,6 @@ def convert_contrib_rotary(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft RotaryEmbedding: x (B, S, N*H) or (B, N, S, H), positions, cos and sin tables.
 
     Positions are (B, S), or (1): the position of the first token of every row.
-
-    Raises
-    ------
-    ValueError
-        The number of heads of a flat input is neither given nor follows from the tables.
     """
     emit, data, positions = node.builder.emit, node.input(0), node.input(1)
     cos, sin = node.input(2), node.input(3)

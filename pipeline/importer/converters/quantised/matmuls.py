@@ -86,11 +86,6 @@ def convert_qattention(node: ConverterInput) -> tvm.ir.Expr:
     """Convert com.microsoft QAttention: Attention over integers.
 
     Inputs: x, weights, bias float32, the scales of x and weights, mask, zero points of x and weights, past.
-
-    Raises
-    ------
-    ValueError
-        A form of it that is not converted; the message names it.
     """
     data = dequantise(node, node.input(0), node.input(3), node.optional(6))
     weights = dequantise(node, node.input(1), node.input(4), node.optional(7))

@@ -93,11 +93,6 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     Inputs: table (int4, uint4, or uint8 that holds `bits` bits an element in its last axis), indices, scales and zero
     points (optional; packed as the table), one a block of `quantize_axis`. Formula: ONNX Runtime,
     docs/ContribOperators.md.
-
-    Raises
-    ------
-    ValueError
-        The table is not a constant, or rows are picked along the axis of the blocks.
     """
     scales = node.input(2)
     table, zeros = constant_value(node.input(0)), None if node.optional(3) is None else constant_value(node.input(3))

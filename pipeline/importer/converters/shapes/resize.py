@@ -44,11 +44,6 @@ def convert_resize(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return x resized by scales or to sizes, of all axes or of `axes`; a resized region is left to TVM.
 
     Inputs: x, region (unused), scales, sizes; in opset 10: x, scales.
-
-    Raises
-    ------
-    ValueError
-        Sizes known at run time only.
     """
     if node.attributes.get("coordinate_transformation_mode") == "tf_crop_and_resize":
         return None

@@ -121,11 +121,6 @@ def _expand_at_run_time(node: ConverterInput, data: tvm.ir.Expr) -> tvm.ir.Expr:
     """Return a tensor stretched to a shape that is computed when the model runs, along its axes of one place.
 
     A check holds every other axis to its size: a kernel would read behind it.
-
-    Raises
-    ------
-    ValueError
-        The target has fewer axes than the tensor, or an unknown number of them.
     """
     emit, sizes = node.builder.emit, sizes_of(data)
     target = node.input(1)

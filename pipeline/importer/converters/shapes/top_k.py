@@ -24,11 +24,6 @@ def convert_top_k(node: ConverterInput) -> tvm.ir.Expr:
     TVM's kernel compares, and orders nothing beside a NaN: it sorts keys that stand for the elements. It writes as
     many as there are. Along a symbolic axis, the data gets k elements that lose to all others, so that none of the k is
     left unwritten; ONNX leaves an axis shorter than k undefined.
-
-    Raises
-    ------
-    ValueError
-        k is neither a constant nor the size of the axis (a sort).
     """
     data = node.input(0)
     axis, largest = node.integer("axis", -1) % int(data.ty.ndim), bool(node.integer("largest", 1))

@@ -8,7 +8,7 @@ import tvm
 from tvm import te, tirx
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP
 
-from relaxtune.schedules.size_divisions import divides_by_sizes, truncate_divisions
+from relaxtune.schedules.divisions_without_signs import divides_by_sizes, truncate_divisions
 from relaxtune.schedules.templates.lowering import MIXED_PIPELINE, tir_pipeline_for
 from relaxtune.schedules.tir.expressions import find_all
 
