@@ -70,7 +70,7 @@ def check_versions(model: onnx.ModelProto) -> None:
     opsets = [(_canonical(entry.domain), entry.version) for entry in model.opset_import]
     newest = int(defs.onnx_opset_version())
     declared = [version for domain, version in opsets if domain == ""]
-    if not declared and _uses_standard_domain(model):
+    if not declared and any(_canonical(node.domain) == "" for node in model.graph.node):
         msg = "the model declares no opset for the standard domain; add opset_import {domain: '', version: 18}"
         raise InvalidModelError(msg)
     if len({domain for domain, _ in opsets}) != len(opsets):
@@ -347,7 +347,3 @@ def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
 
 def _canonical(domain: str) -> str:
     return "" if domain == "ai.onnx" else domain
-
-
-def _uses_standard_domain(model: onnx.ModelProto) -> bool:
-    return any(_canonical(node.domain) == "" for node in model.graph.node)

@@ -137,7 +137,7 @@ def random_inputs(
         elif rule.kind is InputKind.POSITION:
             drawn[rule.name] = _positions(shape, rule.high, past, valid_past)
         elif rule.length is not None:
-            drawn[rule.name] = np.full(shape, _length(rule.length, dims or {}))
+            drawn[rule.name] = np.full(shape, rule.length.at(dims or {}) or 0)
         elif rule.kind in {InputKind.CACHE, InputKind.REAL}:
             drawn[rule.name] = rng.standard_normal(shape) * (0.5 if rule.kind is InputKind.CACHE else 1.0)
         else:
@@ -188,10 +188,6 @@ def _concrete_shape(spec: TensorSpec, dims: Mapping[str, int]) -> tuple[int, ...
             )
         shape.append(value)
     return tuple(shape)
-
-
-def _length(length: Polynomial, dims: Mapping[str, int]) -> int:
-    return length.substitute({name: Polynomial.number(size) for name, size in dims.items()}).value or 0
 
 
 def _lengths(rules: tuple[InputRule, ...], shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import onnx
@@ -123,6 +124,10 @@ class AxisFacts:
         return tuple(map(self.resolve, result))
 
 
+# What is known of the results of a node, by what is known of its inputs; None where the rule does not say.
+Rule: TypeAlias = Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[Known] | None]
+
+
 def known_constant(tensor: onnx.TensorProto) -> Known:
     """Return what is known of a constant."""
     shape = tuple(map(Polynomial.number, tensor.dims))
@@ -132,3 +137,35 @@ def known_constant(tensor: onnx.TensorProto) -> Known:
     small = numbers.ndim <= 1
     data = tuple(Polynomial.number(int(number)) for number in numbers.reshape(-1)) if small else None
     return Known(shape, data, (Polynomial.number(int(numbers.max())),))
+
+
+def attribute_of(node: onnx.NodeProto, name: str, default: int) -> int:
+    """Return an integer attribute of a node."""
+    return next((int(item.i) for item in node.attribute if item.name == name), default)
+
+
+def sizes_of(known: Known) -> Shape:
+    """Return the sizes of a tensor.
+
+    Raises
+    ------
+    ValueError
+        They are not known; whoever follows the graph asks onnx then.
+    """
+    if known.shape is None:
+        raise ValueError
+    return known.shape
+
+
+def elements_of(known: Known) -> Shape:
+    """Return the elements of a small tensor of integers; raises as `sizes_of`."""
+    if known.data is None:
+        raise ValueError
+    return known.data
+
+
+def number_of(size: Polynomial) -> int:
+    """Return the number that a size is; raises as `sizes_of`."""
+    if size.value is None:
+        raise ValueError
+    return size.value

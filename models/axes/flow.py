@@ -15,8 +15,9 @@ import numpy as np
 import onnx
 from onnx import defs, helper, inliner, shape_inference
 
+from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
 from relaxtune.models.axes.facts import INTEGERS, MAX_LENGTH, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
-from relaxtune.models.axes.rules import CACHED_ATTENTION, MOVES, RULES, moved
+from relaxtune.models.axes.rules import MOVES, RULES, moved
 from relaxtune.models.onnx_model import without_weights
 from relaxtune.models.polynomials import Polynomial
 

@@ -14,9 +14,9 @@ from itertools import islice, product
 
 import onnx
 
+from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
 from relaxtune.models.axes.facts import ONE
 from relaxtune.models.axes.flow import AxisFlow, dims_of, input_symbols, nodes_of
-from relaxtune.models.axes.rules import CACHED_ATTENTION
 from relaxtune.models.axes.windows import has_windows, with_room
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError

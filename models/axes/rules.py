@@ -8,7 +8,21 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from relaxtune.models.axes.facts import MAX_LENGTH, ONE, ZERO, AxisFacts, Known, Shape, known_constant
+from relaxtune.models.axes.attention_rules import ATTENTION_RULES
+from relaxtune.models.axes.facts import (
+    MAX_LENGTH,
+    ONE,
+    ZERO,
+    AxisFacts,
+    Known,
+    Rule,
+    Shape,
+    attribute_of,
+    elements_of,
+    known_constant,
+    number_of,
+    sizes_of,
+)
 from relaxtune.models.dims import TO_THE_END, reaches_the_end
 from relaxtune.models.polynomials import Polynomial, quotient, smaller
 
@@ -27,8 +41,6 @@ _TRUTH = frozenset({"And", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOr
 MOVES = frozenset(
     {"Cast", "Expand", "Flatten", "Identity", "ReduceMax", "Reshape", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 )
-# ONNX Runtime's decoders: the cache, the new keys, and how many they are together.
-CACHED_ATTENTION = "GroupQueryAttention"
 
 
 def moved(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
@@ -36,31 +48,9 @@ def moved(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
     return inputs[0].data if node.op_type in {"Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze"} else None
 
 
-def _attribute(node: onnx.NodeProto, name: str, default: int) -> int:
-    return next((int(item.i) for item in node.attribute if item.name == name), default)
-
-
-def _sizes(known: Known) -> Shape:
-    if known.shape is None:
-        raise ValueError
-    return known.shape
-
-
-def _elements(known: Known) -> Shape:
-    if known.data is None:
-        raise ValueError
-    return known.data
-
-
-def _whole(size: Polynomial) -> int:
-    if size.value is None:
-        raise ValueError
-    return size.value
-
-
 def _shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    sizes = _sizes(inputs[0])
-    cut = sizes[_attribute(node, "start", 0) : _attribute(node, "end", len(sizes))]
+    sizes = sizes_of(inputs[0])
+    cut = sizes[attribute_of(node, "start", 0) : attribute_of(node, "end", len(sizes))]
     return [Known((Polynomial.number(len(cut)),), tuple(map(facts.resolve, cut)))]
 
 
@@ -73,7 +63,7 @@ def _constant(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -
 
 
 def _arithmetic(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    shape = facts.broadcast([_sizes(known) for known in inputs])
+    shape = facts.broadcast([sizes_of(known) for known in inputs])
     return [Known(shape, _computed(node, inputs), _top(facts, node, inputs))]
 
 
@@ -81,20 +71,11 @@ def _computed(node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
     function = _ON_SIZES.get(node.op_type)
     if function is None or any(known.data is None for known in inputs):
         return None
-    columns = [_elements(known) for known in inputs]
+    columns = [elements_of(known) for known in inputs]
     length = max(map(len, columns))
     stretched = [column * length if len(column) == 1 else column for column in columns]
     found = [function(*row) for row in zip(*stretched, strict=True)]
     return None if None in found else tuple(one for one in found if one is not None)
-
-
-def _divided(a: Polynomial, b: Polynomial) -> Polynomial | None:
-    """Return a quotient; ONNX rounds it towards zero, down where no size is negative."""
-    return quotient(a, b) if a.is_positive and b.is_positive and b.terms else a.divided(b)
-
-
-def _chosen(condition: Polynomial, a: Polynomial, b: Polynomial) -> Polynomial | None:
-    return b if condition.value == 0 else a if condition.value is not None else None
 
 
 def _same(a: Polynomial, b: Polynomial) -> Polynomial | None:
@@ -106,12 +87,13 @@ def _same(a: Polynomial, b: Polynomial) -> Polynomial | None:
 
 _ON_SIZES: Mapping[str, Callable[..., Polynomial | None]] = {
     "Add": lambda a, b: a + b,
-    "Div": _divided,
+    # ONNX rounds towards zero: down where no size is negative.
+    "Div": lambda a, b: quotient(a, b) if a.is_positive and b.is_positive and b.terms else a.divided(b),
     "Equal": _same,
     "Min": smaller,
     "Mul": lambda a, b: a * b,
     "Sub": lambda a, b: a - b,
-    "Where": _chosen,
+    "Where": lambda condition, a, b: b if condition.value == 0 else a if condition.value is not None else None,
 }
 
 
@@ -135,14 +117,14 @@ def _top(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> Sha
 
 
 def _range(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    start, limit, step = (_elements(known)[0] for known in inputs)
+    start, limit, step = (elements_of(known)[0] for known in inputs)
     return [Known((limit - start,), None, (limit - ONE,))] if step.value == 1 else None
 
 
 def _concat(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    shapes = [_sizes(known) for known in inputs]
+    shapes = [sizes_of(known) for known in inputs]
     rank = len(shapes[0])
-    axis = _attribute(node, "axis", 0) % rank
+    axis = attribute_of(node, "axis", 0) % rank
     result = []
     for place in range(rank):
         column = [shape[place] for shape in shapes]
@@ -160,34 +142,34 @@ def _concat(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> 
 
 
 def _gather(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    data, indices = _sizes(inputs[0]), _sizes(inputs[1])
-    axis = _attribute(node, "axis", 0) % len(data)
+    data, indices = sizes_of(inputs[0]), sizes_of(inputs[1])
+    axis = attribute_of(node, "axis", 0) % len(data)
     if inputs[1].top is not None and len(inputs[1].top) == 1:
         facts.require(node, 0, data[axis], inputs[1].top[0] + ONE)
     picked = None
     if inputs[0].data is not None and inputs[1].data is not None:
-        picked = tuple(inputs[0].data[_whole(place)] for place in inputs[1].data)
+        picked = tuple(inputs[0].data[number_of(place)] for place in inputs[1].data)
     return [Known((*data[:axis], *indices, *data[axis + 1 :]), picked)]
 
 
 def _gather_nd(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    data, top = _sizes(inputs[0]), inputs[1].top
-    depth = _sizes(inputs[1])[-1].value
-    if not _attribute(node, "batch_dims", 0) and top is not None and depth is not None and len(top) == depth:
+    data, top = sizes_of(inputs[0]), inputs[1].top
+    depth = sizes_of(inputs[1])[-1].value
+    if not attribute_of(node, "batch_dims", 0) and top is not None and depth is not None and len(top) == depth:
         for size, largest in zip(data, top, strict=False):
             facts.require(node, 0, size, largest + ONE)
     return None
 
 
 def _slice(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    shape = list(_sizes(inputs[0]))
-    starts, ends = _elements(inputs[1]), _elements(inputs[2])
+    shape = list(sizes_of(inputs[0]))
+    starts, ends = elements_of(inputs[1]), elements_of(inputs[2])
     given = inputs[3].data if len(inputs) > 3 else None
-    axes = range(len(starts)) if given is None else [_whole(axis) % len(shape) for axis in given]
+    axes = range(len(starts)) if given is None else [number_of(axis) % len(shape) for axis in given]
     steps = inputs[4].data if len(inputs) > 4 else None
     data = inputs[0].data
     for place, (axis, start, end) in enumerate(zip(axes, starts, ends, strict=True)):
-        step = 1 if steps is None else _whole(steps[place])
+        step = 1 if steps is None else number_of(steps[place])
         if step != 1:
             shape[axis], data = _strided(facts.resolve(shape[axis]), start, end, step), None
             continue
@@ -217,21 +199,21 @@ def _cut(facts: AxisFacts, node: onnx.NodeProto, size: Polynomial, first: Polyno
 
 def _strided(size: Polynomial, start: Polynomial, end: Polynomial, step: int) -> Polynomial:
     """Return how many places are taken of a whole axis in steps."""
-    whole = start == ZERO and _whole(end) >= TO_THE_END
+    whole = start == ZERO and number_of(end) >= TO_THE_END
     if step < 0:
-        whole = (start == -1 or _whole(start) >= TO_THE_END) and _whole(end) <= -TO_THE_END
+        whole = (start == -1 or number_of(start) >= TO_THE_END) and number_of(end) <= -TO_THE_END
     if not whole:
         raise ValueError
     return quotient(size + (abs(step) - 1), Polynomial.number(abs(step)))
 
 
 def _reshape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    old = [facts.resolve(size) for size in _sizes(inputs[0])]
+    old = [facts.resolve(size) for size in sizes_of(inputs[0])]
     if inputs[1].data is None:
-        rank = _sizes(inputs[1])[0].value
+        rank = sizes_of(inputs[1])[0].value
         return [Known(tuple(facts.new_symbol() for _ in range(rank or 0)) if rank is not None else None)]
     new = list(inputs[1].data)
-    if not _attribute(node, "allowzero", 0):
+    if not attribute_of(node, "allowzero", 0):
         new = [old[place] if size == ZERO else size for place, size in enumerate(new)]
     free = [place for place, size in enumerate(new) if size.value == -1]
     fixed = [facts.resolve(size) for place, size in enumerate(new) if place not in free]
@@ -256,13 +238,13 @@ def _reshape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) ->
 
 
 def _flatten(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    sizes = _sizes(inputs[0])
-    axis = _attribute(node, "axis", 1)
+    sizes = sizes_of(inputs[0])
+    axis = attribute_of(node, "axis", 1)
     return [Known((_product(sizes[:axis]), _product(sizes[axis:])))]
 
 
 def _constant_of_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    sizes = _elements(inputs[0])
+    sizes = elements_of(inputs[0])
     fill = next((numpy_helper.to_array(item.t).reshape(-1)[0] for item in node.attribute), 0)
     count = _product(sizes).value
     is_small = len(sizes) <= 1 and count is not None and count <= MAX_LENGTH and float(fill).is_integer()
@@ -284,47 +266,25 @@ def _without_common_factor(left: Polynomial, right: Polynomial) -> tuple[Polynom
     return left.divided(common) or left, right.divided(common) or right
 
 
-def _expand(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    return [Known(facts.broadcast([_sizes(inputs[0]), _elements(inputs[1])]))]
-
-
 def _matmul(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    left, right = _sizes(inputs[0]), _sizes(inputs[1])
+    left, right = sizes_of(inputs[0]), sizes_of(inputs[1])
     rows, columns = left[-2:-1], right[-1:] if len(right) > 1 else ()
     facts.equate(left[-1], right[-2] if len(right) > 1 else right[-1])
     stack = facts.broadcast([left[:-2], right[:-2]]) if max(len(left), len(right)) > 2 else ()
     return [Known((*stack, *rows, *columns))]
 
 
-def _embeddings(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """EmbedLayerNormalization: without position ids, as many rows of the table of positions as there are tokens."""
-    ids = _sizes(inputs[0])
-    if len(node.input) < 9 or not node.input[8]:
-        facts.require(node, 3, _sizes(inputs[3])[0], ids[1])
-    hidden = (*ids, _sizes(inputs[2])[1])
-    return [Known(hidden), Known(ids[:1]), Known(hidden)][: len(node.output)]
-
-
-def _rotary(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """RotaryEmbedding: ONNX Runtime takes no longer sequences than its tables have rows."""
-    table = 2 if node.domain else 1
-    rows, data = _sizes(inputs[table]), _sizes(inputs[0])
-    if len(rows) == 2:
-        facts.require(node, table, rows[0], data[2] if len(data) == 4 else data[1])
-    return [Known(data)]
-
-
 def _cumulative(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     """Return a running sum, at most the largest integer times how many there are: positions of tokens, say."""
-    shape, top = _sizes(inputs[0]), inputs[0].top
-    many = shape[_whole(_elements(inputs[1])[0]) % len(shape)]
+    shape, top = sizes_of(inputs[0]), inputs[0].top
+    many = shape[number_of(elements_of(inputs[1])[0]) % len(shape)]
     return [Known(shape, None, None if top is None or len(top) != 1 else (top[0] * many,))]
 
 
 def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     """TopK: an axis has at least as many places as are taken."""
-    count = _elements(inputs[1])[0] if len(inputs) > 1 else Polynomial.number(_attribute(node, "k", 0))
-    shape, axis = list(_sizes(inputs[0])), _attribute(node, "axis", -1)
+    count = elements_of(inputs[1])[0] if len(inputs) > 1 else Polynomial.number(attribute_of(node, "k", 0))
+    shape, axis = list(sizes_of(inputs[0])), attribute_of(node, "axis", -1)
     facts.require(node, 0, shape[axis], count)
     shape[axis] = count
     return [Known(tuple(shape))] * 2
@@ -332,11 +292,11 @@ def _top_k(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> l
 
 def _pad(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     """Pad: a mirror needs one place more than it fills, and nothing is cut off that is not there."""
-    shape = list(_sizes(inputs[0]))
+    shape = list(sizes_of(inputs[0]))
     given = {item.name: item for item in node.attribute}
-    pads = [Polynomial.number(int(pad)) for pad in given["pads"].ints] if "pads" in given else _elements(inputs[1])
+    pads = [Polynomial.number(int(pad)) for pad in given["pads"].ints] if "pads" in given else elements_of(inputs[1])
     some = len(inputs) > 3 and inputs[3].shape is not None
-    axes = [_whole(axis) % len(shape) for axis in _elements(inputs[3])] if some else list(range(len(shape)))
+    axes = [number_of(axis) % len(shape) for axis in elements_of(inputs[3])] if some else list(range(len(shape)))
     mode = given["mode"].s if "mode" in given else b"constant"
     for axis, before, after in zip(axes, pads[: len(axes)], pads[len(axes) :], strict=True):
         numbers = [pad.value or 0 for pad in (before, after)]
@@ -353,10 +313,10 @@ def _window(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> 
     given = {item.name: list(item.ints) for item in node.attribute if item.ints}
     if any(item.name == "auto_pad" and item.s not in (b"", b"NOTSET") for item in node.attribute):
         return None
-    data = _sizes(inputs[0])
-    weights = _sizes(inputs[1]) if node.op_type == "Conv" else None
-    kernel = given.get("kernel_shape") or [_whole(size) for size in (weights or ())[2:]]
-    if _attribute(node, "ceil_mode", 0) or len(kernel) != len(data) - 2:
+    data = sizes_of(inputs[0])
+    weights = sizes_of(inputs[1]) if node.op_type == "Conv" else None
+    kernel = given.get("kernel_shape") or [number_of(size) for size in (weights or ())[2:]]
+    if attribute_of(node, "ceil_mode", 0) or len(kernel) != len(data) - 2:
         return None
     count = len(kernel)
     pads, strides, dilations = (given.get(name, [fill] * many) for name, fill, many in
@@ -368,79 +328,41 @@ def _window(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> 
 
 
 def _tile(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    return [Known(tuple(size * times for size, times in zip(_sizes(inputs[0]), _elements(inputs[1]), strict=True)))]
-
-
-def _extreme(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
-    """ArgMax and ArgMin: there is no place of nothing."""
-    size = _sizes(inputs[0])[_attribute(node, "axis", 0)]
-    facts.require(node, 0, size, ONE)
-
-
-def _not(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    return [Known(inputs[0].shape, None, (ONE,))]
+    pairs = zip(sizes_of(inputs[0]), elements_of(inputs[1]), strict=True)
+    return [Known(tuple(size * times for size, times in pairs))]
 
 
 def _same_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
     return [Known(inputs[0].shape)] * len(node.output) if node.domain == "com.microsoft" else None
 
 
-def _cached(facts: AxisFacts, inputs: Sequence[Known], past: int, new: Polynomial) -> Polynomial:
-    """Return the number of keys: those of a cache (B, N, P, H) and the new ones."""
-    return _sizes(inputs[past])[2] + new if len(inputs) > past and inputs[past].shape is not None else new
+def _extreme(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
+    """ArgMax and ArgMin: there is no place of nothing."""
+    size = sizes_of(inputs[0])[attribute_of(node, "axis", 0)]
+    facts.require(node, 0, size, ONE)
 
 
-def _onnx_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """Attention of ONNX: query, key, value, mask (..., S, P + K), past key, past value."""
-    total = _cached(facts, inputs, 4, _sizes(inputs[1])[-2])
-    if node.domain == "" and len(inputs) > 3 and inputs[3].shape:
-        facts.broadcast([inputs[3].shape[-1:], (total,)])
-    return None
-
-
-def _group_query_attention(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
-    """GroupQueryAttention of ONNX Runtime: keys of the cache and new ones are as many as the call says.
-
-    Its inputs are query (B, S, ...), key, value, past key, past value (B, K, P, H), counts of keys less one, their
-    largest number, and tables of as many rows.
-    """
-    query = _sizes(inputs[0])
-    total = _cached(facts, inputs, 3, query[1])
-    for known, expected in ((inputs[6], total), (inputs[5], total - ONE)):
-        said = known.data if known.data is not None and len(known.data) == 1 else known.top
-        if said is not None and len(said) == 1:
-            facts.equate(said[0], expected)
-    if _attribute(node, "do_rotary", 0) and len(inputs) > 7:
-        facts.require(node, 7, _sizes(inputs[7])[0], total)
-    heads, key_heads = (Polynomial.number(_attribute(node, name, 0)) for name in ("num_heads", "kv_num_heads"))
-    packed = not node.input[1]
-    width = query[2].divided(heads + 2 * key_heads if packed else heads)
-    present = None if width is None else (query[0], key_heads, facts.resolve(total), width)
-    return [Known(None if width is None else (*query[:2], heads * width)), *[Known(present)] * 2]
-
-
-RULES: Mapping[str, Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[Known] | None]] = {
+RULES: Mapping[str, Rule] = {
+    **ATTENTION_RULES,
     **dict.fromkeys(_BROADCAST, _arithmetic),
-    **dict.fromkeys(_SAME_SHAPE, _same_shape),
+    **dict.fromkeys(
+        _SAME_SHAPE, lambda _, node, inputs: [Known(inputs[0].shape)] * len(node.output) if node.domain else None
+    ),
     **dict.fromkeys(("ArgMax", "ArgMin"), _extreme),
     **dict.fromkeys(("AveragePool", "Conv", "LpPool", "MaxPool"), _window),
-    "Attention": _onnx_attention,
     "Concat": _concat,
     "Constant": _constant,
     "ConstantOfShape": _constant_of_shape,
     "CumSum": _cumulative,
-    "EmbedLayerNormalization": _embeddings,
-    "Expand": _expand,
+    "Expand": lambda facts, _, inputs: [Known(facts.broadcast([sizes_of(inputs[0]), elements_of(inputs[1])]))],
     "Flatten": _flatten,
     "Gather": _gather,
     "GatherND": _gather_nd,
-    CACHED_ATTENTION: _group_query_attention,
     "MatMul": _matmul,
-    "Not": _not,
+    "Not": lambda _, __, inputs: [Known(inputs[0].shape, None, (ONE,))],
     "Pad": _pad,
     "Range": _range,
     "Reshape": _reshape,
-    "RotaryEmbedding": _rotary,
     "Shape": _shape,
     "Slice": _slice,
     "Tile": _tile,

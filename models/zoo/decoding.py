@@ -41,7 +41,7 @@ def decoder_inputs(b: GraphBuilder, dims: dict[str, Dim], *, decode: bool) -> De
     batch = dims["batch"]
     past = dims["past_sequence"] if decode else None
     length: Dim = 1 if decode else dims["sequence"]
-    total = length if past is None else _plus_one(past)
+    total = length if past is None else past + 1 if isinstance(past, int) else f"{past} + 1"
     input_ids = b.input("input_ids", TensorProto.INT64, [batch, length])
     mask = b.input("attention_mask", TensorProto.INT64, [batch, total])
     position_ids = b.input("position_ids", TensorProto.INT64, [batch, length]) if decode else None
@@ -69,7 +69,3 @@ def keys_and_values(
         # The graph's outputs are named when it is complete, so the name is kept here.
         inputs.presents.append((grown[-1], f"present.{index}.{which}"))
     return grown[0], grown[1]
-
-
-def _plus_one(past: Dim) -> Dim:
-    return past + 1 if isinstance(past, int) else f"{past} + 1"

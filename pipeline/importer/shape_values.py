@@ -369,7 +369,10 @@ def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | No
     graph = onnx.helper.make_graph(
         [alone],
         "constants",
-        [onnx.helper.make_tensor_value_info(name, _element_type(value), value.shape) for name, value in feeds.items()],
+        [
+            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            for name, value in feeds.items()
+        ],
         [onnx.ValueInfoProto(name=node.output[0])],
     )
     model = onnx.helper.make_model(graph, opset_imports=imports)
@@ -380,7 +383,3 @@ def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | No
 
 def _is_small(value: np.ndarray) -> bool:
     return value.dtype.kind in "biu" and value.size <= _MAX_LENGTH
-
-
-def _element_type(value: np.ndarray) -> int:
-    return int(onnx.helper.np_dtype_to_tensor_dtype(value.dtype))

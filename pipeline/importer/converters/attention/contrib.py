@@ -197,7 +197,7 @@ def _key_mask(node: ConverterInput, mask: tvm.ir.Expr | None, key: tvm.ir.Expr, 
     shape = sizes_of(mask)
     if len(shape) == 1:
         keys = sizes_of(key)[2]
-        if not _is_equal(shape[0], sizes_of(key)[0]):
+        if not tvm_ffi.structural_equal(shape[0], sizes_of(key)[0]):
             raise ValueError(f"mask of shape {shape}: expected (batch), (batch, keys) or (batch, queries, keys)")
         at = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int32")), 0))
         counts = emit(relax.op.expand_dims(emit(relax.op.astype(mask, "int32")), 1))
@@ -295,7 +295,3 @@ def _seen(
 
 def _is_zero(size: tvm.tirx.Expr) -> bool:
     return isinstance(size, tvm.tirx.IntImm) and int(size) == 0
-
-
-def _is_equal(a: tvm.tirx.Expr, b: tvm.tirx.Expr) -> bool:
-    return bool(tvm_ffi.structural_equal(a, b))
