@@ -76,7 +76,7 @@ def test_no_template_starts_kernels_early_where_the_gpu_cannot(
 ) -> None:
     """An architecture of tomorrow: Hopper's instructions, other limits, no dependent launch."""
     offers = capabilities_of("sm_90a")
-    row = capabilities._Row(131, 132, offers.features - {Feature.DEPENDENT_LAUNCH})
+    row = capabilities.Capabilities(131, 132, offers.features - {Feature.DEPENDENT_LAUNCH})
     monkeypatch.setitem(capabilities._ROWS, 140, row)
     target = resolve_target("cuda:sm_140a")
     ours = [one for one in list_candidates(func, target)[0] if one.template == name]
