@@ -177,25 +177,19 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:
-            return self._normalised(result)
-        inputs[:] = [self._as_vector(expr) for expr in inputs]
+            return result if is_shape_value(result) else self.bb.normalize(result)
+        # TVM's converters take vectors of sizes only.
+        inputs[:] = [as_tensor(self.bb, one) if one is not None and tvm.ir.is_prim_expr(one) else one for one in inputs]
         attributes = self._parse_attr(node.attribute)
         attributes["tvm_custom"] = {"name": node.name, "num_outputs": len(node.output)}
         return self._convert_operator(node.op_type, inputs, attributes, self.opset)
-
-    def _normalised(self, expr: tvm.ir.Expr) -> tvm.ir.Expr:
-        return expr if is_shape_value(expr) else self.bb.normalize(expr)
 
     def _converter_input(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> ConverterInput:
         attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
         decoded = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
         types = tuple(self._element_types.get(name, 0) for name in node.input)
-        outputs = self._read_outputs(node)
+        outputs = tuple(name if name in self._read else "" for name in node.output)
         return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, outputs, types, self._sizes)
-
-    def _read_outputs(self, node: onnx.NodeProto) -> tuple[str, ...]:
-        """Return the names of a node's outputs, empty where nothing reads one."""
-        return tuple(name if name in self._read else "" for name in node.output)
 
     def _as_tensor(self, expr: tvm.ir.Expr | None, *, narrow: bool) -> tvm.ir.Expr | None:
         is_shape_variable = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)
@@ -204,10 +198,6 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _is_narrow(self, name: str) -> bool:
         """Return whether the ONNX graph holds a value in 32 bits."""
         return bool(self._element_types.get(name) == onnx.TensorProto.INT32)
-
-    def _as_vector(self, expr: tvm.ir.Expr | None) -> tvm.ir.Expr | None:
-        """Return a scalar size as a tensor: TVM's converters take vectors of sizes only."""
-        return as_tensor(self.bb, expr) if expr is not None and tvm.ir.is_prim_expr(expr) else expr
 
     def _emit_result(self, node: onnx.NodeProto, result: tvm.ir.Expr) -> list[tvm.ir.Expr]:
         """Bind what a converter returned under the node's name and return it as one expression an ONNX output."""
