@@ -39,7 +39,7 @@ from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.artifact.entries import BucketsEntry, KernelEntry
+    from relaxtune.pipeline.artifact.entries import BucketsEntry
     from relaxtune.pipeline.artifact.manifest import Manifest
     from relaxtune.pipeline.choose.rerank import RerankReport
     from relaxtune.pipeline.jobs.values import CompileResult, TuneResult
@@ -212,7 +212,7 @@ def _name_of(model: Path) -> str:
 def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
     from relaxtune.pipeline.bench.measure import render as render_benchmark
     from relaxtune.pipeline.bench.measure import render_sizes
-    from relaxtune.pipeline.tuning.result_table import summary_table, to_data
+    from relaxtune.pipeline.tuning.result_table import headline, summary_table, to_data
 
     if output_format is OutputFormat.JSON:
         benchmark = result.shipping.report.to_json() if result.shipping else None
@@ -225,7 +225,7 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
         found = {"benchmark": benchmark, "shipping": shipping, "bucket_shipping": buckets}
         print_json({**made, **found, "rerank": reranked, "norm_forms": forms})
         return
-    stdout_console().print(summary_table(result.summary))
+    stdout_console().print(summary_table(result.summary) if result.summary.tasks else headline(result.summary))
     if result.norm_forms is not None:
         columns = {
             "form": lambda trial: trial.form,
@@ -294,7 +294,7 @@ def _print_compiled(result: CompileResult) -> None:
         "ONNX nodes": lambda kernel: first_of(kernel.onnx_nodes),
         "route": lambda kernel: kernel.route,
         "us alone": lambda kernel: None if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
-        "record": _record_place,
+        "record": lambda kernel: " of ".join(str(one) for one in (kernel.record_id, kernel.database) if one),
         "note": lambda kernel: kernel.note,
     }
     print_table(TableView.of(f"kernels of {result.directory}", result.manifest.kernels, columns))
@@ -336,13 +336,6 @@ def _bucket_table(buckets: BucketsEntry) -> TableView:
     )
     title = f"shape buckets; {padding or 'nothing is padded, since it was not tried on this machine'}"
     return TableView(title, ("bucket", "kernels", "routes"), tuple(rows))
-
-
-def _record_place(kernel: KernelEntry) -> str:
-    """Return the record's id, with its database where there were several."""
-    if kernel.record_id is None:
-        return ""
-    return str(kernel.record_id) + (f" of {kernel.database}" if kernel.database is not None else "")
 
 
 def _raise_if_invalid(result: CompileResult) -> None:

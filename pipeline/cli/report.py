@@ -78,7 +78,8 @@ def report(
     if output_format is ReportFormat.HTML:
         from relaxtune.pipeline.report.page import render_page
 
-        write_page(render_page(reports, found), out or _default_out(directory))
+        beside = Path("report") if directory is None else directory.resolve()
+        write_page(render_page(reports, found), out or beside.with_name(f"{beside.name}.html"))
     elif output_format is ReportFormat.JSON:
         data = [one.to_json() for one in reports]
         print_json({**data[0], **({} if found is None else {"diff": found.to_json()})} if directory else data)
@@ -134,13 +135,6 @@ def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceil
     if ceilings is None and load_manifest(directory).target.kind == "llvm":
         return profile, measure_cpu_ceilings()
     return profile, ceilings
-
-
-def _default_out(directory: Path | None) -> Path:
-    if directory is None:
-        return Path("report.html")
-    resolved = directory.resolve()
-    return resolved.with_name(f"{resolved.name}.html")
 
 
 def write_page(text: str, path: Path) -> None:

@@ -146,9 +146,9 @@ def tune_model(
         prepared = prepare_model(request)
         require_device(prepared)
         if prepared.sizes:
-            logger.info("%s", sizes_text(prepared.sizes))
+            logger.info("%s", sizes_text(prepared.sizes, prepared.tasks))
         budget_s = tune_request.tuning.time_budget_s
-        if budget_s is not None:
+        if budget_s is not None and prepared.tasks:
             # What follows the search takes as long again, and the comparison.
             before = time.monotonic()
             beforehand = make_beforehand(prepared, tune_request.samples)

@@ -68,12 +68,13 @@ def tuned_sizes(
     )
 
 
-def sizes_text(points: Sequence[TunedSizes]) -> str:
-    """Return a line that names points, and how a user changes them."""
+def sizes_text(points: Sequence[TunedSizes], tasks: Sequence[TuningTask]) -> str:
+    """Return a line that names points, and how a user changes them; without tasks, no kernel is tuned at them."""
+    what = "tuned and compared" if tasks else "compared"
     names = "; ".join(point.name for point in points)
     profile = ",".join(f"{part.partition('=')[0]}=MIN:TYPICAL:MAX" for part in points[0].name.split())
     change = f". Name your own with --lengths FILE (counts of real calls) or --profile {profile}"
-    return f"tuned and compared at {len(points)} sizes: {names}{change * points[0].is_default}"
+    return f"{what} at {len(points)} sizes: {names}{change * points[0].is_default}"
 
 
 def tasks_of_tables(

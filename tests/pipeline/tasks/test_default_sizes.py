@@ -83,6 +83,7 @@ def test_known_sizes_need_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["cuda", "llvm"])
 def test_the_line_of_the_sizes_says_how_to_change_them(tmp_path: Path, kind: str) -> None:
-    text = sizes_text(tuned_sizes(model_of(tmp_path, IDS), {}, (), kind))
+    text = sizes_text(tuned_sizes(model_of(tmp_path, IDS), {}, (), kind), ())
+    assert text.startswith("compared at ")
     assert "9 sizes: batch=1 sequence=64; " in text
     assert text.endswith("--profile batch=MIN:TYPICAL:MAX,sequence=MIN:TYPICAL:MAX")
