@@ -113,7 +113,7 @@ __all__ = [
 
 
 class ModelOptions(TypedDict, total=False):
-    """What `tune`, `compile` and `inspect` are told of a model; each has the option's name on the command line.
+    """Options of a model for `tune`, `compile` and `inspect`; each has the option's name on the command line.
 
     Attributes
     ----------
@@ -206,8 +206,8 @@ def tune(
         devices=None if devices is None else tuple(devices),
     )
     places = tuple(map(DatabaseUrl.of, shared))
-    asked = TuneRequest(DatabaseUrl.of(database), tuning, benchmark, samples, places, sign=_path(sign))
-    return tune_model(request, asked, Path(out))
+    tune_request = TuneRequest(DatabaseUrl.of(database), tuning, benchmark, samples, places, sign=_path(sign))
+    return tune_model(request, tune_request, Path(out))
 
 
 def compile(
@@ -225,9 +225,9 @@ def compile(
 
     Parameters are those of `tune`. `record` notes the artifact and its validation in `database`.
     """
-    asked = _request(source, options)
+    request = _request(source, options)
     return compile_model(
-        asked, Path(out), database=database, shared=shared, record=record, samples=samples, sign=_path(sign)
+        request, Path(out), database=database, shared=shared, record=record, samples=samples, sign=_path(sign)
     )
 
 
@@ -280,10 +280,10 @@ def validate(
 
     `model` is where the ONNX model is, if not where it was; `database` is where the result is noted.
     """
-    asked = ValidationRequest(
+    request = ValidationRequest(
         rtol, atol, samples, seed, database=None if database is None else DatabaseUrl.of(database)
     )
-    return validate_artifact(Path(directory), model, asked).report
+    return validate_artifact(Path(directory), model, request).report
 
 
 def bench(
@@ -293,7 +293,7 @@ def bench(
     *,
     database: str | Path | None = None,
 ) -> dict[str, BenchmarkReport]:
-    """Return the latency of an artifact beside peers', by shape bucket; without buckets the one key is "".
+    """Return the latencies of an artifact and its peers, by shape bucket; without buckets the one key is "".
 
     `request` says which peers, how long, how many callers at once; by default ONNX Runtime, 50 runs. A peer without a
     latency is in the report with the reason; `raise_if_failed()` raises for those that ran and failed.

@@ -1,4 +1,4 @@
-"""What is made from records: artifacts, how they validated, and how fast they ran."""
+"""Artifacts made from records, their validations and their latencies."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Raw latencies of one arm of a benchmark: the artifact itself (`relaxtune`), or a peer measured beside it."""
+    """Raw latencies of one arm of a benchmark: the artifact itself (`relaxtune`), or a peer of the same benchmark."""
 
     artifact_key: str
     environment: Environment

@@ -46,22 +46,11 @@ def start_batch(
 ) -> Batch:
     """Keep and return a new batch whose driver is this process; all its cells are queued.
 
-    Raises
-    ------
-    BatchHeldError
-        Another driver works on a batch of this key.
+    Raises `BatchHeldError`: another driver works on a batch of this key.
     """
-    id_, driver, now = str(uuid.uuid4()), Driver.here(), utc_now()
-    row = {
-        "id": id_,
-        "key": key,
-        "name": name,
-        "path": path,
-        "plan": plan,
-        **asdict(driver),
-        "heartbeat_at": now,
-        "started_at": now,
-    }
+    id_, now = str(uuid.uuid4()), utc_now()
+    row = {"id": id_, "key": key, "name": name, "path": path, "plan": plan, "heartbeat_at": now, "started_at": now}
+    row |= asdict(Driver.here())
 
     def work(session: Session) -> Batch:
         for known in session.scalars(select(BatchRow).where(BatchRow.key == key, BatchRow.finished_at.is_(None))):
@@ -87,10 +76,7 @@ def start_batch(
 def take_batch(database: TuningDatabase, batch_id: str) -> Batch:
     """Make this process the driver of a batch that another one left; what was begun is queued again.
 
-    Raises
-    ------
-    BatchHeldError
-        Its driver works on it, or on a newer batch of the same plan.
+    Raises `BatchHeldError`: its driver works on it, or on a newer batch of the same plan.
     """
     driver, now = Driver.here(), utc_now()
 
@@ -118,10 +104,7 @@ def take_batch(database: TuningDatabase, batch_id: str) -> Batch:
 def beat(database: TuningDatabase, batch_id: str) -> None:
     """Note that this process still works on a batch and on the cells that it began.
 
-    Raises
-    ------
-    BatchHeldError
-        Another driver took the batch, since this one was silent for too long.
+    Raises `BatchHeldError`: another driver took the batch, since this one was silent for too long.
     """
     driver, now = Driver.here(), utc_now()
 
@@ -142,32 +125,32 @@ def move_cell(
 ) -> None:
     """Let a cell become what comes next, and keep what is known of it; facts that are None stay as they were.
 
-    Raises
-    ------
-    TransitionError
-        It cannot become that from what it is: for example, it was cancelled meanwhile.
-    NotFoundError
-        The batch has no such cell.
+    Raises `TransitionError`: it cannot become that from what it is: for example, it was cancelled meanwhile;
+    `NotFoundError`: the batch has no such cell.
     """
     driver, now = Driver.here(), utc_now()
 
     def work(session: Session) -> None:
-        row = _get_cell(session, batch_id, name)
+        wanted = select(CellRow).where(CellRow.batch_id == batch_id, CellRow.name == name).with_for_update()
+        row = session.scalars(wanted).one_or_none()
+        if row is None:
+            known = session.scalars(select(CellRow.name).where(CellRow.batch_id == batch_id).order_by(CellRow.position))
+            raise NotFoundError(f"No cell {name} in batch {batch_id}; it has {', '.join(known) or 'none'}.")
         if row.state is not state and state not in TRANSITIONS[row.state]:
             raise TransitionError(name, row.state, state)
         if state.working and row.state is CellState.QUEUED:
             last = session.scalar(select(func.max(AttemptRow.number)).where(AttemptRow.cell_id == row.id)) or 0
-            session.add(
-                AttemptRow(
-                    cell_id=row.id, number=last + 1, **asdict(driver), started_at=now, heartbeat_at=now, state=state
-                )
-            )
-            _set_facts(row, dict.fromkeys(_FACTS))
+            times = {"started_at": now, "heartbeat_at": now}
+            session.add(AttemptRow(cell_id=row.id, number=last + 1, **asdict(driver), **times, state=state))
+            for fact in _FACTS:
+                setattr(row, fact, None)
             session.flush()
         row.state, row.updated_at = state, now
         if facts.job_id is not None:
             require_jobs(session, {facts.job_id})
-        _set_facts(row, {key: value for key, value in asdict(facts).items() if value is not None})
+        for fact, value in asdict(facts).items():
+            if value is not None:
+                setattr(row, fact, value)
         if state.over or state is CellState.QUEUED:
             _close_attempt(session, row, now, facts.error)
         else:
@@ -179,12 +162,7 @@ def move_cell(
 def cancel_cell(database: TuningDatabase, batch_id: str, name: str) -> None:
     """Cancel a cell that is not over; its driver leaves it at the next opportunity. One that is cancelled stays so.
 
-    Raises
-    ------
-    TransitionError
-        It is over.
-    NotFoundError
-        The batch has no such cell.
+    Raises `TransitionError`: it is over; `NotFoundError`: the batch has no such cell.
     """
     state = next((one.state for one in list_cells(database, batch_id) if one.spec.name == name), None)
     if state is not CellState.CANCELLED:
@@ -211,10 +189,7 @@ def list_batches(database: TuningDatabase, *, limit: int | None = None) -> list[
 def get_batch(database: TuningDatabase, start: str | None = None) -> Batch:
     """Return the newest batch whose id begins with `start`, or whose name is `start`; the newest of all without one.
 
-    Raises
-    ------
-    NotFoundError
-        There is none, or several ids begin so.
+    Raises `NotFoundError`: there is none, or several ids begin so.
     """
     batches = list_batches(database)
     named = [one for one in batches if start in (None, one.name)]
@@ -222,8 +197,8 @@ def get_batch(database: TuningDatabase, start: str | None = None) -> Batch:
     if named or len(begun) == 1:
         return named[0] if named else begun[0]
     known = ", ".join(dict.fromkeys(one.name for one in batches[:10])) or "none"
-    told = f"{len(begun)} batches begin with {start}" if begun else f"No batch {start or 'at all'}"
-    raise NotFoundError(f"{told} in {database.url}; it knows {known}. `relaxtune db batches` lists them.")
+    what = f"{len(begun)} batches begin with {start}" if begun else f"No batch {start or 'at all'}"
+    raise NotFoundError(f"{what} in {database.url}; it knows {known}. `relaxtune db batches` lists them.")
 
 
 def list_cells(database: TuningDatabase, batch_id: str) -> list[BatchCell]:
@@ -260,7 +235,12 @@ def list_attempts(database: TuningDatabase, batch_id: str) -> list[Attempt]:
         .where(CellRow.batch_id == batch_id)
         .order_by(CellRow.position, AttemptRow.number)
     )
-    return database.read(lambda session: [_to_attempt(row, name) for row, name in session.execute(statement)])
+    return database.read(
+        lambda session: [
+            to_value(Attempt, row, cell=name, driver=Driver(row.host, row.pid))
+            for row, name in session.execute(statement)
+        ]
+    )
 
 
 def _require_free(batch: Batch, *, sure: bool = False) -> None:
@@ -278,20 +258,6 @@ def _get_batch(session: Session, batch_id: str, *, lock: bool = False) -> BatchR
     if row is None:
         raise NotFoundError(f"No batch {batch_id} in the database. `relaxtune db batches` lists them.")
     return row
-
-
-def _get_cell(session: Session, batch_id: str, name: str) -> CellRow:
-    statement = select(CellRow).where(CellRow.batch_id == batch_id, CellRow.name == name).with_for_update()
-    row = session.scalars(statement).one_or_none()
-    if row is None:
-        known = session.scalars(select(CellRow.name).where(CellRow.batch_id == batch_id).order_by(CellRow.position))
-        raise NotFoundError(f"No cell {name} in batch {batch_id}; it has {', '.join(known) or 'none'}.")
-    return row
-
-
-def _set_facts(row: CellRow, facts: Mapping[str, object]) -> None:
-    for name, value in facts.items():
-        setattr(row, name, value)
 
 
 def _close_attempt(session: Session, row: CellRow, now: datetime, error: str | None) -> None:
@@ -320,7 +286,3 @@ def _to_cell(row: CellRow, attempts: Sequence[AttemptRow]) -> BatchCell:
         None if going is None else Driver(going.host, going.pid),
         None if going is None else going.heartbeat_at,
     )
-
-
-def _to_attempt(row: AttemptRow, cell: str) -> Attempt:
-    return to_value(Attempt, row, cell=cell, driver=Driver(row.host, row.pid))

@@ -1,4 +1,4 @@
-"""What a cell of a batch can be, what it can become next, and the values that come out of the tables.
+"""The states of a cell of a batch, the transitions between them, and the values that come out of the tables.
 
 ::
 
@@ -68,7 +68,7 @@ TRANSITIONS: Mapping[CellState, frozenset[CellState]] = {
 
 
 class TransitionError(TuningDatabaseError):
-    """A cell cannot become what it was told to become; `state` is what it is."""
+    """A transition that is not allowed; `state` is the cell's present one."""
 
     def __init__(self, cell: str, state: CellState, wanted: CellState) -> None:
         allowed = ", ".join(sorted(TRANSITIONS[state])) or "nothing else"
@@ -92,15 +92,15 @@ class Driver:
         """Return this process."""
         return cls(socket.gethostname(), os.getpid())
 
-    def alive(self, heartbeat_at: datetime, now: datetime | None = None) -> bool:
+    def alive(self, heartbeat_at: datetime) -> bool:
         """Whether it still works: its heartbeat is fresh and, on this host, its process is there."""
-        fresh = ((now or utc_now()) - heartbeat_at).total_seconds() < DEAD_AFTER_S
+        fresh = (utc_now() - heartbeat_at).total_seconds() < DEAD_AFTER_S
         return fresh and (self.host != socket.gethostname() or psutil.pid_exists(self.pid))
 
 
 @dataclass(frozen=True)
 class CellSpec:
-    """What a plan asks for, one column each."""
+    """One cell of a plan, one column each."""
 
     name: str  # Unique in its batch.
     source: str
@@ -119,7 +119,7 @@ class CellSpec:
 
 @dataclass(frozen=True)
 class CellFacts:
-    """What came of a cell; None where it is not known."""
+    """The results of a cell; None where one is not known."""
 
     error: str | None = None  # Why the cell is not accepted.
     model: str | None = None
@@ -142,7 +142,7 @@ NO_FACTS = CellFacts()
 
 @dataclass(frozen=True)
 class BatchCell:
-    """A cell of a batch: what was asked, how far it is, what came of it.
+    """A cell of a batch: its part of the plan, its state and its results.
 
     `heartbeat_at` and `driver` are of the attempt that is on the way, None without one.
     """

@@ -1,4 +1,4 @@
-"""What a cost model sees of candidates, kept beside their records, so that the next run's model starts with it.
+"""Features of candidates for a cost model, kept with their records: the next run's model starts with them.
 
 Features can be computed again from a record's decision, which takes far longer than reading them. They are a cache:
 they go with their record, and archives leave them out. A matrix has a row for each buffer store of the kernel and a
@@ -24,7 +24,7 @@ from relaxtune.tuning_db.sql.column_types import read_as
 from relaxtune.tuning_db.sql.schema import FeatureRow, RecordRow, WorkloadRow
 from relaxtune.tuning_db.sql.statements import read_places
 from relaxtune.tuning_db.sql.writing import chunks
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.tuning_db.store import TuningDatabase, question
 
 #: Candidates that `list_features` returns by default: what a cost model is trained on in seconds.
 DEFAULT_LIMIT = 4096
@@ -49,70 +49,40 @@ class CandidateFeatures:
 def record_features(database: TuningDatabase, version: str, features: Mapping[int, NDArray[Any]]) -> None:
     """Keep the features of recorded candidates, all or none; those already there are replaced.
 
-    Parameters
-    ----------
-    database : TuningDatabase
-        Where the records are.
-    version : str
-        What made them: the extractor and its parameters, and the TVM version where it depends on it. Features of other
-        versions are kept beside them.
-    features : mapping of int to array
-        Record id -> matrix of shape (stores, features); finite numbers, kept as float32.
+    `version` names the extractor and its parameters, and the TVM version where features depend on it; features of other
+    versions are kept, too. Each matrix, by record id, has shape (stores, features) and finite numbers, kept as float32.
 
-    Raises
-    ------
-    NotFoundError
-        There is no record with one of the ids.
-    InvalidRecordError
-        A matrix has another number of dimensions or is not finite; the version is empty or too long.
+    Raises `NotFoundError`: there is no record with one of the ids; `InvalidRecordError`: a matrix has another number of
+    dimensions or is not finite; the version is empty or too long.
     """
     if not 0 < len(version) <= _VERSION_LENGTH:
         raise InvalidRecordError(
             f"The version of features has 1 to {_VERSION_LENGTH} characters: got {len(version)} in {version[:40]!r}."
         )
     rows = [_to_row(record_id, version, values) for record_id, values in features.items()]
+
+    def work(session: Session) -> None:
+        for part in chunks(list(features)):
+            known = session.scalar(select(func.count()).select_from(RecordRow).where(RecordRow.id.in_(part)))
+            if known != len(part):
+                raise NotFoundError(
+                    "Features belong to records that the database does not have. Record the candidates first."
+                )
+            session.execute(delete(FeatureRow).where(FeatureRow.version == version, FeatureRow.record_id.in_(part)))
+        session.execute(insert(FeatureRow), rows)
+
     if rows:
-        database.write(lambda session: _put(session, version, rows))
+        database.write(work)
 
 
+@question
 def list_features(
-    database: TuningDatabase, version: str, target: TargetKey, *, limit: int | None = DEFAULT_LIMIT
+    session: Session, version: str, target: TargetKey, *, limit: int | None = DEFAULT_LIMIT
 ) -> tuple[CandidateFeatures, ...]:
     """Return the features of the newest candidates of a target's family, the newest first, failed ones included.
 
     The family is the target's architecture and the lower ones of `tuning_db.lookup`.
     """
-    return database.read(lambda session: _list(session, version, target, limit))
-
-
-def _to_row(record_id: int, version: str, values: NDArray[Any]) -> dict[str, object]:
-    matrix = np.ascontiguousarray(values, dtype=_DTYPE)
-    if matrix.ndim != 2 or not np.isfinite(matrix).all():
-        raise InvalidRecordError(
-            f"The features of record {record_id} must be a finite matrix (stores, features): got shape {matrix.shape}"
-            f"{'' if np.isfinite(matrix).all() else ' with NaN or infinite values'}."
-        )
-    rows, columns = matrix.shape
-    data = zlib.compress(matrix.tobytes(), level=6)
-    return {"record_id": record_id, "version": version, "rows": rows, "columns": columns, "data": data}
-
-
-def _to_matrix(row: FeatureRow) -> NDArray[np.float32]:
-    return np.frombuffer(zlib.decompress(row.data), _DTYPE).reshape(row.rows, row.columns).astype(np.float32)
-
-
-def _put(session: Session, version: str, rows: list[dict[str, object]]) -> None:
-    for part in chunks([int(str(row["record_id"])) for row in rows]):
-        known = session.scalar(select(func.count()).select_from(RecordRow).where(RecordRow.id.in_(part)))
-        if known != len(part):
-            raise NotFoundError(
-                "Features belong to records that the database does not have. Record the candidates first."
-            )
-        session.execute(delete(FeatureRow).where(FeatureRow.version == version, FeatureRow.record_id.in_(part)))
-    session.execute(insert(FeatureRow), rows)
-
-
-def _list(session: Session, version: str, target: TargetKey, limit: int | None) -> tuple[CandidateFeatures, ...]:
     places = read_places(session.connection())
     targets = [
         id_ for id_, found in places.targets.items() if target_matches(target, found) or target_is_lower(target, found)
@@ -131,7 +101,21 @@ def _list(session: Session, version: str, target: TargetKey, limit: int | None) 
             workload_hash=workload_hash,
             status=status,
             latency_us=latency_us if status is Status.OK else None,
-            values=read_as(_to_matrix, row),
+            values=read_as(
+                lambda row: np.frombuffer(zlib.decompress(row.data), _DTYPE).reshape(row.rows, row.columns), row
+            ).astype(np.float32),
         )
         for row, status, latency_us, workload_hash in session.execute(statement)
     )
+
+
+def _to_row(record_id: int, version: str, values: NDArray[Any]) -> dict[str, object]:
+    matrix = np.ascontiguousarray(values, dtype=_DTYPE)
+    if matrix.ndim != 2 or not np.isfinite(matrix).all():
+        raise InvalidRecordError(
+            f"The features of record {record_id} must be a finite matrix (stores, features): got shape {matrix.shape}"
+            f"{'' if np.isfinite(matrix).all() else ' with NaN or infinite values'}."
+        )
+    rows, columns = matrix.shape
+    data = zlib.compress(matrix.tobytes(), level=6)
+    return {"record_id": record_id, "version": version, "rows": rows, "columns": columns, "data": data}

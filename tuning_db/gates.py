@@ -1,4 +1,4 @@
-"""Gates in and out of the database: what each found of an artifact beside a baseline, passed or refused."""
+"""Gates in and out of the database: their findings on an artifact and its baseline, passed or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relaxtune.tuning_db.store import TuningDatabase, question
 
 @dataclass(frozen=True)
 class GateRun:
-    """What a gate found."""
+    """The findings of a gate."""
 
     id: str
     # What wanted to take whose place; the baseline is None where it was not kept.
@@ -50,17 +50,8 @@ def record_gate(
             artifact_rows.put_artifact(session, one)
         keys = (artifact.key, baseline.key)
         ids = dict(session.execute(select(ArtifactRow.key, ArtifactRow.id).where(ArtifactRow.key.in_(keys))).all())
-        session.add(
-            GateRow(
-                id=gate.id,
-                artifact_id=ids[artifact.key],
-                baseline_id=ids[baseline.key],
-                passed=gate.passed,
-                by=gate.by,
-                created_at=gate.created_at,
-                report=gate.report,
-            )
-        )
+        columns = {name: getattr(gate, name) for name in ("id", "passed", "by", "created_at", "report")}
+        session.add(GateRow(**columns, artifact_id=ids[artifact.key], baseline_id=ids[baseline.key]))
 
     database.write(work)
     return gate

@@ -41,10 +41,7 @@ def read_value(kind: type[_Value], data: object) -> _Value:
     an enum of texts; or tuples, mappings of texts, and unions of these. Keys that a dataclass does not have are left
     out: newer versions write more.
 
-    Raises
-    ------
-    JsonValueError
-        A key is missing, or something is of another type.
+    Raises `JsonValueError`: a key is missing, or something is of another type.
     """
     return cast(_Value, _read(kind, data, ()))
 
@@ -52,9 +49,20 @@ def read_value(kind: type[_Value], data: object) -> _Value:
 def _read(kind: object, data: object, place: tuple[object, ...]) -> object:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _union(inner, data, place)
+        errors = []
+        for one in inner:
+            try:
+                return _read(one, data, place)
+            except JsonValueError as e:
+                errors.append(e)
+        # The kind that fitted deepest is the one that was meant.
+        raise max(errors, key=lambda e: e.depth)
     if origin is tuple and isinstance(data, list):
-        return _tuple(inner, data, place)
+        kinds = inner[:1] * len(data) if inner[1:] == (Ellipsis,) else inner
+        if len(kinds) != len(data):
+            raise JsonValueError(place, f"expected {len(kinds)} items, got {len(data)}")
+        pairs = enumerate(zip(kinds, data, strict=True))
+        return tuple(_read(one, item, (*place, number)) for number, (one, item) in pairs)
     if origin is Mapping and isinstance(data, dict):
         return {key: _read(inner[1], value, (*place, key)) for key, value in data.items()}
     if isinstance(kind, type):
@@ -73,26 +81,6 @@ def _read(kind: object, data: object, place: tuple[object, ...]) -> object:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         expected = f"one of {', '.join(str(one.value) for one in kind)}"
     raise JsonValueError(place, f"expected {expected}, got {_NAMES.get(type(data), type(data).__name__)}")
-
-
-def _union(kinds: tuple[object, ...], data: object, place: tuple[object, ...]) -> object:
-    errors = []
-    for kind in kinds:
-        try:
-            return _read(kind, data, place)
-        except JsonValueError as e:
-            errors.append(e)
-    # The kind that fitted deepest is the one that was meant.
-    raise max(errors, key=lambda e: e.depth)
-
-
-def _tuple(kinds: tuple[object, ...], data: list[object], place: tuple[object, ...]) -> tuple[object, ...]:
-    if kinds[1:] == (Ellipsis,):
-        kinds = kinds[:1] * len(data)
-    if len(kinds) != len(data):
-        raise JsonValueError(place, f"expected {len(kinds)} items, got {len(data)}")
-    pairs = enumerate(zip(kinds, data, strict=True))
-    return tuple(_read(kind, item, (*place, number)) for number, (kind, item) in pairs)
 
 
 def _dataclass(kind: type, data: dict[str, object], place: tuple[object, ...]) -> object:

@@ -28,10 +28,7 @@ _ONE = TuningDatabase
 def open_databases(urls: Sequence[DatabasePlace], *, mode: Mode = Mode.TUNE, create: bool = True) -> TuningDatabase:
     """Return the first of `urls`, over the others if there are any.
 
-    Raises
-    ------
-    TuningDatabaseError
-        See `LayeredDatabase.open_layers`.
+    Raises `TuningDatabaseError`: see `LayeredDatabase.open_layers`.
     """
     if len(urls) == 1:
         return TuningDatabase.open(urls[0], mode=mode, create=create)
@@ -52,12 +49,8 @@ class LayeredDatabase(TuningDatabase):
     def open_layers(cls, urls: Sequence[DatabasePlace], *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
         """Return the first of `urls` over the others.
 
-        Raises
-        ------
-        DatabaseUrlError
-            No URL is given, or one twice.
-        TuningDatabaseError
-            See `TuningDatabase.open`; a shared database has to be there.
+        Raises `DatabaseUrlError`: no URL is given, or one twice; `TuningDatabaseError`: see `TuningDatabase.open`; a
+        shared database has to be there.
         """
         places = [parse_location(url).shown for url in urls]
         if not places or len(set(places)) != len(places):
@@ -86,14 +79,13 @@ class LayeredDatabase(TuningDatabase):
     def record_all(self, *, workloads: Sequence[Workload], records: Sequence[TuningRecord]) -> list[int]:
         given = {(workload.workload_hash, workload.tvm_version) for workload in workloads}
         wanted = {(record.workload_hash, record.environment.tvm_version) for record in records} - given
-        carried = [workload for key in sorted(wanted - self._own) if (workload := self._only_below(*key)) is not None]
+        missing = [
+            key for key in sorted(wanted - self._own) if super(LayeredDatabase, self).find_workload(*key) is None
+        ]
+        carried = [workload for key in missing if (workload := self.find_workload(*key)) is not None]
         ids = super().record_all(workloads=[*carried, *workloads], records=records)
         self._own |= given | wanted
         return ids
-
-    def _only_below(self, workload_hash: str, tvm_version: str) -> Workload | None:
-        own = super().find_workload(workload_hash, tvm_version)
-        return None if own is not None else self.find_workload(workload_hash, tvm_version)
 
     def _joined(self, answers: Iterable[Iterable[TuningRecord]]) -> list[TuningRecord]:
         """Put an answer of each layer together; a record of two layers is the upper one's."""

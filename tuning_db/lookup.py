@@ -59,7 +59,7 @@ _FAMILIES = (
 
 @dataclass(frozen=True)
 class Question:
-    """What a look-up asks."""
+    """The question of a look-up."""
 
     # The kernel to make. A look-up without one of them does not find the routes that go by it.
     workload_hash: str | None
@@ -78,7 +78,7 @@ class Question:
 
 
 class DeviceRank(IntEnum):
-    """How well the device of a record fits the one asked for; lower is better."""
+    """How well the device of a record fits the wanted one; lower is better."""
 
     SAME_DEVICE = 0
     SAME_ARCH = 1

@@ -34,7 +34,7 @@ class Route(StrEnum):
 
 
 class Status(StrEnum):
-    """What became of a candidate."""
+    """The outcome of a candidate."""
 
     OK = "ok"
     BUILD_ERROR = "build_error"
@@ -78,10 +78,7 @@ def signature_key(signature: str) -> str:
 def canonical_text(text: str, what: str) -> str:
     """Return a JSON text in canonical form.
 
-    Raises
-    ------
-    InvalidRecordError
-        `text` is not JSON, or holds NaN or Infinity, which JSON does not have.
+    Raises `InvalidRecordError`: `text` is not JSON, or holds NaN or Infinity, which JSON does not have.
     """
     try:
         return canonical_json(json.loads(text))
@@ -123,10 +120,7 @@ _NORMAL_FORMS: Mapping[str, Callable[[Any, str], object]] = {
 def normalise(value: object, **names: str) -> None:
     """Bring fields of a frozen value to what databases hold: kind (`text`, `json`, `utc`, `quantity`) -> field names.
 
-    Raises
-    ------
-    InvalidRecordError
-        A field holds what has no such form; None stays.
+    Raises `InvalidRecordError`: a field holds what has no such form; None stays.
     """
     for kind, fields in names.items():
         for name in fields.split():
@@ -142,34 +136,19 @@ def require_integer(value: int | None, what: str) -> None:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where a measurement is true.
+    """Where a measurement is true."""
 
-    Parameters
-    ----------
-    device_kind : str
-        `cpu` or `cuda`.
-    device_name : str
-        The product name, for instance `NVIDIA H200`.
-    arch : str
-        The architecture of the device: `znver4`, `sm_90a`.
-    driver, cuda : str or None
-        Versions of the driver and of CUDA; None on a CPU.
-    tvm_version, tvm_ffi_version : str
-        The versions that compiled the candidate.
-    cores : int or None
-        CPU cores the measurement could use.
-    schedules_version : str or None
-        Of earlier records, the version of the default schedules' code. It decides nothing: `kernel_hash` does.
-    """
-
-    device_kind: str
-    device_name: str
-    arch: str
+    device_kind: str  # `cpu` or `cuda`.
+    device_name: str  # The product name, for instance `NVIDIA H200`.
+    arch: str  # The architecture of the device: `znver4`, `sm_90a`.
+    # Versions of the driver and of CUDA; None on a CPU.
     driver: str | None
     cuda: str | None
+    # The versions that compiled the candidate.
     tvm_version: str
     tvm_ffi_version: str
-    cores: int | None
+    cores: int | None  # CPU cores the measurement could use.
+    # Of earlier records, the version of the default schedules' code. It decides nothing: `kernel_hash` does.
     schedules_version: str | None = None
 
     @cached_property
@@ -183,7 +162,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class TargetKey:
-    """What a kernel is compiled for: kind (`llvm`, `cuda`), architecture, and all attributes as canonical JSON."""
+    """The target of a kernel: kind (`llvm`, `cuda`), architecture, and all attributes as canonical JSON."""
 
     kind: str
     arch: str
@@ -203,34 +182,18 @@ class TargetKey:
 
 @dataclass(frozen=True)
 class Workload:
-    """One kernel to make.
+    """One kernel to make."""
 
-    Parameters
-    ----------
-    workload_hash : str
-        TVM's structural hash as text (`tuning_db.metaschedule.workload_hash`); true for `tvm_version` only.
-    family : str
-        The operator family: `matmul`, `reduction`, ...
-    signature : str
-        JSON: operator family, dimensions, dtypes, epilogue. True for every TVM version.
-    name : str
-        A name for people.
-    flops, bytes : float
-        Work and least memory traffic of one call.
-    ir_json : str or None
-        The serialised IRModule (`tuning_db.metaschedule.ir_to_json`).
-    tvm_version : str
-        The TVM that computed `workload_hash` and wrote `ir_json`.
-    """
-
+    # TVM's structural hash as text (`tuning_db.metaschedule.workload_hash`); true for `tvm_version` only.
     workload_hash: str
-    family: str
-    signature: str
-    name: str
+    family: str  # The operator family: `matmul`, `reduction`, ...
+    signature: str  # JSON: operator family, dimensions, dtypes, epilogue. True for every TVM version.
+    name: str  # For people.
+    # Work and least memory traffic of one call.
     flops: float
     bytes: float
-    ir_json: str | None
-    tvm_version: str
+    ir_json: str | None  # The serialised IRModule (`tuning_db.metaschedule.ir_to_json`).
+    tvm_version: str  # The TVM that computed `workload_hash` and wrote `ir_json`.
 
     def __post_init__(self) -> None:
         """Bring the signature to canonical JSON and check the quantities."""
@@ -248,65 +211,36 @@ class Workload:
 
 @dataclass(frozen=True)
 class TuningRecord:
-    """One measured, or failed, candidate.
+    """One measured, or failed, candidate."""
 
-    Parameters
-    ----------
-    workload_hash, signature_key : str
-        The workload it was a candidate for.
-    target, environment : TargetKey, Environment
-        Where it is true.
-    route : Route
-        Who made it.
-    decision : str
-        JSON: the trace for metaschedule, the parameters for templates and libraries.
-    status : Status
-        What became of it.
-    latencies_us : tuple of float
-        Every raw latency in microseconds, in the order measured; may be empty when the candidate failed.
-    error : str or None
-        Why it failed.
-    registers, smem_bytes, spill_bytes : int or None
-        Resources of the kernel where they are known.
-    kernel_hash : str or None
-        What was measured (`pipeline.codegen.kernel_hash`): a decision that makes another kernel by now is measured
-        again. None where it is not known, as in databases made before it was kept and in MetaSchedule's own files.
-    seed : int or None
-        The seed of the search.
-    duration_s : float
-        Seconds of building and measuring.
-    job_id : str or None
-        The job that measured it.
-    created_at : datetime
-        When, in UTC.
-    id : int or None
-        Its row in the database it was read from; takes no part in comparison.
-    layer : str or None
-        The database it was read from, when several lie over each other (`tuning_db.layers`); takes no part either.
-    code_version : str or None
-        The relaxtune that measured it: version and, where it ran from a git checkout, commit. It decides nothing in a
-        look-up. None where it is not known, as in databases made before it was kept.
-    """
-
+    # The workload it was a candidate for.
     workload_hash: str
     signature_key: str
+    # Where it is true.
     target: TargetKey
     environment: Environment
-    route: Route
-    decision: str
-    status: Status
+    route: Route  # Who made it.
+    decision: str  # JSON: the trace for metaschedule, the parameters for templates and libraries.
+    status: Status  # Its outcome.
+    # Every raw latency in microseconds, in the order measured; may be empty when the candidate failed.
     latencies_us: tuple[float, ...] = ()
-    error: str | None = None
+    error: str | None = None  # Why it failed.
+    # Resources of the kernel where they are known.
     registers: int | None = None
     smem_bytes: int | None = None
     spill_bytes: int | None = None
-    seed: int | None = None
-    duration_s: float = 0.0
-    job_id: str | None = None
-    created_at: datetime = field(default_factory=utc_now)
+    seed: int | None = None  # Of the search.
+    duration_s: float = 0.0  # Of building and measuring.
+    job_id: str | None = None  # The job that measured it.
+    created_at: datetime = field(default_factory=utc_now)  # In UTC.
+    # Its row, and the database where several lie over each other (`tuning_db.layers`); no part of a comparison.
     id: int | None = field(default=None, compare=False)
     layer: str | None = field(default=None, compare=False)
+    # The measured kernel (`pipeline.codegen.kernel_hash`): a decision that makes another kernel by now is measured
+    # again. None where it is not known, as in databases made before it was kept and in MetaSchedule's own files.
     kernel_hash: str | None = None
+    # The relaxtune that measured it: version and, from a git checkout, commit. It decides nothing in a look-up. None
+    # where it is not known, as in databases made before it was kept.
     code_version: str | None = None
 
     def __post_init__(self) -> None:
@@ -361,7 +295,7 @@ class TuningRecord:
 
 @dataclass(frozen=True)
 class RecordFilter:
-    """Which records to select; None selects all.
+    """A selection of records; None selects all.
 
     `model` selects the records of every workload that some job found in that model, whoever measured them.
     `shape` and `dtype` are those of any input or output of the kernel. `since` is inclusive, `until` exclusive.
@@ -390,7 +324,7 @@ class RecordFilter:
 
 @dataclass(frozen=True)
 class DatabaseInfo:
-    """What a database holds. Counts by status and by route name every member, also those with none."""
+    """The contents of a database. Counts by status and by route name every member, also those with none."""
 
     url: str
     dialect: str

@@ -331,17 +331,17 @@ class TuningDatabase(Transactions):
         statement = select_job_tasks().where(JobTaskRow.job_id == job_id).order_by(JobTaskRow.id)
         return self.read(lambda session: [to_job_task(*row) for row in session.execute(statement)])
 
-    def list_artifacts(self, *, model: str | None = None) -> list[Artifact]:
+    def list_artifacts(self) -> list[Artifact]:
         """Return the artifacts, in the order they were recorded."""
-        return self.read(lambda session: artifact_rows.list_artifacts(session, model))
+        return self.read(artifact_rows.list_artifacts)
 
-    def list_validations(self, *, artifact_key: str | None = None) -> list[Validation]:
+    def list_validations(self) -> list[Validation]:
         """Return the validations, in the order they were recorded."""
-        return self.read(lambda session: artifact_rows.list_validations(session, artifact_key))
+        return self.read(artifact_rows.list_validations)
 
-    def list_benchmarks(self, *, artifact_key: str | None = None) -> list[Benchmark]:
+    def list_benchmarks(self) -> list[Benchmark]:
         """Return the benchmarks, in the order they were recorded."""
-        return self.read(lambda session: artifact_rows.list_benchmarks(session, artifact_key))
+        return self.read(artifact_rows.list_benchmarks)
 
     def info(self) -> DatabaseInfo:
         """Return what the database holds, of one moment."""

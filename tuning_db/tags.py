@@ -23,7 +23,7 @@ from relaxtune.tuning_db.store import TuningDatabase
 
 
 class MoveKind(StrEnum):
-    """What moved a tag."""
+    """The command that moved a tag."""
 
     TAG = "tag"
     PROMOTE = "promote"
@@ -57,12 +57,7 @@ class TagMove:
 def record_move(database: TuningDatabase, move: TagMove) -> None:
     """Keep a move; its number must be the next one of its tag.
 
-    Raises
-    ------
-    TagMovedError
-        Another move came first.
-    NotFoundError
-        The artifact is not in the database.
+    Raises `TagMovedError`: another move came first; `NotFoundError`: the artifact is not in the database.
     """
     id_ = str(uuid.uuid4())
 
@@ -74,17 +69,8 @@ def record_move(database: TuningDatabase, move: TagMove) -> None:
             artifact_id = session.scalar(select(ArtifactRow.id).where(ArtifactRow.key == move.artifact_key))
             if artifact_id is None:
                 raise NotFoundError(f"No artifact {move.artifact_key} in the database. Call record_artifact first.")
-        row = {
-            "id": id_,
-            "tag": move.tag,
-            "number": move.number,
-            "kind": move.kind.value,
-            "artifact_id": artifact_id,
-            "by": move.by,
-            "why": move.why,
-            "gate": move.gate,
-            "created_at": move.created_at,
-        }
+        row = {name: value for name, value in vars(move).items() if name != "artifact_key"}
+        row |= {"id": id_, "kind": move.kind.value, "artifact_id": artifact_id}
         last = session.scalar(select(func.max(TagMoveRow.number)).where(TagMoveRow.tag == move.tag)) or 0
         if last == move.number - 1:
             # Of two at once, the unique number lets one pass.
@@ -121,10 +107,7 @@ def list_moves(database: TuningDatabase, tag: str | None = None) -> list[TagMove
 def stood_at(moves: Sequence[TagMove]) -> list[str]:
     """Return the artifacts that a tag can go back through, the one it stands at last; empty where it was removed.
 
-    Parameters
-    ----------
-    moves : sequence of TagMove
-        All of one tag, the oldest first.
+    `moves` are all of one tag, the oldest first.
     """
     stack: list[str] = []
     for move in moves:

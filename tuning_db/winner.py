@@ -1,4 +1,4 @@
-"""Which record of a kernel wins, and why: the one place that decides, for every caller and every form of database.
+"""The winner among the records of a kernel, and why: the one place that decides, for every caller and database.
 
     records true here ── judge ──▶ those that count, in order ── winner ──▶ Choice: a record or none, and the trace
 
@@ -90,7 +90,7 @@ class Preferred:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which record makes a kernel."""
+    """The record that makes a kernel."""
 
     record: TuningRecord | None  # None where no record makes it.
     why: str  # Why there is none, or which better ones could not be used; empty for the first one.
@@ -124,17 +124,9 @@ def judge(
     for whoever uses that device's records elsewhere; one whose newest measurement here was a wrong result does not
     count at all. What was measured once counts as if it had become slower since by as much as the others (`drift`).
 
-    Parameters
-    ----------
-    records : sequence of TuningRecord
-        Valid ones, ranked as `TuningDatabase.list_top` ranks them.
-    environment : Environment
-        Where the kernel is to run.
-    refuted : callable
-        Returns the records of wrong results of the same kernel (`TuningDatabase.list_failed`); called if there is
-        anything to refute.
-    doubt : callable
-        Leaves out records that no other measurement speaks against.
+    `records` are valid ones, ranked as `TuningDatabase.list_top` ranks them. `refuted` returns the records of wrong
+    results of the same kernel (`TuningDatabase.list_failed`) if there is anything to refute. `doubt` leaves out records
+    that no other measurement speaks against.
     """
     held, dropped = [], []
     for record in records:
@@ -185,19 +177,10 @@ def winner(
 ) -> Choice:
     """Return which record makes a kernel, and what became of each that was looked at.
 
-    Parameters
-    ----------
-    judged : Judged
-        The records of the kernel that count.
-    routes : iterable of Route
-        The routes that may make it.
-    preferred : Preferred or None
-        The decision that is faster inside the model; it loses to a faster record that is newer.
-    unusable : callable
-        Says why a record does not make the kernel that was measured, None where it does.
-    has_default : callable
-        Whether a template makes the kernel without a record. Its first proposal goes before the default schedules
-        where nothing else was measured, or where all that was faster is stale.
+    The decision `preferred` is faster inside the model; it loses to a faster record that is newer. `unusable` says why
+    a record does not make the kernel that was measured, None where it does. `has_default` says whether a template makes
+    the kernel without a record: its first proposal goes before the default schedules where nothing else was measured,
+    or where all that was faster is stale.
     """
     trace = list(judged.trace)
 
@@ -211,7 +194,11 @@ def winner(
         # A run that ended early measured the fallback alone: that says nothing against a template.
         drop(offered, "of default schedules alone: a template's default goes before them")
         return Choice(None, "no record of a candidate" if offered else "no record", tuple(trace))
-    inside = _inside_the_model(offered, preferred)
+    inside = []
+    # Unless the fastest was measured since.
+    if preferred is not None and offered and offered[0].created_at <= preferred.made_at:
+        decided = (preferred.route, preferred.decision)
+        inside = [record for record in offered if (record.route, record.decision) == decided]
     distinct = without_ties(offered)
     tied = _without(offered, [*distinct, *inside])
     drop(tied, "no faster than the default schedule, whose latencies scatter as much")
@@ -231,7 +218,10 @@ def winner(
         why = "the whole model is faster with it" if of_model else ""
         trace.append(Considered.of(record, f"{_TAKEN}: {why}" if why else _TAKEN, taken=True))
         drop(ranked[number + 1 :], "the one taken ranks before it")
-        note = "faster inside the model than alone" if of_model else _passed_over(stale) or _tie(record, tied)
+        note = "faster inside the model than alone" if of_model else _passed_over(stale)
+        faster_us = tied[0].latency_us if tied else None
+        if not note and record.route is Route.FALLBACK and faster_us and faster_us < (record.latency_us or 0.0):
+            note = f"within noise, default kept: the fastest candidate took {faster_us:.3g} us"
         return Choice(record, note, tuple(trace), tuple(one for one, _ in stale), of_model)
     else:
         drop(ranked[RECORDS_TRIED:], f"{RECORDS_TRIED} faster ones could not be used, more are not tried")
@@ -279,23 +269,9 @@ def summary(trace: Trace) -> str:
     return "; ".join([first, *(f"{count} left out: {reason}" for reason, count in counts.most_common())])
 
 
-def _inside_the_model(records: Sequence[TuningRecord], preferred: Preferred | None) -> list[TuningRecord]:
-    """Return the record that a measurement of the model names, unless the fastest was measured since."""
-    if preferred is None or not records or records[0].created_at > preferred.made_at:
-        return []
-    return [one for one in records if (one.route, one.decision) == (preferred.route, preferred.decision)]
-
-
 def _passed_over(stale: Sequence[tuple[TuningRecord, str]]) -> str:
     reasons = "; ".join(reason for _, reason in stale)
     return f"{len(stale)} record(s) passed over: {reasons}" if stale else ""
-
-
-def _tie(record: TuningRecord, tied: Sequence[TuningRecord]) -> str:
-    faster_us = tied[0].latency_us if tied else None
-    if record.route is Route.FALLBACK and faster_us and faster_us < (record.latency_us or 0.0):
-        return f"within noise, default kept: the fastest candidate took {faster_us:.3g} us"
-    return ""
 
 
 def _without(before: Sequence[TuningRecord], others: Sequence[TuningRecord]) -> list[TuningRecord]:
@@ -323,10 +299,7 @@ def drift(again: Iterable[tuple[float, float]]) -> float:
     limit takes up to a tenth longer. A candidate that was measured only before the change was 8 % slower than the best
     then, and seemed 4 % faster (attention of Llama-1B 1x2048 on an H200: 47.6 us beside 44.2, which took 49.6 again).
 
-    Parameters
-    ----------
-    again : iterable of (float, float)
-        Latencies of several kernels, each before and after. The least change is what all of them share.
+    `again` has latencies of several kernels, each before and after. The least change is what all of them share.
     """
     changes = [after / before for before, after in again]
     return max(1.0, min(changes)) if len(changes) >= _DRIFTED_MIN else 1.0

@@ -238,5 +238,5 @@ def group_job(plan: Plan, cells: Sequence[Cell], target: ResolvedTarget, environ
         model_sha256=content_key(sorted(asked, key=str)),
         target=target,
         environment=environment,
-        asked={"source": str(plan.path), "target": cells[0].target, "cells": len(cells)},
+        request={"source": str(plan.path), "target": cells[0].target, "cells": len(cells)},
     )

@@ -1,4 +1,4 @@
-"""Which of our tensors is which of ONNX's, and which of them is wrong.
+"""Pairs of our tensors and ONNX's, and the first that is wrong.
 
 After the passes a binding may hold a tensor of the ONNX graph, the same in another layout, or something the graph does
 not have. What is what is learned from a run whose results are right: a binding holds the tensor of one of its own nodes
@@ -15,7 +15,7 @@ import numpy as np
 from relaxtune.pipeline.bisect.tensors import OnnxNode, OnnxTensors
 from relaxtune.pipeline.bisect.trace import TracedCall
 from relaxtune.pipeline.validate.array_comparison import SampleComparison, compare_arrays
-from relaxtune.pipeline.validate.tolerances import Tolerance, tensor_tolerance
+from relaxtune.pipeline.validate.tolerances import Tolerance, output_scale, tensor_tolerance
 
 # A variable of `main` and the number of the field, for kernels that write several tensors.
 Place = tuple[str, int]
@@ -84,14 +84,8 @@ class TensorMatcher:
     ) -> Divergence | None:
         """Return where a run diverges, None when no tensor that can be compared does.
 
-        Parameters
-        ----------
-        trace, outputs
-            The run under suspicion.
-        known
-            Place -> tensor, from `learn` or `guess`.
-        outputs_only
-            Outputs of the model that are known to be wrong: they count as diverging whatever this comparison says.
+        `known` (place -> tensor) is from `learn` or `guess`. The model's outputs of `outputs_only` are known to be
+        wrong: they count as diverging whatever this comparison says.
         """
         trace = list(trace)
         healthy = {name for name in self._tensors.values if self._tensors.writer(name) is None}
@@ -128,12 +122,8 @@ def _unit(expected: np.ndarray) -> np.ndarray:
 
     The variance of small activations, say, is to be right in its own digits, not as a share of 1.
     """
-    one = np.ones((), expected.dtype)
-    if expected.dtype.kind in "biu":
-        return one
-    values = expected[np.isfinite(expected)].astype(np.float64)
-    size = float(np.sqrt(np.mean(values**2))) if values.size else 0.0
-    return np.asarray(size, expected.dtype) if np.finfo(np.float32).tiny < size < 1 else one
+    size = output_scale(expected)
+    return np.asarray(size if np.finfo(np.float32).tiny < size < 1 else 1, expected.dtype)
 
 
 def _squeezed(array: np.ndarray) -> tuple[int, ...]:

@@ -69,13 +69,7 @@ def total_flops(mod: tvm.ir.IRModule, calls: Sequence[CallSite]) -> float:
 
 
 def load_code(executable: tvm.runtime.Executable) -> tvm.runtime.Module:
-    """Return the code of an executable by way of a shared object; compiling it in memory takes four times as long.
-
-    Parameters
-    ----------
-    executable : tvm.runtime.Executable
-        For the host.
-    """
+    """Return the code of an executable by way of a shared object; compiling it in memory takes four times as long."""
     # Functions without a graph are code themselves; a graph imports it.
     if all(module.kind != "llvm" for module in (executable.mod, *executable.mod.imports)):
         # Nothing but shapes and constants: there is no code to compile.
@@ -141,19 +135,16 @@ class ReferenceKernels:
         """Return how what a kernel wrote differs from the reference on the same arguments; None within tolerance."""
         outputs = output_tensors(call, arguments)
         inputs = [a.numpy() for a in arguments if isinstance(a, Tensor) and not any(a is o for o in outputs)]
-        accepted = _scaled(self._tolerance(call, arguments), inputs)
+        if (accepted := self._accepted.get(call.function)) is None:
+            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+            longest = max((int(size) for tensor in tensors for size in tensor.shape), default=1)
+            accepted = symbolic_kernel_tolerance([str(tensor.dtype) for tensor in tensors], longest)
+        accepted = _scaled(accepted, inputs)
         for tensor, expected in zip(outputs, self.compute(call, arguments), strict=True):
             mismatch = find_mismatch(tensor.numpy(), expected, accepted)
             if mismatch is not None:
                 return mismatch
         return None
-
-    def _tolerance(self, call: CallSite, arguments: Sequence[object]) -> KernelTolerance:
-        if call.function in self._accepted:
-            return self._accepted[call.function]
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        longest = max((int(size) for tensor in tensors for size in tensor.shape), default=1)
-        return symbolic_kernel_tolerance([str(tensor.dtype) for tensor in tensors], longest)
 
 
 def _scaled(accepted: KernelTolerance, inputs: Sequence[np.ndarray]) -> KernelTolerance:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from rich.table import Table
-from rich.text import Text
+from relaxtune.pipeline.tables import TableView
 
 
 class Culprit(StrEnum):
-    """What brought a fault in."""
+    """The cause of a fault."""
 
     KERNEL = "kernel"
     PASS = "pass"
@@ -90,9 +89,8 @@ class Bisection:
         return f"{where}; passes and kernels are right by themselves: the memory plan, the weights or the runtime"
 
 
-def render(bisection: Bisection) -> Table:
+def render(bisection: Bisection) -> TableView:
     """Return the bisection as a table for a terminal."""
-    table = Table(title=f"bisection of {bisection.model}: {bisection.culprit.value}", show_header=False)
     rows = [("verdict", bisection.summary), ("tensor", bisection.tensor or "-"), ("difference", bisection.reason)]
     if len(bisection.nodes) > 1:
         rows.append(("nodes it may be in", ", ".join(bisection.nodes)))
@@ -101,7 +99,4 @@ def render(bisection: Bisection) -> Table:
     if bisection.reproduction is not None:
         rows.append(("reproduction", f"python {bisection.reproduction}"))
     rows += [(f"step {number}", text) for number, text in enumerate(bisection.tried, 1)]
-    for name, value in rows:
-        # As plain text: names of nodes may hold brackets, which rich would read as markup.
-        table.add_row(Text(name), Text(value))
-    return table
+    return TableView.facts(f"bisection of {bisection.model}: {bisection.culprit.value}", rows)

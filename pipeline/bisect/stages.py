@@ -27,7 +27,7 @@ from relaxtune.pipeline.passes.order import Step, lowering_steps, plan_memory_pa
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a graph computed after some passes: its outputs by name, and what each call of a PrimFunc wrote."""
+    """Results of a graph after some passes: its outputs by name, and what each call of a PrimFunc wrote."""
 
     outputs: Mapping[str, np.ndarray]
     trace: tuple[TracedCall, ...]
@@ -59,10 +59,7 @@ class Stages:
     def run(self, steps: Sequence[Step]) -> StageRun:
         """Return what the graph computes after the given passes.
 
-        Raises
-        ------
-        LoweringError
-            The module cannot be compiled at this point.
+        Raises `LoweringError`: the module cannot be compiled at this point.
         """
         state = LoweringState(graph=self._graph, target=self._target, options=self._options)
         try:

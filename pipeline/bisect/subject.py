@@ -1,4 +1,4 @@
-"""What is bisected: a loaded artifact, and the same model lowered again as its manifest says."""
+"""The subject of a bisection: a loaded artifact, and the same model lowered again as its manifest says."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ class Subject:
     ) -> tuple[dict[str, np.ndarray], list[TracedCall]]:
         """Return the artifact's outputs and what each of its kernels wrote, some of them replaced.
 
-        Raises
-        ------
-        PipelineError
-            Its kernels are not those that the passes make now.
+        Raises `PipelineError`: its kernels are not those that the passes make now.
         """
         watch = KernelWatch(self.calls, poison=poison, replacements=replacements, after=after)
         with self.module.instrumented(watch):
@@ -77,19 +74,8 @@ class Subject:
 def make_subject(module: Module, model: OnnxModel, database: DatabasePlace | None) -> Subject:
     """Return an artifact as it can be bisected; one that runs as a CUDA graph is compiled again without.
 
-    Parameters
-    ----------
-    module : Module
-        The artifact.
-    model : OnnxModel
-        The model it was compiled from, at its shapes.
-    database : str, Path or None
-        Where its records are, by file or URL: needed for a module with records that runs as a CUDA graph.
-
-    Raises
-    ------
-    PipelineError
-        The model cannot be lowered as the manifest says.
+    The model is at the artifact's shapes. `database` has the records of a module that runs as a CUDA graph.
+    Raises `PipelineError`: the model cannot be lowered as the manifest says.
     """
     manifest = module.manifest
     target = resolve_target(manifest.target.config)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import onnx
@@ -39,29 +40,35 @@ class OnnxTensors:
     # Tensor name -> what ONNX Runtime computed; inputs of the model included, constants not.
     values: Mapping[str, np.ndarray]
     outputs: tuple[str, ...]  # Names of the model's outputs.
-    _order: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    _writer: Mapping[str, OnnxNode] = field(init=False, repr=False, compare=False)
-    _by_label: Mapping[str, OnnxNode] = field(init=False, repr=False, compare=False)
-    _depth: Mapping[str, int] = field(init=False, repr=False, compare=False)
-    _varying: frozenset[str] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        """Index the nodes."""
-        written = {name: node for node in self.nodes for name in node.outputs}
-        inputs = frozenset(name for name in self.values if name not in written)
+    @cached_property
+    def _writer(self) -> dict[str, OnnxNode]:
+        return {name: node for node in self.nodes for name in node.outputs}
+
+    @cached_property
+    def _by_label(self) -> dict[str, OnnxNode]:
+        return {node.label: node for node in self.nodes}
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {node.label: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
+    def _depth(self) -> dict[str, int]:
         depth: dict[str, int] = {}
-        varying = set(inputs)
         for node in self.nodes:
             step = 0 if node.op_type in _NO_ARITHMETIC else 1
             level = step + max((depth.get(name, 0) for name in node.inputs), default=0)
             depth.update(dict.fromkeys(node.outputs, level))
+        return depth
+
+    @cached_property
+    def _varying(self) -> set[str]:
+        varying = {name for name in self.values if name not in self._writer}
+        for node in self.nodes:
             if varying.intersection(node.inputs):
                 varying.update(node.outputs)
-        object.__setattr__(self, "_order", {node.label: index for index, node in enumerate(self.nodes)})
-        object.__setattr__(self, "_writer", written)
-        object.__setattr__(self, "_by_label", {node.label: node for node in self.nodes})
-        object.__setattr__(self, "_depth", depth)
-        object.__setattr__(self, "_varying", frozenset(varying))
+        return varying
 
     def depth(self, tensor: str) -> int:
         """Return how many operators that round lie on the longest way from an input to a tensor."""
@@ -83,14 +90,7 @@ class OnnxTensors:
 
     def makers(self, tensor: str) -> tuple[OnnxNode, ...]:
         """Return all nodes that a tensor depends on, its own among them, in the order of the graph."""
-        found: dict[str, OnnxNode] = {}
-        waiting = [tensor]
-        while waiting:
-            node = self._writer.get(waiting.pop())
-            if node is not None and node.label not in found:
-                found[node.label] = node
-                waiting.extend(node.inputs)
-        return tuple(sorted(found.values(), key=lambda node: self._order[node.label]))
+        return self._behind(tensor, lambda _: True)
 
     def constant_makers(self, tensor: str) -> tuple[OnnxNode, ...]:
         """Return the nodes that make a tensor that depends on no input of the model; none for any other tensor."""
@@ -101,18 +101,24 @@ class OnnxTensors:
 
         Nodes that depend on no input of the model count only where their tensor is in `constants`.
         """
+
+        def suspect(name: str) -> bool:
+            return (name == tensor or name not in healthy) and (name in self._varying or name in constants)
+
+        nodes = self._behind(tensor, suspect)
+        return tuple(node for node in nodes if node.op_type not in VIEWS) or nodes
+
+    def _behind(self, tensor: str, follow: Callable[[str], bool]) -> tuple[OnnxNode, ...]:
+        """Return the nodes behind a tensor, through the tensors that `follow` accepts, in the order of the graph."""
         found: dict[str, OnnxNode] = {}
         waiting = [tensor]
         while waiting:
             name = waiting.pop()
             node = self._writer.get(name)
-            known = name in healthy and name != tensor
-            if node is None or known or node.label in found or not (name in self._varying or name in constants):
-                continue
-            found[node.label] = node
-            waiting.extend(node.inputs)
-        nodes = sorted(found.values(), key=lambda node: self._order[node.label])
-        return tuple(node for node in nodes if node.op_type not in VIEWS) or tuple(nodes)
+            if node is not None and node.label not in found and follow(name):
+                found[node.label] = node
+                waiting.extend(node.inputs)
+        return tuple(sorted(found.values(), key=lambda node: self._order[node.label]))
 
 
 def onnx_tensors(model: OnnxModel, inputs: Mapping[str, np.ndarray], policy: PolicyEntry | None = None) -> OnnxTensors:
@@ -120,12 +126,12 @@ def onnx_tensors(model: OnnxModel, inputs: Mapping[str, np.ndarray], policy: Pol
 
     Weights that a policy has quantised are what they stand for, as in every reference (`pipeline.validate.reference`).
 
-    Raises
-    ------
-    PipelineError
-        ONNX Runtime does not accept the model.
+    Raises `PipelineError`: ONNX Runtime does not accept the model.
     """
-    nodes = tuple(_read_node(node) for node in model.proto.graph.node)
+    nodes = tuple(
+        OnnxNode(node_label(one.name, list(one.output), one.op_type), one.op_type, tuple(one.input), tuple(one.output))
+        for one in model.proto.graph.node
+    )
     outputs = tuple(spec.name for spec in model.outputs)
     inner = [name for node in nodes for name in node.outputs if name and name not in outputs]
     marked = onnx.ModelProto()
@@ -135,8 +141,3 @@ def onnx_tensors(model: OnnxModel, inputs: Mapping[str, np.ndarray], policy: Pol
     specs = (*model.outputs, *(replace(model.outputs[0], name=name, dtype="float32", shape=()) for name in inner))
     values = Reference(replace(model, proto=marked, outputs=specs), policy=policy).run(inputs)
     return OnnxTensors(nodes, {**inputs, **values}, outputs)
-
-
-def _read_node(node: onnx.NodeProto) -> OnnxNode:
-    label = node_label(node.name, list(node.output), node.op_type)
-    return OnnxNode(label, node.op_type, tuple(node.input), tuple(node.output))

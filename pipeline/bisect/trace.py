@@ -1,4 +1,4 @@
-"""What each kernel of a running module writes, seen through the virtual machine's instrument."""
+"""The outputs of each kernel of a running module, seen through the virtual machine's instrument."""
 
 from __future__ import annotations
 
@@ -59,14 +59,12 @@ class KernelWatch:
         self,
         calls: Sequence[CallSite],
         *,
-        keep: bool = True,
         poison: bool = False,
         replacements: Mapping[str, Replacement] | None = None,
         after: Callable[[CallSite, Sequence[object]], None] | None = None,
     ) -> None:
         self._calls = calls
         self._names = {call.function for call in calls}
-        self._keep = keep
         self._poison = poison
         self._replacements = replacements or {}
         self._after = after
@@ -91,17 +89,14 @@ class KernelWatch:
             if replacement is None:
                 return int(VMInstrumentReturnKind.NO_OP)
             replacement(*arguments)
-        self._finish(call, arguments)
+        self._next += 1
+        self.trace.append(TracedCall(call, tuple(tensor.numpy() for tensor in output_tensors(call, arguments))))
+        if self._after is not None:
+            self._after(call, arguments)
         return int(VMInstrumentReturnKind.SKIP_RUN if before else VMInstrumentReturnKind.NO_OP)
 
     def verify(self) -> None:
-        """Check, after a run, that it called the kernels it was expected to.
-
-        Raises
-        ------
-        PipelineError
-            It did not.
-        """
+        """Raise `PipelineError` if a run did not call the expected kernels."""
         if self._mismatch is None and self._next == len(self._calls):
             return
         place, got = self._mismatch or (self._next, None)
@@ -111,14 +106,6 @@ class KernelWatch:
             f"run again, say {expected}: the artifact is not what this version makes of the model; compile it again "
             "and validate that"
         )
-
-    def _finish(self, call: CallSite, arguments: Sequence[object]) -> None:
-        self._next += 1
-        if self._keep:
-            arrays = tuple(tensor.numpy() for tensor in output_tensors(call, arguments))
-            self.trace.append(TracedCall(call, arrays))
-        if self._after is not None:
-            self._after(call, arguments)
 
 
 def output_tensors(call: CallSite, arguments: Sequence[object]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.gate import CallsOption, LimitOptions, read_calls
-from relaxtune.pipeline.cli.groups import option, takes_groups
+from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
     DEFAULT_STORE,
@@ -26,8 +26,9 @@ from relaxtune.pipeline.cli.options import (
     optional_database,
     require_signed,
 )
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit, print_json, stdout_console
+from relaxtune.pipeline.cli.output import OutputFormat, emit, print_json, stdout_console
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ app = typer.Typer(help="Keep artifacts in a store, and move tags such as prod ov
 _KEY_DIGITS = 12
 
 ArtifactName = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Its directory, a tag, or the start of its key.")]
+WhyOption = Annotated[str, typer.Option("--why", help="The reason, for the history.")]
 TagName = Annotated[str, typer.Argument(metavar="TAG", help="Such as prod or canary.")]
 
 
@@ -78,13 +80,6 @@ class RegistryOptions:
         emit(self.output_format, [asdict(move) for move in moves], TableView.of(title, moves, columns))
 
 
-@dataclass(frozen=True)
-class WhyOption:
-    """What the history keeps of a move beside who and when."""
-
-    why: str = option("", "The reason, for the history.")
-
-
 @app.command(name="list")
 @takes_groups()
 def list_command(registry: RegistryOptions) -> None:
@@ -116,7 +111,7 @@ def show(name: ArtifactName, registry: RegistryOptions) -> None:
 def tag(
     tag: TagName,
     registry: RegistryOptions,
-    why: WhyOption,
+    why: WhyOption = "",
     artifact: Annotated[
         str | None, typer.Option("--to", metavar="ARTIFACT", help="Its directory, a tag, or the start of its key.")
     ] = None,
@@ -126,7 +121,7 @@ def tag(
     if remove == (artifact is not None):
         raise UsageError("artifact tag needs --to ARTIFACT, or --remove")
     with registry.open() as opened:
-        move = opened.remove_tag(tag, why.why) if artifact is None else opened.tag(artifact, tag, why.why)
+        move = opened.remove_tag(tag, why) if artifact is None else opened.tag(artifact, tag, why)
     registry.emit_move(move)
 
 
@@ -136,15 +131,15 @@ def promote(
     artifact: ArtifactName,
     tag: TagName,
     registry: RegistryOptions,
-    why: WhyOption,
     limits: LimitOptions,
     tolerance: ToleranceOptions,
+    why: WhyOption = "",
     model: ReferenceOption = None,
     inputs: CallsOption = None,
     force: Annotated[bool, typer.Option("--force", help="Move the tag although the gate says no.")] = False,
     verify_key: VerifyKeyOption = None,
 ) -> None:
-    """Set a tag to an artifact if the gate says yes to it beside what the tag stands at. Exits 5 when it says no."""
+    """Set a tag to an artifact if the gate accepts it in place of the tag's present one. Exits 5 when it says no."""
     from relaxtune.pipeline.gate.report import render
     from relaxtune.pipeline.registry.registry import find_artifact, open_store
 
@@ -156,20 +151,20 @@ def promote(
         elif not report.passed and not force:
             print_json(report.to_json())
 
-    asked = limits.limits(tolerance)
+    accepted = limits.limits(tolerance)
     with registry.open() as opened:
         done = opened.promote(
-            artifact, tag, why.why, asked, model=model, inputs=read_calls(inputs), force=force, on_gate=show_gate
+            artifact, tag, why, accepted, model=model, inputs=read_calls(inputs), force=force, on_gate=show_gate
         )
     registry.emit_move(done.move)
 
 
 @app.command()
 @takes_groups()
-def rollback(tag: TagName, registry: RegistryOptions, why: WhyOption) -> None:
+def rollback(tag: TagName, registry: RegistryOptions, why: WhyOption = "") -> None:
     """Set a tag back to the artifact that it stood at before."""
     with registry.open() as opened:
-        move = opened.rollback(tag, why.why)
+        move = opened.rollback(tag, why)
     registry.emit_move(move)
 
 
@@ -213,22 +208,20 @@ def rebuild(
 
     place = find_artifact(artifact, open_store(store))
     with temporary_folder() as folder:
-        made = rebuild_artifact(place, out or folder / "again", database=db, shared=shared_db or (), source=model)
-    ran = "not run: the device is not here" if made.outputs is None else f"{len(made.outputs)} compared"
-    differing = [name for name, same in made.same_files.items() if not same]
+        again = rebuild_artifact(place, out or folder / "again", database=db, shared=shared_db or (), source=model)
+    outputs = "not run: the device is not here" if again.outputs is None else f"{len(again.outputs)} compared"
     facts = {
-        "kernels": f"{made.kernels} made again",
-        "outputs": ran,
-        "files with other bytes": ", ".join(differing) or "none",
-        **{f"{one.subject}: {one.field}": f"{one.a} -> {one.b}" for one in (*made.changed, *made.noted)},
+        "kernels": f"{again.kernels} compiled again",
+        "outputs": outputs,
+        "files with other bytes": ", ".join(name for name, same in again.same_files.items() if not same) or "none",
+        **{f"{one.subject}: {one.field}": f"{one.a} -> {one.b}" for one in (*again.changed, *again.noted)},
     }
-    view = TableView.of(
-        f"{place}: {'the same' if made.same else 'ANOTHER'}",
-        facts.items(),
-        {"what": lambda fact: fact[0], "found": lambda fact: fact[1]},
+    emit(
+        output_format,
+        again.to_json(),
+        TableView.facts(f"{place}: {'the same' if again.same else 'ANOTHER'}", facts.items()),
     )
-    emit(output_format, made.to_json(), view)
-    made.raise_if_changed()
+    again.raise_if_changed()
 
 
 @app.command()
@@ -315,7 +308,6 @@ def refit(
         "seconds": f"{done.seconds:.2f}",
         "validation": "not run" if report is None else "passed" if passed else "FAILED",
     }
-    columns = {"what": lambda fact: fact[0], "found": lambda fact: fact[1]}
     data = {
         "artifact": str(done.directory),
         "model": done.manifest.model,
@@ -327,7 +319,7 @@ def refit(
     emit(
         output_format,
         data,
-        TableView.of(f"{done.directory} with the weights of {done.manifest.source}", facts.items(), columns),
+        TableView.facts(f"{done.directory} with the weights of {done.manifest.source}", facts.items()),
     )
     if report is not None:
         report.raise_if_failed()

@@ -31,18 +31,11 @@ from relaxtune.pipeline.cli.options import (
     parse_sizes,
     require_signed,
 )
-from relaxtune.pipeline.cli.output import (
-    OutputFormat,
-    TableView,
-    emit,
-    print_json,
-    print_table,
-    stdout_console,
-    write_text,
-)
+from relaxtune.pipeline.cli.output import OutputFormat, emit, print_json, print_table, stdout_console, write_text
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.output_file import output_file
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -72,9 +65,9 @@ class ValidateOptions:
     db: OutcomeDatabaseOption = None
 
     def request(self, tolerance: ToleranceOptions) -> ValidationRequest:
-        """Return what the validation is asked for."""
+        """Return the request that these options are."""
         from relaxtune.pipeline.jobs.artifacts import ValidationRequest
-        from relaxtune.pipeline.validate.drift_report import DriftOptions
+        from relaxtune.pipeline.validate.report import DriftOptions
 
         drift = DriftOptions(tuple(self.logits or ()), self.tokens)
         return ValidationRequest(tolerance.rtol, tolerance.atol, self.samples, self.seed, self.repeat, drift, self.db)
@@ -97,8 +90,7 @@ def validate_command(
     from relaxtune.pipeline.bisect import check_kernels
     from relaxtune.pipeline.bisect import render as render_bisection
     from relaxtune.pipeline.jobs.artifacts import validate_artifact
-    from relaxtune.pipeline.validate.drift_report import render_drift
-    from relaxtune.pipeline.validate.report import render
+    from relaxtune.pipeline.validate.report import render, render_drift
 
     require_signed(verify_key, directory)
     done = validate_artifact(directory, model, options.request(tolerance))
@@ -158,16 +150,13 @@ def compare(
 ) -> None:
     """Measure the drift between two builds of a model.
 
-    Exits 3 only beyond what is asked for: equal bits (--exact) or a tolerance; of --rtol and --atol, one that is not
-    given is 0 then.
+    Exits 3 only beyond a limit that is given: equal bits (--exact) or a tolerance; if only one of --rtol and --atol is
+    given, the other is 0.
     """
     from relaxtune.pipeline.validate.builds import compare_builds
     from relaxtune.pipeline.validate.comparison import render
-    from relaxtune.pipeline.validate.tolerances import Tolerance
 
     require_signed(verify_key, *(path for path in (first, second) if path.is_dir()))
-    asked = limits.rtol is not None or limits.atol is not None
-    tolerance = Tolerance(limits.rtol or 0.0, limits.atol or 0.0) if asked and not exact else None
     sides = [path if path.is_dir() else read_arrays(path, _OUTPUTS_FILE) for path in (first, second)]
     comparison = compare_builds(
         *sides,
@@ -177,7 +166,7 @@ def compare(
         samples=samples,
         seed=seed,
         exact=exact,
-        tolerance=tolerance,
+        tolerance=None if exact else limits.limit(),
     )
     if output_format is OutputFormat.JSON:
         print_json(comparison.to_json())
@@ -189,7 +178,7 @@ def compare(
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured beside an artifact, for how long, and with how many callers."""
+    """The peers of a benchmark, how long it takes, and how many callers there are."""
 
     against: str = option("ort", "Peers: ort, ort-cuda, torch, torch-compile; '' for none.", metavar="PEER,..")
     runs: int = option(50, "Timed runs of each arm.", min=1)
@@ -240,7 +229,7 @@ def bench(
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure an artifact, each shape bucket if it has any, side by side with peers, taking turns.
+    """Measure an artifact, each shape bucket if it has any, side by side with peers, in alternation.
 
     Each peer has a process of its own, and is timed only if its outputs are right. Inputs are random, with masks that
     hide nothing. --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Exits 1 where a
@@ -341,7 +330,7 @@ def _bisect(
 ) -> Bisection | None:
     """Return what makes a validation fail, with a reproduction written; None when it passed or nothing was found.
 
-    A bisection that is not possible is told and changes nothing: the validation has failed all the same.
+    A bisection that is not possible is logged and changes nothing: the validation has failed all the same.
     """
     from relaxtune.pipeline.bisect import bisect
     from relaxtune.pipeline.jobs.reproduction import write_reproduction
@@ -368,10 +357,7 @@ def _bisect(
 def read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarray]:
     """Return the arrays of a .npz file by name.
 
-    Raises
-    ------
-    UsageError
-        It is none; the message says what is expected.
+    Raises `UsageError`: it is none; the message says what is expected.
     """
     from relaxtune.models.files import read_regular
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +17,6 @@ from relaxtune.pipeline.cli.db.common import open_for_reading
 from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption, FormatOption
 from relaxtune.pipeline.cli.output import (
     OutputFormat,
-    TableView,
-    as_table,
     emit,
     leave_out_details,
     print_json,
@@ -29,6 +27,7 @@ from relaxtune.pipeline.cli.output import (
 from relaxtune.pipeline.cli.report import write_page
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -64,16 +63,16 @@ def plan(file: PlanArgument, output_format: FormatOption = OutputFormat.TABLE) -
 
 
 def _progress() -> Callable[[str], None]:
-    """Return what prints a line of progress on stderr, one in five seconds at most."""
+    """Return a listener that prints a line of progress on stderr, one in five seconds at most."""
     console, last = stderr_console(), time.monotonic()
 
-    def tell(line: str) -> None:
+    def show(line: str) -> None:
         nonlocal last
         if time.monotonic() - last >= _PROGRESS_S:
             console.print(line)
             last = time.monotonic()
 
-    return tell
+    return show
 
 
 FailFastOption = Annotated[
@@ -161,7 +160,7 @@ def watch(
             found = get_batch(database, start)
             start, cells = found.id, list_cells(database, found.id)
             if console.is_terminal:
-                live.update(as_table(final_table(_title(found, cells), status_rows(cells))), refresh=True)
+                live.update(final_table(_title(found, cells), status_rows(cells)), refresh=True)
             else:
                 for cell in cells:
                     if shown.get(cell.spec.name) != (now := status_of(cell)):
@@ -224,7 +223,7 @@ def _place(batch: str | None, db: DatabaseUrl) -> tuple[DatabaseUrl, str | None]
 
 
 def _end(result: BatchResult, output_format: OutputFormat) -> None:
-    """Print the table of all cells, unless each was told as JSON, and exit with the code of the batch."""
+    """Print the table of all cells, unless each was printed as JSON, and exit with the code of the batch."""
     if output_format is OutputFormat.TABLE:
         tuned = sum(summary.candidates for summary in result.tuning)
         seconds = sum(summary.seconds for summary in result.tuning)
@@ -255,20 +254,21 @@ def _print_preview(shown: Preview) -> None:
     }
     print_table(TableView.of(f"cells of {shown.plan.name}", shown.cells, columns))
     for group in shown.groups:
+        records = group.records
         tasks: dict[str, Callable[[TaskFacts], object]] = {
             "task": lambda task: short(task.name),
             "family": lambda task: task.family,
             "weight": lambda task: task.weight,
             "cells": lambda task: len(task.functions),
-            "records": partial(_records, group),
+            "records": partial(_records_of, records),
         }
         print_table(TableView.of(_headline(group), group.group.tasks[:_TASKS_SHOWN], tasks))
         if len(group.group.tasks) > _TASKS_SHOWN:
             typer.echo(f"and {len(group.group.tasks) - _TASKS_SHOWN} smaller tasks; --format json has all of them")
 
 
-def _records(group: GroupPreview, task: TaskFacts) -> int:
-    return group.records[task.workload_hash]
+def _records_of(records: Mapping[str, int], task: TaskFacts) -> int:
+    return records[task.workload_hash]
 
 
 def _headline(group: GroupPreview) -> str:
@@ -293,11 +293,7 @@ def _preview_data(shown: Preview) -> dict[str, object]:
         "cells": [
             {
                 "cell": one.cell.name,
-                "source": one.cell.source,
-                "shape": one.cell.shape,
-                "precision": one.cell.precision,
-                "target": one.cell.target,
-                "importance": one.cell.importance,
+                **{name: getattr(one.cell, name) for name in ("source", "shape", "precision", "target", "importance")},
                 "tags": list(one.cell.tags),
                 "tasks": len(getattr(one, "tasks", ())),
                 "note": one.note,
@@ -328,9 +324,5 @@ def _group_data(group: GroupPreview) -> dict[str, object]:
         "ended_by": group.ended_by,
         "predicted_tuning_s": group.tuning_s,
         "predicted_finishing_s": group.finishing_s,
-        "history": {
-            "candidate_s": group.history.candidate_s,
-            "cell_s": group.history.cell_s,
-            "jobs": group.history.jobs,
-        },
+        "history": {name: getattr(group.history, name) for name in ("candidate_s", "cell_s", "jobs")},
     }

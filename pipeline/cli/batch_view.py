@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
@@ -17,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaxtune.pipeline.cli.output import TableView
+from relaxtune.pipeline.tables import TableView
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent
@@ -48,14 +47,7 @@ class _Row:
 class BatchView:
     """Shows the events of a batch. A context manager.
 
-    Parameters
-    ----------
-    console : rich.console.Console
-        Where to: stderr.
-    json_lines : bool
-        Whether each cell that is over is a line of JSON on stdout.
-    cells : sequence of str
-        Names of cells that are shown before anything is told of them.
+    With `json_lines`, each cell that is over is a line of JSON on stdout; `cells` are shown before their first event.
     """
 
     def __init__(self, console: Console, *, json_lines: bool, cells: Sequence[str] = ()) -> None:
@@ -73,7 +65,7 @@ class BatchView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the table away; the final one goes to stdout."""
         self._live.stop()
 
@@ -95,8 +87,8 @@ class BatchView:
             sys.stdout.write(json.dumps(event.to_json()) + "\n")
             sys.stdout.flush()
         if not self._live.is_started:
-            told = f": {row.note}" if row.note not in ("", row.state) else ""
-            self._console.print(f"{event.cell.name}: {event.state.value}{told}", markup=False, soft_wrap=True)
+            note = f": {row.note}" if row.note not in ("", row.state) else ""
+            self._console.print(f"{event.cell.name}: {event.state.value}{note}", markup=False, soft_wrap=True)
 
     def _take_candidate(self, event: CandidateEvent) -> None:
         now = time.monotonic()
@@ -117,10 +109,14 @@ class BatchView:
             return over
         progress = self._newest.progress
         span = max(1e-3, self._times[-1] - self._times[0]) if len(self._times) > 1 else None
-        rate = None if span is None else (len(self._times) - 1) / span
+        speed = ""
+        if span is not None:
+            rate, devices = (len(self._times) - 1) / span, progress.devices
+            each = f", {rate / devices:.1f} on each of {devices} devices" if devices > 1 else ""
+            speed = f"{rate:.1f} a second{each}"
         parts = [
             f"{progress.done}{'' if progress.total is None else f' of {progress.total}'} candidates",
-            "" if rate is None else _rate(rate, progress.devices),
+            speed,
             "" if progress.seconds_left is None else f"about {_duration(progress.seconds_left)} of tuning left",
             over,
         ]
@@ -137,7 +133,7 @@ class BatchView:
 
 
 def final_table(title: str, cells: Iterable[tuple[str, str, CellFacts]]) -> TableView:
-    """Return the table of what became of cells: name, state and facts of each."""
+    """Return the table of finished cells: name, state and facts of each."""
     columns = {
         "cell": lambda one: one[0],
         "status": lambda one: one[1],
@@ -146,14 +142,14 @@ def final_table(title: str, cells: Iterable[tuple[str, str, CellFacts]]) -> Tabl
         "ms tuned": lambda one: _ms(one[2].shipped_ms),
         "ms peer": lambda one: one[2].peer_ms and f"{_ms(one[2].peer_ms)} {one[2].peer}",
         "MB": lambda one: one[2].size_bytes and f"{one[2].size_bytes / 1e6:.1f}",
-        "artifact": lambda one: one[2].artifact and _from_here(one[2].artifact),
+        "artifact": lambda one: one[2].artifact and one[2].artifact.removeprefix(f"{Path.cwd()}/"),
         "why": lambda one: one[2].error,
     }
     return TableView.of(title, list(cells), columns)
 
 
 def status_of(cell: BatchCell) -> str:
-    """Return the state of a cell for people: a driver that works no more makes it `dead`."""
+    """Return the state of a cell for people: `dead` where its driver stopped."""
     return f"dead ({cell.state.value})" if cell.dead else cell.state.value
 
 
@@ -164,17 +160,6 @@ def status_rows(cells: Sequence[BatchCell]) -> list[tuple[str, str, CellFacts]]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _rate(candidates_per_s: float, devices: int) -> str:
-    each = f", {candidates_per_s / devices:.1f} on each of {devices} devices" if devices > 1 else ""
-    return f"{candidates_per_s:.1f} a second{each}"
-
-
-def _from_here(path: str) -> str:
-    """Return a path as it is from the current directory, where it is in there."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _duration(seconds: float) -> str:

@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from relaxtune.pipeline.cli.options import FormatOption
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit
+from relaxtune.pipeline.cli.output import OutputFormat, emit
+from relaxtune.pipeline.tables import TableView
 
 app = typer.Typer(help="Look at a Ray cluster.", no_args_is_help=True)
 

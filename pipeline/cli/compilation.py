@@ -23,17 +23,10 @@ from relaxtune.pipeline.cli.options import (
     SharedDatabasesOption,
     optional_database,
 )
-from relaxtune.pipeline.cli.output import (
-    OutputFormat,
-    TableView,
-    first_of,
-    print_json,
-    print_table,
-    stderr_console,
-    stdout_console,
-)
+from relaxtune.pipeline.cli.output import OutputFormat, print_json, print_table, stderr_console, stdout_console
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.tables import TableView, first_of
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, TuningOptions, options_for
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabaseUrl

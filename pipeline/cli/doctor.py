@@ -1,4 +1,4 @@
-"""What is installed and found, from where, and what is missing: the checks behind `relaxtune doctor`.
+"""The checks behind `relaxtune doctor`: packages and devices, from where, and how to get missing ones.
 
 Each check is one function that returns a `Finding`; `CHECKS` is the list of them all. A check never raises: what it
 could not find is its finding, with the fix. `REQUIRED` findings that are not ok make `relaxtune doctor` exit 1;
@@ -19,8 +19,9 @@ from pathlib import Path
 import typer
 
 from relaxtune.pipeline.cli.options import FormatOption
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, emit
+from relaxtune.pipeline.cli.output import OutputFormat, emit
 from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.tables import TableView
 
 # The pair the project pins; pyproject.toml is checked against it by a test.
 PINNED_TVM = "0.27.0.post1"
@@ -45,7 +46,7 @@ print(f"{device.device_name}, compute capability {device.compute_version}" if de
 
 
 class FindingStatus(StrEnum):
-    """What a check found."""
+    """The outcome of a check."""
 
     OK = "ok"
     MISSING = "missing"
@@ -100,22 +101,21 @@ def check_tvm_pair() -> Finding:
 
 def check_linker() -> Finding:
     """Return the C++ compiler that links exported `.so` files."""
-    for name in ("g++", "clang++", "c++"):
-        path = shutil.which(name)
-        if path is not None:
-            return Finding("C++ linker", FindingStatus.OK, name, path, True)
-    return Finding(
-        "C++ linker", FindingStatus.MISSING, "", "PATH", True, "install g++ or clang (Debian: apt install g++)"
-    )
-
-
-def check_ld() -> Finding:
-    """Return the `ld` with which tuning links its candidates."""
-    path = shutil.which("ld")
+    path = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
     if path is None:
-        return Finding("ld", FindingStatus.MISSING, "", "PATH", True, "install binutils (Debian: apt install binutils)")
+        fix = "install g++ or clang (Debian: apt install g++)"
+        return Finding("C++ linker", FindingStatus.MISSING, "", "PATH", True, fix)
+    return Finding("C++ linker", FindingStatus.OK, Path(path).name, path, True)
+
+
+def check_tool(name: str, wanted: str, fix: str, *, required: bool) -> Finding:
+    """Return a program of the path with the first line of its `--version` that holds a word."""
+    path = shutil.which(name)
+    if path is None:
+        return Finding(name, FindingStatus.MISSING, "", "PATH", required, fix)
     outcome = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    return Finding("ld", FindingStatus.OK, next(iter(outcome.stdout.splitlines()), ""), path, True)
+    line = next((line.strip() for line in outcome.stdout.splitlines() if wanted in line), "")
+    return Finding(name, FindingStatus.OK, line, str(Path(path).resolve()), required)
 
 
 def check_cpu() -> Finding:
@@ -127,7 +127,7 @@ def check_cpu() -> Finding:
 
 
 def check_gpu() -> Finding:
-    """Return the CUDA device, asked for in a subprocess because a broken driver can end the process."""
+    """Return the CUDA device, found in a subprocess because a broken driver can end the process."""
     outcome = _run_probe(GPU_PROBE, GPU_PROBE_TIMEOUT_S)
     if outcome.returncode != 0:
         how = f"the probe ended with code {outcome.returncode}: {last_line(outcome.stderr)}"
@@ -137,16 +137,6 @@ def check_gpu() -> Finding:
         fix = "none needed: `--target cuda:sm_90a` still compiles; running and tuning on a GPU need one"
         return Finding("CUDA device", FindingStatus.MISSING, "", "tvm.cuda(0)", False, fix)
     return Finding("CUDA device", FindingStatus.OK, found, "tvm.cuda(0)", False)
-
-
-def check_nvcc() -> Finding:
-    """Return the nvcc on the path, if any."""
-    path = shutil.which("nvcc")
-    if path is None:
-        return Finding("nvcc", FindingStatus.MISSING, "", "PATH", False, "none needed where NVRTC is installed")
-    outcome = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
-    release = next((line.strip() for line in outcome.stdout.splitlines() if "release" in line), "")
-    return Finding("nvcc", FindingStatus.OK, release, str(Path(path).resolve()), False)
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -160,13 +150,14 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: check_package("sqlalchemy"),
     lambda: check_package("alembic"),
     check_linker,
-    check_ld,
+    # Tuning links its candidates with it.
+    lambda: check_tool("ld", "", "install binutils (Debian: apt install binutils)", required=True),
     check_cpu,
     check_gpu,
     lambda: check_package("nvidia-cuda-nvrtc", required=False, extra="cuda"),
     lambda: check_package("cuda-bindings", required=False, extra="cuda"),
     lambda: check_package("nvidia-nvfatbin", required=False, extra="cuda"),
-    check_nvcc,
+    lambda: check_tool("nvcc", "release", "none needed where NVRTC is installed", required=False),
     lambda: check_package("nvidia-cublas", required=False, extra="cublas"),
     lambda: check_package("nvidia-cudnn-cu13", required=False, extra="cudnn"),
     lambda: check_package("torch", required=False, extra="export"),

@@ -40,7 +40,7 @@ CallsOption = Annotated[
 
 @dataclass(frozen=True)
 class LimitOptions:
-    """What a new build may cost."""
+    """The limits of a gate."""
 
     max_slowdown: str = option("2%", "By how much longer the new build may take.", metavar="PERCENT")
     alpha: float = option(0.05, "The probability of a false alarm, and of a slower build that passes.")
@@ -54,25 +54,20 @@ class LimitOptions:
     def limits(self, tolerance: ToleranceOptions) -> GateLimits:
         """Return what these options say.
 
-        Raises
-        ------
-        UsageError
-            A share cannot be read.
+        Raises `UsageError`: a share cannot be read.
         """
         from relaxtune.pipeline.gate.gate import GateLimits
         from relaxtune.pipeline.gate.latency import LatencyLimit
-        from relaxtune.pipeline.validate.tolerances import Tolerance
 
         slowdown = parse_percent(self.max_slowdown, "--max-slowdown")
         if slowdown is None:
             raise UsageError("--max-slowdown none: a gate needs a limit of latency; expected a share such as 2%")
-        asked = tolerance.rtol is not None or tolerance.atol is not None
         return GateLimits(
             latency=LatencyLimit(slowdown, self.alpha, self.seconds),
             size=parse_percent(self.max_size, "--max-size"),
             memory=parse_percent(self.max_memory, "--max-memory"),
             compile_time=parse_percent(self.max_compile_time, "--max-compile-time"),
-            tolerance=Tolerance(tolerance.rtol or 0.0, tolerance.atol or 0.0) if asked else None,
+            tolerance=tolerance.limit(),
             exact=self.exact,
             strict=self.strict,
         )
@@ -111,7 +106,7 @@ def gate(
     kept = open_store(store)
     place, before = find_artifact(new, kept), find_artifact(baseline, kept)
     require_signed(verify_key, place, before)
-    # Opened first: a database that cannot be written is told before the time is spent.
+    # Opened first: a database that cannot be written ends the command before the time is spent.
     with nullcontext() if db is None else TuningDatabase.open(db) as database:
         report = run_gate(
             place, before, limits,
@@ -130,10 +125,7 @@ def gate(
 def read_calls(path: Path | None) -> list[dict[str, np.ndarray]] | None:
     """Return the inputs of the calls in a .npz file or in those of a folder; None without either.
 
-    Raises
-    ------
-    UsageError
-        A file is none, or the folder has none.
+    Raises `UsageError`: a file is none, or the folder has none.
     """
     if path is None:
         return None
@@ -146,10 +138,7 @@ def read_calls(path: Path | None) -> list[dict[str, np.ndarray]] | None:
 def parse_percent(text: str, name: str) -> float | None:
     """Return a share such as `2%` or `0.5 %` as a fraction; None for `none`.
 
-    Raises
-    ------
-    UsageError
-        It is neither.
+    Raises `UsageError`: it is neither.
     """
     if text.strip().lower() == "none":
         return None

@@ -35,10 +35,7 @@ def takes_groups(*, without: Sequence[str] = ()) -> Callable[[Command], Command]
 
     The command is called with the dataclass made of them. An option that is left out keeps its default.
 
-    Parameters
-    ----------
-    without : sequence of str
-        Fields that have no meaning for this command, or that it has itself.
+    Fields named in `without` have no meaning for this command, or it has them itself.
     """
 
     def decorate(command: Command) -> Command:

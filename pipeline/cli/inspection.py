@@ -10,9 +10,10 @@ import typer
 
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
-from relaxtune.pipeline.cli.output import OutputFormat, TableView, first_of, print_json, print_table, stdout_console
+from relaxtune.pipeline.cli.output import OutputFormat, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.tables import TableView, first_of
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.inspect import Inspection
@@ -57,7 +58,7 @@ def _print_facts(inspection: Inspection) -> None:
         size = "depends on symbolic axes" if cache.bytes is None else f"{cache.bytes:,} bytes"
         per_token = "unknown" if cache.bytes_per_token is None else f"{cache.bytes_per_token:,}"
         rows.append(("KV cache", f"{per_token} bytes a token; length {cache.length}: {size}"))
-    print_table(TableView(inspection.model, ("what", "value"), tuple(rows)))
+    print_table(TableView.facts(inspection.model, rows, "value"))
 
 
 def _print_unsupported(inspection: Inspection) -> None:

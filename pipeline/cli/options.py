@@ -17,8 +17,8 @@ from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
-    from relaxtune.models.axis_profile import AxisProfile
     from relaxtune.pipeline.prepare import ModelRequest
+    from relaxtune.pipeline.validate.tolerances import Tolerance
 
 
 # The titles of the panels of options.
@@ -90,7 +90,7 @@ SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Random inp
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What a user says of a model; `request` is what the jobs take."""
+    """The options of a model; `request` makes the value that the jobs take."""
 
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny (1x128).")
@@ -154,13 +154,12 @@ class ModelOptions:
     def request(self) -> ModelRequest:
         """Return the request that these options are.
 
-        Raises
-        ------
-        UsageError
-            A shape, a bucket, a profile or a route cannot be read, or the profile is given twice.
-        ModelShapeError
-            The file of lengths cannot be read.
+        Raises `UsageError`: a shape, a bucket, a profile or a route cannot be read, or the profile is given twice;
+        `ModelShapeError`: the file of lengths cannot be read.
         """
+        from relaxtune.models.axis_profile import parse_profiles
+        from relaxtune.models.buckets import parse_bucket
+        from relaxtune.models.errors import ModelError
         from relaxtune.models.size_histogram import profile_of, read_histogram
         from relaxtune.pipeline.passes.module import LoweringOptions
         from relaxtune.pipeline.prepare import ModelRequest
@@ -168,9 +167,16 @@ class ModelOptions:
         if self.lengths is not None and self.profile:
             raise UsageError("--lengths gives the profile too; leave --profile out, or --lengths")
         lengths = read_histogram(self.lengths) if self.lengths is not None else ()
+        try:
+            profile = profile_of(lengths) if lengths else parse_profiles(self.profile or ())
+        except ModelError as error:
+            raise UsageError(f"--profile: {error}") from error
+        shapes, dims = parse_shapes(self.shape), parse_dims(self.dim)
+        if both := sorted(shapes.keys() & dims.keys()):
+            raise UsageError(f"--shape and --dim both name {both[0]!r}; name it once")
         return ModelRequest(
             source=self.model,
-            shapes=_joined(parse_shapes(self.shape), parse_dims(self.dim)),
+            shapes={**shapes, **{axis: (size,) for axis, size in dims.items()}},
             target=self.target,
             portable=self.portable,
             lowering=LoweringOptions(
@@ -183,27 +189,37 @@ class ModelOptions:
             ),
             seed=self.seed,
             routes=parse_routes(self.routes),
-            buckets=parse_buckets(self.bucket),
-            profile=profile_of(lengths) if lengths else parse_profile_options(self.profile),
+            buckets=_parse_named(
+                self.bucket or (),
+                parse_bucket,
+                "--bucket",
+                "names axis {!r} twice: {!r}; give all its sizes in one: AXIS=128,256",
+            ),
+            profile=profile,
             lengths=lengths,
         )
 
 
 @dataclass(frozen=True)
 class ToleranceOptions:
-    """What may differ; None takes the command's default."""
+    """Allowed differences; None takes the command's default."""
 
     rtol: float | None = option(None, "Relative tolerance.", min=0.0)
     atol: float | None = option(None, "Absolute tolerance, by the output's size.", min=0.0)
+
+    def limit(self) -> Tolerance | None:
+        """Return both as one limit, where the one that is not given is 0; None without either."""
+        from relaxtune.pipeline.validate.tolerances import Tolerance
+
+        if self.rtol is None and self.atol is None:
+            return None
+        return Tolerance(self.rtol or 0.0, self.atol or 0.0)
 
 
 def require_signed(verify_key: Path | None, *directories: Path) -> None:
     """Check the signatures of artifacts, where a key is given, before any of their code runs.
 
-    Raises
-    ------
-    ArtifactError
-        One is not signed by the owner of the key.
+    Raises `ArtifactError`: one is not signed by the owner of the key.
     """
     if verify_key is not None:
         from relaxtune.pipeline.artifact.signature import require_signature
@@ -215,10 +231,7 @@ def require_signed(verify_key: Path | None, *directories: Path) -> None:
 def parse_routes(text: str | None) -> frozenset[Route]:
     """Return the routes of a `--routes` value; all but vendor libraries without one.
 
-    Raises
-    ------
-    UsageError
-        A name is not a route.
+    Raises `UsageError`: a name is not a route.
     """
     if text is None:
         return DEFAULT_ROUTES
@@ -233,10 +246,7 @@ def parse_routes(text: str | None) -> frozenset[Route]:
 def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
     """Return `--shape` values as input name -> shape.
 
-    Raises
-    ------
-    UsageError
-        A text is not `name=AxBxC`, or names an input twice.
+    Raises `UsageError`: a text is not `name=AxBxC`, or names an input twice.
     """
     from relaxtune.models import parse_shape_override
 
@@ -247,10 +257,7 @@ def parse_shapes(texts: list[str] | None) -> dict[str, tuple[int | str, ...]]:
 def parse_dims(texts: list[str] | None) -> dict[str, int]:
     """Return `--dim` values as axis -> size.
 
-    Raises
-    ------
-    UsageError
-        A text is not `axis=size`, or an axis is named twice.
+    Raises `UsageError`: a text is not `axis=size`, or an axis is named twice.
     """
     from relaxtune.models.dims import parse_dim
 
@@ -261,54 +268,12 @@ def parse_dims(texts: list[str] | None) -> dict[str, int]:
 def parse_sizes(text: str, option: str) -> tuple[int, ...]:
     """Return the sizes of an option such as `1,2,4,8`, the smallest first.
 
-    Raises
-    ------
-    UsageError
-        The text has another form.
+    Raises `UsageError`: the text has another form.
     """
     sizes = [part.strip() for part in text.split(",")]
     if not all(size.isdecimal() and int(size) for size in sizes):
         raise UsageError(f"{option} {text!r}: expected sizes such as 1,2,4,8")
     return tuple(sorted({int(size) for size in sizes}))
-
-
-def _joined(shapes: dict[str, tuple[int | str, ...]], dims: dict[str, int]) -> dict[str, tuple[int | str, ...]]:
-    """Return shapes and axes as one: a request takes axes as shapes of one size."""
-    both = sorted(shapes.keys() & dims.keys())
-    if both:
-        raise UsageError(f"--shape and --dim both name {both[0]!r}; name it once")
-    return {**shapes, **{axis: (size,) for axis, size in dims.items()}}
-
-
-def parse_buckets(texts: list[str] | None) -> dict[str, tuple[int, ...]]:
-    """Return `--bucket` values as axis -> sizes.
-
-    Raises
-    ------
-    UsageError
-        A text is not `axis=size,size`, or names an axis twice.
-    """
-    from relaxtune.models.buckets import parse_bucket
-
-    twice = "names axis {!r} twice: {!r}; give all its sizes in one: AXIS=128,256"
-    return _parse_named(texts or (), parse_bucket, "--bucket", twice)
-
-
-def parse_profile_options(texts: list[str] | None) -> dict[str, AxisProfile]:
-    """Return `--profile` values as axis -> profile.
-
-    Raises
-    ------
-    UsageError
-        A text is not `axis=min:typical:max`, or an axis is named twice.
-    """
-    from relaxtune.models.axis_profile import parse_profiles
-    from relaxtune.models.errors import ModelError
-
-    try:
-        return parse_profiles(texts or ())
-    except ModelError as error:
-        raise UsageError(f"--profile: {error}") from error
 
 
 def _parse_named(

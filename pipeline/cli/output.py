@@ -1,4 +1,4 @@
-"""What every command shares: `--format`, `--debug`, data on stdout, everything else on stderr."""
+"""Shared by every command: `--format`, `--debug`, data on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import csv
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
 
 from relaxtune.pipeline.output_file import output_file
 from relaxtune.pipeline.printable import printable
+from relaxtune.pipeline.tables import TableView
 from relaxtune.tuning_db.questions.data_frames import flatten
 from relaxtune.tuning_db.urls import hide_secrets
-
-Item = TypeVar("Item")
 
 # Columns of the database that hold JSON as text; `--format json` writes what they say.
 _JSON_FIELDS = frozenset(
     {"attributes", "conditions", "config", "decision", "manifest", "options", "report", "signature"}
 )
-
-
-# Cells up to this many letters are not folded.
-_NARROW = 12
 
 
 class OutputFormat(StrEnum):
@@ -47,27 +39,6 @@ class DataFormat(StrEnum):
     TABLE = "table"
     JSON = "json"
     CSV = "csv"
-
-
-@dataclass(frozen=True)
-class TableView:
-    """A table to print: its title, column names, and rows of already formatted cells."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def of(cls, title: str, items: Iterable[Item], columns: Mapping[str, Callable[[Item], object]]) -> TableView:
-        """Return a table with a row for each item; `columns` says what a cell shows, nothing for None."""
-        shown = [[show(item) for show in columns.values()] for item in items]
-        rows = tuple(tuple("" if value is None else str(value) for value in row) for row in shown)
-        return cls(title, tuple(columns), rows)
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return the first name and how many more there are."""
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
 
 
 class SafeConsole(Console):
@@ -122,13 +93,12 @@ def print_csv(value: Mapping[str, object] | Sequence[object]) -> None:
     writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {name: json.dumps(v, default=str) if isinstance(v, list | tuple) else _safe(v) for name, v in row.items()}
-        )
-
-
-def _safe(value: object) -> object:
-    return printable(value) if isinstance(value, str) else value
+        for name, cell in row.items():
+            if isinstance(cell, list | tuple):
+                row[name] = json.dumps(cell, default=str)
+            elif isinstance(cell, str):
+                row[name] = printable(cell)
+        writer.writerow(row)
 
 
 def write_text(path: Path, text: str, option: str) -> None:
@@ -137,25 +107,9 @@ def write_text(path: Path, text: str, option: str) -> None:
         file.write(text.encode(errors="replace"))
 
 
-def as_table(view: TableView) -> Table:
-    """Return what rich draws."""
-    table = Table(title=Text(view.title, style="table.title"), title_justify="left")
-    widths = [max(map(len, column)) for column in zip(view.columns, *view.rows, strict=True)]
-    narrow = [width <= _NARROW for width in widths]
-    # Numbers and words keep their width where names have room to be folded beside them.
-    kept = sum(width for width, short in zip(widths, narrow, strict=True) if short)
-    room = stdout_console().width - 3 * len(widths) - kept
-    for column, short in zip(view.columns, narrow, strict=True):
-        table.add_column(column, overflow="fold", no_wrap=short and room >= _NARROW * narrow.count(False))
-    for row in view.rows:
-        # As plain text: names and messages may hold brackets, which rich would read as markup.
-        table.add_row(*(Text(cell) for cell in row))
-    return table
-
-
 def print_table(view: TableView) -> None:
     """Write `view` to stdout as a table."""
-    stdout_console().print(as_table(view))
+    stdout_console().print(view)
 
 
 def emit(
@@ -179,12 +133,12 @@ def configure_logging(*, verbose: bool) -> None:
     logger = logging.getLogger("relaxtune")
     logger.handlers = [handler]
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
-    # MetaSchedule tells every step of every round.
+    # MetaSchedule logs every step of every round.
     logging.getLogger("relaxtune.metaschedule").setLevel(logging.DEBUG if verbose else logging.WARNING)
 
 
 def leave_out_details() -> None:
-    """Show warnings alone, unless everything is asked for: what is told of one model is too much of many."""
+    """Show warnings alone, unless `--verbose` is given: the log of one model is too long for many."""
     logger = logging.getLogger("relaxtune")
     for handler in logger.handlers:
         handler.setLevel(logging.NOTSET if logger.level == logging.DEBUG else logging.WARNING)

@@ -10,9 +10,10 @@ import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
 from relaxtune.pipeline.cli.options import VerifyKeyOption, optional_database, require_signed
-from relaxtune.pipeline.cli.output import TableView, first_of, print_json, print_table, stdout_console, write_text
+from relaxtune.pipeline.cli.output import print_json, print_table, stdout_console, write_text
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.tables import TableView, first_of
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def report(
     if directory is None and profile:
         raise UsageError("--profile runs the kernels of an artifact; name its directory")
     if directory is None and diff is not None:
-        raise UsageError("--diff sets an artifact beside OLD; name its directory, too")
+        raise UsageError("--diff compares an artifact with OLD; name its directory, too")
     if out is not None and output_format is not ReportFormat.HTML:
         raise UsageError(f"--out is where the html page goes; --format {output_format.value} goes to stdout")
     if directory is not None:
@@ -78,8 +79,8 @@ def report(
     if output_format is ReportFormat.HTML:
         from relaxtune.pipeline.report.page import render_page
 
-        beside = Path("report") if directory is None else directory.resolve()
-        write_page(render_page(reports, found), out or beside.with_name(f"{beside.name}.html"))
+        place = Path("report") if directory is None else directory.resolve()
+        write_page(render_page(reports, found), out or place.with_name(f"{place.name}.html"))
     elif output_format is ReportFormat.JSON:
         data = [one.to_json() for one in reports]
         print_json({**data[0], **({} if found is None else {"diff": found.to_json()})} if directory else data)

@@ -23,7 +23,6 @@ from relaxtune.pipeline.dashboard.job_pages import (
 from relaxtune.pipeline.dashboard.markup import Page, Section, chart, sections
 from relaxtune.pipeline.pages.render import link, minute, table
 from relaxtune.pipeline.report.page import course_chart, shares_chart
-from relaxtune.pipeline.report.progress import Progress
 from relaxtune.tuning_db.batches import get_batch, list_batches, list_cells
 from relaxtune.tuning_db.cell_states import Batch
 from relaxtune.tuning_db.gates import list_gates
@@ -85,7 +84,7 @@ def _newest(database: TuningDatabase, job: Job) -> list[Section]:
         name, job.target.kind, job.target.arch, minute(job.started_at), job.outcome or OVER_OR_KILLED
     )
     return [
-        Section("The newest job: best so far", chart(course_chart(Progress(progress.curve))), subtitle),
+        Section("The newest job: best so far", chart(course_chart(progress.curve)), subtitle),
         Section("The newest job: shares of its time", chart(shares_chart(job_kernels(progress)))),
     ]
 

@@ -1,4 +1,4 @@
-"""The checks of a gate beside latency: validation, drift, size, memory, compile time."""
+"""The checks of a gate, latency aside: validation, drift, size, memory, compile time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from relaxtune.pipeline.validate.tolerances import Tolerance
 
 
 class Verdict(StrEnum):
-    """What a check says; a gate says no where any check does."""
+    """The outcome of a check; a gate says no where any check does."""
 
     YES = "yes"
     NO = "no"
     UNDECIDED = "undecided"
-    # No limit was asked for, or there is nothing to hold against one.
-    TOLD = "told"
+    # There is no limit, or no number to hold against it.
+    NO_LIMIT = "no limit"
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Check:
     baseline: str
     new: str
     change: str
-    limit: str  # What was asked for; "" for nothing.
+    limit: str  # The limit in words; "" without one.
     reason: str  # Why it says what it says.
 
 
 def check_latency(found: LatencyComparison, route: str) -> Check:
-    """Return what the latencies of a route say; undecided where noise hides it."""
+    """Return the check of a route's latency; undecided where noise hides it."""
     limit = found.limit
     bounds = "no bounds" if found.least is None or found.most is None else f"{found.least:+.2%} to {found.most:+.2%}"
     seen = "" if found.detectable is None else f"; a slowdown of {found.detectable:.2%} would have shown"
-    told = (
+    reason = (
         f"{found.runs} runs of each in {found.blocks} blocks, {found.loadings} loadings, {found.seconds:.1f} s: "
         f"{bounds} at alpha {limit.alpha:g}{seen}"
     )
@@ -52,7 +52,7 @@ def check_latency(found: LatencyComparison, route: str) -> Check:
         new=f"{found.new.median_ms:.4g} ms",
         change=f"{found.slowdown:+.2%}",
         limit=f"at most {limit.max_slowdown:+.2%}",
-        reason=told,
+        reason=reason,
     )
 
 
@@ -62,20 +62,19 @@ def check_validation(new: Manifest) -> Check:
     if report is None:
         verdict, reason = Verdict.NO, "it was not compared with ONNX Runtime yet: run `relaxtune validate` on it"
     elif report.get("passed") is True:
-        verdict, reason = Verdict.YES, f"{report.get('samples')} samples beside {report.get('reference')}"
+        verdict, reason = Verdict.YES, f"{report.get('samples')} samples, reference {report.get('reference')}"
     else:
         verdict, reason = Verdict.NO, "it disagrees with ONNX Runtime: see `relaxtune validate`"
     return Check("validation", verdict, "", "passed" if verdict is Verdict.YES else "not passed", "", "passed", reason)
 
 
 def check_drift(found: Comparison) -> Check:
-    """Return whether outputs on the same inputs are as close as was asked for."""
+    """Return the check of the outputs on the same inputs."""
     worst = min(found.outputs, key=lambda output: (output.passed, output.identical))
     reasons = [f"{output.name}: {output.reason}" for output in found.outputs if not output.passed]
-    asked = bool(found.asked)
     return Check(
         name="drift",
-        verdict=(Verdict.YES if found.passed else Verdict.NO) if asked else Verdict.TOLD,
+        verdict=Verdict.NO_LIMIT if not found.asked else Verdict.YES if found.passed else Verdict.NO,
         baseline="",
         new=f"{worst.identical:.2%} same bits",
         change=f"max abs {max(output.max_abs for output in found.outputs):.3g}",
@@ -85,7 +84,7 @@ def check_drift(found: Comparison) -> Check:
 
 
 def drift_tolerance(baseline: Manifest, new: Manifest) -> Tolerance | None:
-    """Return what the outputs of two artifacts of one model may differ by: each may be off by its own tolerance.
+    """Return the allowed difference of two artifacts of one model: the sum of both tolerances.
 
     None where they are of two models, or one was never validated.
     """
@@ -113,13 +112,11 @@ def check_memory(baseline: Manifest, new: Manifest, most: float | None) -> Check
         for manifest in (baseline, new)
     ]
     if sizes[0] is None or sizes[1] is None:
-        return Check("memory", Verdict.TOLD, "", "", "", "", "one of the manifests does not say")
-    planned = [
-        manifest.memory is not None and manifest.memory.planned_bytes is not None for manifest in (baseline, new)
-    ]
+        return Check("memory", Verdict.NO_LIMIT, "", "", "", "", "one of the manifests does not say")
+    planned = [one.memory is not None and one.memory.planned_bytes is not None for one in (baseline, new)]
     if planned[0] != planned[1]:
         reason = "one has a memory plan and the other makes room at run time, so they cannot be compared"
-        return Check("memory", Verdict.TOLD, _bytes(sizes[0]), _bytes(sizes[1]), "", "", reason)
+        return Check("memory", Verdict.NO_LIMIT, _bytes(sizes[0]), _bytes(sizes[1]), "", "", reason)
     return _check_growth("memory", sizes[0], sizes[1], most, _bytes)
 
 
@@ -134,7 +131,7 @@ def _check_growth(name: str, before: float, after: float, most: float | None, te
     within = most is None or growth <= most
     return Check(
         name=name,
-        verdict=Verdict.TOLD if most is None else Verdict.YES if within else Verdict.NO,
+        verdict=Verdict.NO_LIMIT if most is None else Verdict.YES if within else Verdict.NO,
         baseline=text(before),
         new=text(after),
         change=f"{growth:+.2%}",

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from relaxtune.models.axis_profile import sizes_within
 from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs
-from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.bench.measure import Arm, module_arm, run_conditions
+from relaxtune.pipeline.bench.measure import run_conditions
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import (
@@ -29,7 +27,7 @@ from relaxtune.pipeline.gate.checks import (
     check_validation,
     drift_tolerance,
 )
-from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, compare_latency
+from relaxtune.pipeline.gate.latency import LatencyComparison, LatencyLimit, compare_latency, load_arms
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.validate.builds import Arrays, compare_builds, reference_model
 from relaxtune.pipeline.validate.padding_trials import route_sizes
@@ -43,7 +41,7 @@ _SIZES_MAX = 4
 
 @dataclass(frozen=True)
 class GateLimits:
-    """What a new build may cost; None for what is told only.
+    """The limits of a gate; None sets none.
 
     Attributes
     ----------
@@ -52,7 +50,7 @@ class GateLimits:
     size, memory, compile_time
         By which share each may grow.
     tolerance
-        What outputs may differ by; None takes what both builds may be off by.
+        Allowed difference of the outputs; None takes the sum of both builds' tolerances.
     exact
         Whether all bits must be the same.
     strict
@@ -75,13 +73,13 @@ class GateReport:
     Attributes
     ----------
     new, baseline
-        What was compared, as the caller named it.
+        The artifacts, as the caller named them.
     checks
         One line each.
     latencies
         The comparisons behind the latency lines, by shape bucket; "" without buckets.
     conditions
-        What the latencies are true for.
+        The conditions of the latencies.
     """
 
     new: str
@@ -112,13 +110,7 @@ class GateReport:
         return {**self.to_json(), "latencies": {}}
 
     def raise_if_refused(self) -> None:
-        """Raise where the gate says no.
-
-        Raises
-        ------
-        GateRefusedError
-            Names the checks.
-        """
+        """Raise `GateRefusedError` with the checks that say no, if any does."""
         if not self.passed:
             reasons = "; ".join(f"{check.name} {check.change} ({check.reason})" for check in self.refusals)
             raise GateRefusedError(f"{self.new} may not take the place of {self.baseline}: {reasons}")
@@ -142,11 +134,11 @@ def run_gate(
     new, baseline : Path
         Artifacts with the same inputs and outputs.
     limits : GateLimits or None
-        What the new one may cost.
+        The limits of the new one.
     source : str, Path or None
         The ONNX model, for random inputs, where it is not where the new artifact says.
     inputs : mapping, sequence of mappings or None
-        What both are run on, in place of random inputs: one call, or recorded ones. All are compared; of each of the
+        The inputs of both, in place of random ones: one call, or recorded ones. All are compared; of each of the
         four commonest sets of sizes, the first is timed.
     samples, seed : int
         Random inputs for the drift.
@@ -160,60 +152,52 @@ def run_gate(
     ArtifactError, ModelError
         One of them, or the model, cannot be had here.
     """
-    asked = limits or GateLimits()
+    limits = limits or GateLimits()
     module, before = Module.load(new), Module.load(baseline)
-    _require_same_signature(module.manifest, before.manifest, new, baseline)
+    for what, mine, theirs in (("inputs", module.inputs, before.inputs), ("outputs", module.outputs, before.outputs)):
+        if mine != theirs:
+            raise UsageError(
+                f"{new} and {baseline} have other {what}: {', '.join(map(str, mine))} and "
+                f"{', '.join(map(str, theirs))}; a gate compares builds that callers can exchange"
+            )
     given = [inputs] if isinstance(inputs, Mapping) else inputs
-    timed = _timed_inputs(module, before, source, seed) if given is None else _by_size(given, module)
+    timed: dict[str, Arrays]
+    if given is None:
+        # By shape bucket of the new artifact: random, with masks that hide nothing.
+        model = reference_model(module, source)
+        maxima = {**before.manifest.maxima, **module.manifest.maxima}
+        timed = {
+            route: unpadded_inputs(model, seed=seed, dims=sizes_within(model, maxima, dims))
+            for route, dims in (route_sizes(module, model) or {"": {}}).items()
+        }
+    else:
+        timed = _by_size(given, module)
     conditions = run_conditions(module)
     manifests = (before.manifest, module.manifest)
     del module, before
-    exact = asked.exact
-    tolerance = asked.tolerance or drift_tolerance(*manifests)
     comparison = compare_builds(
-        baseline, new, inputs=given, source=source, samples=samples, seed=seed,
-        exact=exact, tolerance=None if exact else tolerance,
+        baseline, new, inputs=given, source=source, samples=samples, seed=seed, exact=limits.exact,
+        tolerance=None if limits.exact else limits.tolerance or drift_tolerance(*manifests),
     )  # fmt: skip
-    # Routes share what may be wrong, and the time.
-    share = replace(asked.latency, alpha=asked.latency.alpha / len(timed), seconds=asked.latency.seconds / len(timed))
+    # Routes share the probability of a false alarm, and the time.
+    latency, count = limits.latency, len(timed)
+    share = replace(latency, alpha=latency.alpha / count, seconds=latency.seconds / count)
     latencies = {
-        route: compare_latency(lambda feed=feed: _load_arms(baseline, new, feed), share)  # type: ignore[misc]
-        for route, feed in timed.items()
+        route: compare_latency(partial(load_arms, baseline, new, feed), share) for route, feed in timed.items()
     }
     checks = (
         check_validation(manifests[1]),
         check_drift(comparison),
         *(check_latency(found, route) for route, found in latencies.items()),
-        check_size(*manifests, asked.size),
-        check_memory(*manifests, asked.memory),
-        check_compile_time(*manifests, asked.compile_time),
+        check_size(*manifests, limits.size),
+        check_memory(*manifests, limits.memory),
+        check_compile_time(*manifests, limits.compile_time),
     )
-    report = GateReport(str(new), str(baseline), manifests[1].model, checks, latencies, conditions, asked.strict)
+    report = GateReport(str(new), str(baseline), manifests[1].model, checks, latencies, conditions, limits.strict)
     if database is not None:
         compared = artifact_of(manifests[1], new), artifact_of(manifests[0], baseline)
-        told = json.dumps(report.summary())
-        record_gate(database, *compared, passed=report.passed, by=user_here(), report=told)
+        record_gate(database, *compared, passed=report.passed, by=user_here(), report=json.dumps(report.summary()))
     return report
-
-
-def _require_same_signature(new: Manifest, baseline: Manifest, place: Path, other: Path) -> None:
-    for what, mine, theirs in (("inputs", new.inputs, baseline.inputs), ("outputs", new.outputs, baseline.outputs)):
-        if mine != theirs:
-            raise UsageError(
-                f"{place} and {other} have other {what}: {', '.join(map(str, mine))} beside "
-                f"{', '.join(map(str, theirs))}; a gate compares builds that callers can exchange"
-            )
-
-
-def _timed_inputs(module: Module, before: Module, source: str | Path | None, seed: int) -> dict[str, Arrays]:
-    """Return what is timed, by shape bucket of the new artifact: random, with masks that hide nothing."""
-    model = reference_model(module, source)
-    maxima = {**before.manifest.maxima, **module.manifest.maxima}
-    routes = route_sizes(module, model) or {"": {}}
-    return {
-        route: unpadded_inputs(model, seed=seed, dims=sizes_within(model, maxima, dims))
-        for route, dims in routes.items()
-    }
 
 
 def _by_size(calls: Sequence[Arrays], module: Module) -> dict[str, Arrays]:
@@ -227,9 +211,3 @@ def _by_size(calls: Sequence[Arrays], module: Module) -> dict[str, Arrays]:
         named.setdefault(",".join(f"{axis}={size}" for axis, size in sizes.items()), []).append(call)
     commonest = sorted(named.items(), key=lambda item: -len(item[1]))[:_SIZES_MAX]
     return {name if len(commonest) > 1 else "": of_size[0] for name, of_size in commonest}
-
-
-def _load_arms(baseline: Path, new: Path, inputs: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
-    # Their hashes were checked when they were loaded first.
-    first, second = (module_arm(Module.load(place, verify=False), inputs) for place in (baseline, new))
-    return first, second

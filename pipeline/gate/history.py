@@ -4,7 +4,7 @@ Each task's pairs of measurements (`tuning_db.questions.changes`) give bounds of
 enough they are those of signed ranks, as in a gate. Else they are those of the raw latencies of its fastest kernel: all
 of one side above all of the other happens by chance once in C(n+m, n). The doubt allowed is shared by all tasks.
 
-A machine that is busy, or a driver, moves all kernels at once. That is told once for each device, and a task counts as
+A machine that is busy, or a driver, moves all kernels at once. Each device has one such factor, and a task counts as
 slower where it moved by more than the device.
 """
 
@@ -27,7 +27,7 @@ _DEVICE_MIN = 5
 
 @dataclass(frozen=True)
 class Regression:
-    """A task beside what it took before."""
+    """A task's latency compared with an earlier one."""
 
     name: str
     family: str
@@ -53,14 +53,8 @@ def regressions(
 ) -> tuple[Regression, ...]:
     """Return the tasks that surely became slower, the worst first.
 
-    Parameters
-    ----------
-    before, after : RecordFilter
-        What is compared: two TVM versions, two spans of time.
-    threshold : float
-        How many times as long a task must take; 0 returns all that were compared.
-    alpha : float
-        The probability with which any task may be named although it takes no longer.
+    A task must take more than `threshold` times as long; 0 returns all that were compared. `alpha` is the probability
+    with which any task may be named although it takes no longer.
     """
     found = changes(database, before, after)
     moved = _device_ratios(found)
@@ -72,7 +66,10 @@ def regressions(
 def _judged(change: TaskChange, doubt: float, device_ratio: float) -> Regression:
     logs = _logs(change)
     bounds = centre(logs, doubt=doubt)
-    least: float | None = bounds.least if math.isfinite(bounds.least) else _least_of_raw(change, doubt)
+    least: float | None = bounds.least if math.isfinite(bounds.least) else None
+    raw = change.before_us[0], change.after_us[0]
+    if least is None and 1 / math.comb(sum(map(len, raw)), len(raw[0])) <= doubt:
+        least = math.log(min(raw[1]) / max(raw[0]))
     return Regression(
         name=change.name,
         family=change.family,
@@ -92,13 +89,6 @@ def _judged(change: TaskChange, doubt: float, device_ratio: float) -> Regression
 def _logs(change: TaskChange) -> list[float]:
     pairs = zip(change.before_us, change.after_us, strict=True)
     return [math.log(statistics.median(after) / statistics.median(before)) for before, after in pairs]
-
-
-def _least_of_raw(change: TaskChange, doubt: float) -> float | None:
-    before, after = change.before_us[0], change.after_us[0]
-    if 1 / math.comb(len(before) + len(after), len(before)) > doubt:
-        return None
-    return math.log(min(after) / max(before))
 
 
 def _device_ratios(found: Sequence[TaskChange]) -> dict[tuple[str, Route], float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, ArmResult, Call, arm_of_calls, module_arm
@@ -18,13 +20,13 @@ from relaxtune.pipeline.experiment.experiment import Question, Side, run_experim
 
 logger = logging.getLogger(__name__)
 
-# Of timing an artifact beside the last one; it ends sooner where all is clear.
+# Of timing an artifact and the last one; it ends sooner where all is clear.
 _SECONDS = 10.0
 BASELINE_ARM, NEW_ARM = "baseline", "new"
 
 
 class Speed(StrEnum):
-    """What is known of a build's latency, beside a limit."""
+    """A build's latency, compared with a limit."""
 
     WITHIN = "within the limit"
     SLOWER = "slower"
@@ -36,7 +38,7 @@ _SPEEDS = {Side.BELOW: Speed.WITHIN, Side.ABOVE: Speed.SLOWER, Side.UNSURE: Spee
 
 @dataclass(frozen=True)
 class LatencyLimit:
-    """What a build may take.
+    """The limit of a build's latency.
 
     Attributes
     ----------
@@ -46,7 +48,7 @@ class LatencyLimit:
         The probability with which a build at the limit may be called slower, and as much for one beyond it to be called
         within.
     seconds
-        What the runs may take; they end sooner where all is clear.
+        Seconds of the runs; they end sooner where all is clear.
     """
 
     max_slowdown: float = 0.02
@@ -56,10 +58,7 @@ class LatencyLimit:
     def __post_init__(self) -> None:
         """Refuse limits that mean nothing.
 
-        Raises
-        ------
-        UsageError
-            Names the limit.
+        Raises `UsageError`: names the limit.
         """
         if not 0 <= self.max_slowdown < 10:
             raise UsageError(f"a slowdown of {self.max_slowdown:g} is no limit; expected a share such as 0.02 (2 %)")
@@ -71,7 +70,7 @@ class LatencyLimit:
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """The latency of a build beside a baseline's."""
+    """The latency of a build and its baseline's."""
 
     limit: LatencyLimit
     # By how much longer the build takes, as a part of the baseline's latency; negative where it is faster.
@@ -96,15 +95,16 @@ class LatencyComparison:
     new: ArmResult
 
 
-def compare_latency(load: Callable[[], tuple[Arm, Arm]], limit: LatencyLimit) -> LatencyComparison:
-    """Return the latency of a build beside a baseline's.
+def load_arms(baseline: Path, new: Path, inputs: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
+    """Return the arms of a baseline and of a build on one call; their hashes were checked before."""
+    first, second = (module_arm(Module.load(place, verify=False), inputs) for place in (baseline, new))
+    return first, second
 
-    Parameters
-    ----------
-    load : callable
-        Loads both and returns the arms of the baseline and of the build; called again for other blocks.
-    limit : LatencyLimit
-        What it may take.
+
+def compare_latency(load: Callable[[], tuple[Arm, Arm]], limit: LatencyLimit) -> LatencyComparison:
+    """Return the latency of a build compared with its baseline's.
+
+    `load` returns the arms of the baseline and of the build; it is called again for other blocks.
     """
     question = Question(limit.max_slowdown, limit.alpha, limit.seconds)
     found = run_experiment(lambda: dict(zip((BASELINE_ARM, NEW_ARM), load(), strict=True)), question, reload=True)
@@ -137,16 +137,8 @@ def slower_than_last(
 ) -> str | None:
     """Return by how much an artifact is surely slower than the last one; None where it is not, or there is no other.
 
-    Parameters
-    ----------
-    new, last : Path
-        The artifact, and the place that it is to take.
-    calls : sequence of Call
-        What they are timed on.
-    max_slowdown : float
-        0.02 allows 2 % more.
-    turn : context manager or None
-        Held while they are timed.
+    `last` is the place that the artifact is to take. Both are timed on `calls`, while `turn` is held; a `max_slowdown`
+    of 0.02 allows 2 % more.
     """
     if not last.is_dir():
         return None

@@ -5,24 +5,18 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from rich.table import Table
-from rich.text import Text
-
 from relaxtune.pipeline.gate.checks import Check, Verdict
 from relaxtune.pipeline.gate.gate import GateReport
+from relaxtune.pipeline.tables import TableView
 
 _COLUMNS = ("check", "baseline", "new", "change", "limit", "verdict", "why")
 
 
-def render(report: GateReport) -> Table:
+def render(report: GateReport) -> TableView:
     """Return the report as a table for a terminal."""
     conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
-    table = Table(title=f"{report.new} beside {report.baseline}: {_outcome(report)}", caption=conditions)
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold")
-    for check in report.checks:
-        table.add_row(*map(Text, _cells(check)))
-    return table
+    title = f"{report.new} beside {report.baseline}: {_outcome(report)}"
+    return TableView(title, _COLUMNS, tuple(map(_cells, report.checks)), conditions)
 
 
 def to_markdown(report: GateReport) -> str:
@@ -55,13 +49,13 @@ def to_junit(report: GateReport) -> str:
     )
     for check in report.checks:
         case = ElementTree.SubElement(suite, "testcase", classname=f"gate.{_xml(report.model)}", name=_xml(check.name))
-        told = _xml(f"{check.change} {check.limit}: {check.reason}".strip())
+        text = _xml(f"{check.change} {check.limit}: {check.reason}".strip())
         if check in refused:
-            ElementTree.SubElement(case, "failure", message=told).text = told
+            ElementTree.SubElement(case, "failure", message=text).text = text
         elif check in undecided:
-            ElementTree.SubElement(case, "skipped", message=told)
+            ElementTree.SubElement(case, "skipped", message=text)
         else:
-            ElementTree.SubElement(case, "system-out").text = told
+            ElementTree.SubElement(case, "system-out").text = text
     ElementTree.indent(suite)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 

@@ -20,9 +20,8 @@ from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.job_outcomes import artifact_of, environment_of, note_benchmark, note_validation
 from relaxtune.pipeline.validate.builds import Arrays, reference_model
-from relaxtune.pipeline.validate.drift_report import DriftOptions
 from relaxtune.pipeline.validate.padding_trials import route_inputs, route_sizes, try_and_record
-from relaxtune.pipeline.validate.report import ValidationReport
+from relaxtune.pipeline.validate.report import DriftOptions, ValidationReport
 from relaxtune.pipeline.validate.validation import DEFAULT_REPEATS, DEFAULT_SAMPLES, sample_inputs, validate
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
@@ -42,7 +41,7 @@ class ValidationRequest:
     samples: int = DEFAULT_SAMPLES
     seed: int = 0
     repeats: int = DEFAULT_REPEATS
-    drift: DriftOptions = field(default_factory=DriftOptions)  # What the drift report holds beside its defaults.
+    drift: DriftOptions = field(default_factory=DriftOptions)  # Options of the drift report.
     database: DatabasePlace | None = None  # Where the result is noted, by file or URL; None for nowhere.
 
 
@@ -66,17 +65,17 @@ def validate_artifact(
     ArtifactError, ModelError, TuningDatabaseError, UsageError
         The artifact, its model or the database cannot be had. A comparison that fails is a report.
     """
-    asked = request or ValidationRequest()
+    request = request or ValidationRequest()
     module = Module.load(directory)
     model = reference_model(module, source)
-    # Opened first: a database that cannot be had is told before the work.
-    with nullcontext() if asked.database is None else TuningDatabase.open(asked.database) as database:
+    # Opened first: a database that cannot be had ends the command before the work.
+    with nullcontext() if request.database is None else TuningDatabase.open(request.database) as database:
         if module.manifest.buckets is not None:
             module = try_and_record(directory, module, model)
-        inputs: Sequence[Arrays] = route_inputs(module, model, samples=asked.samples, seed=asked.seed)
+        inputs: Sequence[Arrays] = route_inputs(module, model, samples=request.samples, seed=request.seed)
         report = validate(
-            module, model, rtol=asked.rtol, atol=asked.atol, samples=asked.samples, seed=asked.seed, drift=asked.drift,
-            inputs=inputs or None, repeats=asked.repeats,
+            module, model, rtol=request.rtol, atol=request.atol, samples=request.samples, seed=request.seed,
+            drift=request.drift, inputs=inputs or None, repeats=request.repeats,
         )  # fmt: skip
         record_validation(directory, report.to_json())
         if database is not None:
@@ -84,7 +83,7 @@ def validate_artifact(
             note_validation(database, artifact_of(manifest, directory), environment_of(manifest), report)
     sizes = sizes_within(model, module.manifest.maxima)
     return ValidatedArtifact(
-        module, model, inputs or sample_inputs(model, samples=asked.samples, seed=asked.seed, dims=sizes), report
+        module, model, inputs or sample_inputs(model, samples=request.samples, seed=request.seed, dims=sizes), report
     )
 
 
@@ -95,33 +94,33 @@ def bench_artifact(
     *,
     database: DatabasePlace | None = None,
 ) -> tuple[Module, dict[str, BenchmarkReport]]:
-    """Return an artifact's module and its latencies beside those of peers, taking turns.
+    """Return an artifact's module, and its latencies with those of peers, in alternation.
 
     The latencies are by bucket and `symbolic`; without buckets, or at sizes that the request names, there is one,
     named "". Inputs are random, with masks that hide nothing.
 
-    Raises
-    ------
-    UsageError
-        A peer does not compute on the artifact's device, or latencies under load are to be noted in a database.
+    Raises `UsageError`: a peer does not compute on the artifact's device, or latencies under load are to be noted in a
+    database.
     """
-    asked = request or BenchRequest()
-    if database is not None and asked.streams > 1:
+    request = request or BenchRequest()
+    if database is not None and request.streams > 1:
         raise UsageError(
             "latencies of several callers at once are not noted in a database; leave --db or --streams out"
         )
-    artifact = LoadedArtifact.load(directory, asked.streams)
+    artifact = LoadedArtifact.load(directory, request.streams)
     module = artifact.module
     model = reference_model(module, source)
-    check_axes([SizePoint(tuple(asked.dims.items()), 1)], model.inputs, "--dim")
-    routes: Mapping[str, Mapping[str, int]] = {"": asked.dims} if asked.dims else route_sizes(module, model) or {"": {}}
+    check_axes([SizePoint(tuple(request.dims.items()), 1)], model.inputs, "--dim")
+    routes: Mapping[str, Mapping[str, int]] = {"": request.dims}
+    if not request.dims:
+        routes = route_sizes(module, model) or {"": {}}
     reports: dict[str, BenchmarkReport] = {}
     with (
         nullcontext() if database is None else TuningDatabase.open(database) as opened,
-        side_by_side(artifact, model, asked) as peers,
+        side_by_side(artifact, model, request) as peers,
     ):
         for name, dims in routes.items():
-            call = Call.at(model, sizes_within(model, module.manifest.maxima, dims), seed=asked.seed)
+            call = Call.at(model, sizes_within(model, module.manifest.maxima, dims), seed=request.seed)
             report = replace(peers.measure({OWN_ARM: artifact}, call.inputs), sizes={call.sizes: 1})
             reports[name] = replace(report, conditions={**report.conditions, "shape": name}) if name else report
             if opened is not None:
@@ -154,10 +153,8 @@ def bench_batches(
 ) -> LengthsReport:
     """Return the latencies of artifacts of one model, and of peers, at sizes of the batch: the inputs' first axis.
 
-    Raises
-    ------
-    UsageError
-        The batch of the first artifact has one size; an artifact is of another model, or two have one name.
+    Raises `UsageError`: the batch of the first artifact has one size; an artifact is of another model, or two have one
+    name.
     """
 
     def points(model: OnnxModel) -> list[SizePoint]:
@@ -179,14 +176,14 @@ def _bench_points(
     request: BenchRequest | None,
     choose: Callable[[OnnxModel], Sequence[SizePoint]],
 ) -> LengthsReport:
-    asked = request or BenchRequest()
+    request = request or BenchRequest()
     names = [directory.resolve().name for directory in directories]
     if len(set(names)) < len(names):
-        raise UsageError(f"artifacts are told apart by the names of their directories, got {', '.join(names)}")
-    loaded = [LoadedArtifact.load(directory, asked.streams) for directory in directories]
+        raise UsageError(f"artifacts need directories of different names, got {', '.join(names)}")
+    loaded = [LoadedArtifact.load(directory, request.streams) for directory in directories]
     first = loaded[0].module.manifest.source
     model, *_ = [reference_model(one.module, source or first) for one in loaded]
     points = choose(model)
     check_axes(points, model.inputs)
-    check_axes([SizePoint(tuple(asked.dims.items()), 1)], model.inputs, "--dim")
-    return measure_lengths(dict(zip(names, loaded, strict=True)), model, points, asked)
+    check_axes([SizePoint(tuple(request.dims.items()), 1)], model.inputs, "--dim")
+    return measure_lengths(dict(zip(names, loaded, strict=True)), model, points, request)

@@ -1,7 +1,7 @@
 """The jobs people run, from request to result: `compile_model` from records alone, `tune_model` with measuring.
 
-Both end with an artifact that was compared with ONNX Runtime where the target can run here. What a job found is in
-its result; a validation that failed is in there too (`raise_if_failed`), and in the artifact's manifest.
+Both end with an artifact that was compared with ONNX Runtime where the target can run here. The result of a job has all
+its findings, a failed validation too (`raise_if_failed`).
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Beforehand:
-    """What is made of a model to finish it, and that no tuning changes: it may be made while the model is tuned."""
+    """Parts of the artifact that tuning does not change. They are built while the model is tuned."""
 
     untuned: CompiledModule  # The model compiled without records.
     reference: Reference | None  # Has computed the samples that the artifact is validated with.
 
 
 def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None = None) -> Beforehand:
-    """Return what finishing a model takes beside its tuned kernels; `threads` are ONNX Runtime's."""
+    """Return the parts that do not depend on tuned kernels; `threads` are ONNX Runtime's."""
     with stage("compile untuned"):
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
     return Beforehand(untuned, make_reference(prepared, samples, threads))
@@ -108,7 +108,7 @@ def compile_model(
     check_destination(out)
     check_key(sign)
     if record and database is None:
-        raise UsageError("nothing says where to note the artifact: expected a database (--db URL) beside --record")
+        raise UsageError("nothing says where to note the artifact: expected a database (--db URL) with --record")
     urls = [*([database] if database is not None else []), *shared]
     with ExitStack() as stack:
         mode = Mode.TUNE if record else Mode.READ_ONLY
@@ -169,7 +169,7 @@ def tune_model(
 
 
 def _write_untuned(prepared: PreparedModel, request: TuneRequest, database: TuningDatabase, out: Path) -> str:
-    """Write the artifact that `compile_model` would make of a model; return what became of it, for the user."""
+    """Write the artifact that `compile_model` would make of a model; return the outcome, for the user."""
     places = (request.database, *request.shared)
     try:
         made = _compile(prepared, choose_kernels(prepared, database), database)
@@ -208,7 +208,7 @@ def not_here(target: ResolvedTarget) -> str:
 
 
 def finish_tuned(
-    asked: PreparedModel,
+    requested: PreparedModel,
     tuned: TunedModel,
     request: TuneRequest,
     database: TuningDatabase,
@@ -220,44 +220,37 @@ def finish_tuned(
 ) -> TuneResult:
     """Make the artifact of a tuned model: compile, compare with the untuned one, export, validate.
 
-    Parameters
-    ----------
-    asked, tuned : PreparedModel, TunedModel
-        The model as its request says, and what tuning made of it.
-    database : TuningDatabase
-        Where records are, and where what was made is noted.
-    turn : context manager or None
-        Held while the model is timed or validated.
-    on_compiled : callable or None
-        Called when the model is compiled, and about to be compared and validated.
-    beforehand : Beforehand or None
-        Of `asked`, where it was made while the model was tuned.
+    `turn` is held while the model is timed or validated. `on_compiled` is called when the model is compiled, and about
+    to be compared and validated. `beforehand` is of `requested`, where it was made while the model was tuned.
     """
-    told = on_compiled or (lambda: None)
+    on_compiled = on_compiled or (lambda: None)
     known = None if beforehand is None else beforehand.reference
     prepared, shipping, shipped, missed = tuned.prepared, None, None, None
     of_buckets: dict[str, Shipping] = {}
     compare_s = request.compare_s or COMPARE_S
     with (
         stage_beside(out.absolute()) as folder,
-        meanwhile(asked, benchmark=request.benchmark, samples=request.samples, reference=known) as ready,
+        meanwhile(requested, benchmark=request.benchmark, samples=request.samples, reference=known) as ready,
     ):
         if request.benchmark:
-            shipping, shipped = _decide_shipping(*(asked, tuned, folder, turn, told, beforehand, ready), compare_s)
+            shipping, shipped = _decide_shipping(
+                *(requested, tuned, folder, turn, on_compiled, beforehand, ready), compare_s
+            )
             compiled = shipping.compiled
             if not shipping.tuned:
-                prepared = asked
+                prepared = requested
             own = shipping.report.arm(OWN_ARM)
-            missed = _missed(own.median_ms, request.limits)
-            share = request.limits.max_slowdown
+            most_ms, share = request.limits.max_latency_ms, request.limits.max_slowdown
+            if most_ms is not None and own.median_ms > most_ms:
+                missed = f"the model takes {own.median_ms:.4g} ms, and max_latency_ms is {most_ms:g}"
             if missed is None and share is not None:
-                missed = slower_than_last(shipped.directory, out, timed_calls(asked), share, turn)
+                missed = slower_than_last(shipped.directory, out, timed_calls(requested), share, turn)
             record = partial(record_shipped, database=database, tuning=request.tuning, job_id=tuned.job_id)
-            record(asked, prepared, shipping)
-            buckets, of_buckets = _ship_buckets(asked, database, folder / "bucket", turn, record, compare_s)
+            record(requested, prepared, shipping)
+            buckets, of_buckets = _ship_buckets(requested, database, folder / "bucket", turn, record, compare_s)
         else:
             compiled, buckets = _compile(prepared, tuned.choices, database)
-            told()
+            on_compiled()
         made = _finish(
             *(prepared, compiled, buckets, database, out, folder, request.samples),
             record=request.record,
@@ -276,18 +269,12 @@ def finish_tuned(
     return TuneResult(tuned.job_id, tuned.summary, made, shipping, tuned.rerank, tuned.norm_forms, missed, of_buckets)
 
 
-def _missed(latency_ms: float, limits: Limits) -> str | None:
-    if limits.max_latency_ms is None or latency_ms <= limits.max_latency_ms:
-        return None
-    return f"the model takes {latency_ms:.4g} ms, and max_latency_ms is {limits.max_latency_ms:g}"
-
-
 def _decide_shipping(
-    asked: PreparedModel,
+    requested: PreparedModel,
     tuned: TunedModel,
     folder: Path,
     turn: AbstractContextManager[object] | None,
-    told: Callable[[], None],
+    on_compiled: Callable[[], None],
     beforehand: Beforehand | None,
     ready: Meanwhile,
     compare_s: float,
@@ -295,16 +282,16 @@ def _decide_shipping(
     """Compile a model tuned and untuned; return which of them ships, and that one's artifact in a folder."""
     with stage("compile"):
         untuned = None if beforehand is None else beforehand.untuned
-        made = compile_module(tuned.prepared.lowered, tuned.choices, asked.target, like=untuned)
+        made = compile_module(tuned.prepared.lowered, tuned.choices, requested.target, like=untuned)
         if untuned is None:
-            untuned = compile_module(asked.lowered, untuned_kernels(asked), asked.target, like=made)
-    told()
+            untuned = compile_module(requested.lowered, untuned_kernels(requested), requested.target, like=made)
+    on_compiled()
     with stage("compare"):
-        return decide(asked, made, untuned, folder, turn, ready.peers, compare_s)
+        return decide(requested, made, untuned, folder, turn, ready.peers, compare_s)
 
 
 def _ship_buckets(
-    asked: PreparedModel,
+    requested: PreparedModel,
     database: TuningDatabase,
     folder: Path,
     turn: AbstractContextManager[object] | None,
@@ -313,8 +300,8 @@ def _ship_buckets(
 ) -> tuple[list[CompiledBucket], dict[str, Shipping]]:
     """Compile each bucket tuned and untuned; return the form that ships, and the comparisons where they differ."""
     compiled, compared = [], {}
-    for bucket in asked.buckets:
-        prepared = asked.of_bucket(bucket)
+    for bucket in requested.buckets:
+        prepared = requested.of_bucket(bucket)
         with stage("compile"):
             made = compile_module(prepared.lowered, choose_kernels(prepared, database), prepared.target)
             untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target, like=made)
@@ -363,7 +350,7 @@ def _finish(
     turn: AbstractContextManager[object] | None = None,
     reference: Callable[[], Reference | None] = lambda: None,
 ) -> CompileResult:
-    """Write a compiled model in a folder of this process, validate it, and move it where it was asked for."""
+    """Write a compiled model in a folder of this process, validate it, and move it to its place."""
     validates, loaded, place = bool(samples) and runs_here(prepared.target), None, folder / "artifact"
     with stage("export"):
         if written is None or buckets:

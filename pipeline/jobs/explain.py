@@ -43,9 +43,9 @@ class Explanation:
     Attributes
     ----------
     device
-        What the records are asked for: the device that is here, or "unknown" where code for the target cannot run.
+        The device of the look-up: the one that is here, or "unknown" where code for the target cannot run.
     note
-        What is true of all kernels: the newest record of the whole model may say that it is no faster with records.
+        A note on all kernels: the newest record of the whole model may say that it is no faster with records.
     """
 
     model: str
@@ -63,10 +63,8 @@ class Explanation:
 def explain_model(request: ModelRequest, database: DatabasePlace, shared: Sequence[DatabasePlace] = ()) -> Explanation:
     """Return why `compile` would give a model the kernels it gives, record by record.
 
-    Raises
-    ------
-    ModelError, ScheduleError, TuningDatabaseError, PipelineError
-        The model, the target or a database cannot be had; see `pipeline.errors`.
+    Raises `ModelError` or `ScheduleError` or `TuningDatabaseError` or `PipelineError`: the model, the target or a
+    database cannot be had; see `pipeline.errors`.
     """
     with open_databases([database, *shared], mode=Mode.READ_ONLY, create=False) as opened:
         prepared, choices = select_as_measured(prepare_model(request), opened, explain=True)

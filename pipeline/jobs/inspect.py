@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import onnx
@@ -66,13 +66,13 @@ class Inspection:
     inputs, outputs, parameters
         The signature, and the weights by dtype.
     relations
-        What the graph demands of the symbolic axes of the inputs, as text.
+        The graph's limits on the symbolic axes of the inputs, as text.
     cache
         The KV cache among the inputs, None where there is none.
     survey
-        What stops the import.
+        Nodes that stop the import.
     target
-        What tasks are for; None, as are tasks, flops and bytes, where the import is stopped.
+        The target of the tasks; None, as are tasks, flops and bytes, where the import is stopped.
     tasks, without_task
         The tasks; kernels that none can be made of, with the reason.
     flops, bytes
@@ -113,17 +113,11 @@ class Inspection:
 def inspect_model(request: ModelRequest, *, code: bool = False) -> Inspection:
     """Return what a model needs and would become.
 
-    Parameters
-    ----------
-    code
-        Generate the code of the kernels too, as `compile` does: the one thing that can refuse a model otherwise.
+    `code` generates the code of the kernels too, as `compile` does, which may still refuse a model.
 
-    Raises
-    ------
-    ModelError, ScheduleError, PipelineError
-        The file, the target or the lowering cannot be had, or memory cannot be planned; see `pipeline.errors`. A node
-        that cannot be imported is no error here but part of the answer. Without
-        `code`, the code of kernels is not tried.
+    Raises `ModelError` or `ScheduleError` or `PipelineError`: the file, the target or the lowering cannot be had, or
+    memory cannot be planned; see `pipeline.errors`. A node that cannot be imported is no error here but part of the
+    answer. Without `code`, the code of kernels is not tried.
     """
     model = load_model(request.source, shapes=request.shapes or None, seed=request.seed, any_operator=True)
     survey = find_unsupported(model)
@@ -160,7 +154,9 @@ def count_parameters(weights: Sequence[onnx.TensorProto]) -> tuple[ParameterCoun
             by_type.setdefault(int(tensor.data_type), []).append(tensor)
     counts = [
         ParameterCount(
-            dtype=_type_name(element_type),
+            dtype=numpy_name
+            if (numpy_name := str(helper.tensor_dtype_to_np_dtype(element_type))) != "object"
+            else element_type_name(element_type),
             tensors=len(tensors),
             count=sum(math.prod(tensor.dims) for tensor in tensors),
             bytes=sum(tensor_bytes(tensor) for tensor in tensors),
@@ -180,26 +176,22 @@ def measure_cache(model: OnnxModel) -> CacheSize | None:
     if not caches:
         return None
     length = caches[0].shape[-2]
+    # B and P are 1.
+    one_token = [replace(one, shape=(*one.shape[:-4], 1, one.shape[-3], 1, one.shape[-1])) for one in caches]
     return CacheSize(
         inputs=tuple(spec.name for spec in caches),
         length=length,
-        bytes_per_token=_sum_bytes(caches, _one_token),
-        bytes=_sum_bytes(caches, lambda spec: spec.shape),
+        bytes_per_token=_sum_bytes(one_token),
+        bytes=_sum_bytes(caches),
     )
 
 
-def _one_token(spec: TensorSpec) -> tuple[int | str, ...]:
-    batch = len(spec.shape) - 4
-    return tuple(1 if axis in (batch, len(spec.shape) - 2) else size for axis, size in enumerate(spec.shape))
-
-
-def _sum_bytes(specs: Sequence[TensorSpec], shape_of: Callable[[TensorSpec], tuple[int | str, ...]]) -> int | None:
+def _sum_bytes(specs: Iterable[TensorSpec]) -> int | None:
     total = 0
     for spec in specs:
-        sizes = [size for size in shape_of(spec) if isinstance(size, int)]
-        if len(sizes) < len(spec.shape):
+        if not spec.is_static:
             return None
-        total += math.prod(sizes) * numpy_dtype(spec.dtype).itemsize
+        total += math.prod(map(int, spec.shape)) * numpy_dtype(spec.dtype).itemsize
     return total
 
 
@@ -220,8 +212,3 @@ def _with_tasks(facts: Inspection, prepared: PreparedModel) -> Inspection:
         flops=sum(task.weight * task.flops for task in tasks),
         bytes=sum(task.weight * task.bytes for task in tasks),
     )
-
-
-def _type_name(element_type: int) -> str:
-    name = str(helper.tensor_dtype_to_np_dtype(element_type))
-    return name if name != "object" else element_type_name(element_type)

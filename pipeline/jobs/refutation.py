@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -46,21 +45,20 @@ def refute_kernels(
 
     Where it is not possible, a warning says why: the validation has failed all the same.
 
-    Parameters
-    ----------
-    prepared, choices : PreparedModel, sequence of KernelChoice
-        What was compiled.
-    inputs : mapping
-        Inputs whose outputs were wrong.
-    database, places : TuningDatabase, sequence of str or Path
-        Where the choices are from. One that was opened to be read is opened again, to be written.
+    The outputs of `inputs` were wrong. A database that was opened to be read is opened again from `places`, to be
+    written.
     """
     # Without its record a fallback is taken all the same.
     suspects = {one.function: one for one in choices if one.has_record and one.route is not Route.FALLBACK}
     if not suspects:
         return ()
     try:
-        faulty = [one for one in _faulty(prepared, choices, inputs) if one.function in suspects]
+        # Kernels of a CUDA graph cannot be looked at one by one.
+        compiled = compile_module(prepared.lowered, choices, prepared.target, cuda_graph=False)
+        with temporary_folder() as folder:
+            write_artifact(compiled, folder / "artifact")
+            compared = check_kernels(Module.load(folder / "artifact"), prepared.model, inputs)
+        faulty = [one for one in compared if one.function in suspects]
         if faulty:
             read_only = database.mode is Mode.READ_ONLY
             with open_databases(places, create=False) if read_only else nullcontext(database) as written:
@@ -75,16 +73,6 @@ def refute_kernels(
             "`relaxtune validate DIR --bisect` says what is wrong", len(suspects),
         )  # fmt: skip
     return tuple(faulty)
-
-
-def _faulty(
-    prepared: PreparedModel, choices: Sequence[KernelChoice], inputs: Mapping[str, np.ndarray]
-) -> tuple[FaultyKernel, ...]:
-    # Kernels of a CUDA graph cannot be looked at one by one.
-    compiled = compile_module(prepared.lowered, choices, prepared.target, cuda_graph=False)
-    with temporary_folder() as folder:
-        write_artifact(compiled, Path(folder) / "artifact")
-        return check_kernels(Module.load(Path(folder) / "artifact"), prepared.model, inputs)
 
 
 def _refute(prepared: PreparedModel, choice: KernelChoice, reason: str, database: TuningDatabase) -> None:

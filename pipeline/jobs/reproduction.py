@@ -43,7 +43,7 @@ _COPIED_BYTES_MAX = 512 * 2**20
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What was written: the folder, its script, and what it holds (`nodes`, `prefix`, `model` or `artifact`)."""
+    """A reproduction: the folder, its script, and what it holds (`nodes`, `prefix`, `model` or `artifact`)."""
 
     folder: Path
     script: Path
@@ -64,25 +64,16 @@ def write_reproduction(
 ) -> Reproduction:
     """Write the smallest reproduction of a fault that was found, and return what it is.
 
-    Parameters
-    ----------
-    bisection : Bisection
-        Where the fault is.
-    manifest, artifact : Manifest, Path
-        The artifact that has it.
-    model, inputs, tolerance : OnnxModel, mapping, Tolerance
-        What it was found with.
-    folder : Path
-        Written anew; an older reproduction there is replaced.
-    database : str, Path or None
-        The tuning database that kernels are to come from; without one they are those of a model that was not tuned.
-
-    Raises
-    ------
-    PipelineError
-        The folder exists and holds something else.
+    An older reproduction in `folder` is replaced. Kernels come from `database`; without one they are those of a model
+    that was not tuned.
+    Raises `PipelineError`: the folder exists and holds something else.
     """
-    _clear(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / SCRIPT_FILE).is_file():
+        raise PipelineError(
+            f"{folder} is not empty and holds no {SCRIPT_FILE}, so it is not replaced; name another folder with --repro"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     tensors = onnx_tensors(model, inputs, manifest.policy)
     options = lowering_options(manifest)
     request = _Request(manifest.target.config, options, database, tolerance)
@@ -98,7 +89,12 @@ def write_reproduction(
             script = _write(folder, given, request, model=MODEL_FILE, artifact=None, bisection=bisection)
             return Reproduction(folder, script, part, len(proto.graph.node))
         path.unlink()
-    source = _whole(model, folder)
+    # A large model stays where it is.
+    if model.path is not None and model.weight_bytes > _COPIED_BYTES_MAX:
+        source = str(model.path.absolute())
+    else:
+        source = MODEL_FILE
+        save_model(model, folder / MODEL_FILE)
     where = folder / source
     if request.shows_fault(where, inputs):
         script = _write(folder, inputs, request, model=source, artifact=None, bisection=bisection)
@@ -163,9 +159,12 @@ def _cut(
     """Return the nodes with the given labels as a model of its own, and its inputs; None where types are not known."""
     if model.weight_bytes > _COPIED_BYTES_MAX or model.data_dir is not None:
         return None
-    types = _element_types(model.proto)
+    inferred = onnx.shape_inference.infer_shapes(model.proto).graph
+    values = (*inferred.input, *inferred.output, *inferred.value_info)
+    types = {one.name: one.type.tensor_type.elem_type for one in values if one.type.tensor_type.elem_type}
     graph = model.proto.graph
-    kept = {node.label for name in _read_by(graph, labels) for node in tensors.constant_makers(name)} | set(labels)
+    reads = [name for node in graph.node if _label(node) in labels for name in node.input if name]
+    kept = {node.label for name in reads for node in tensors.constant_makers(name)} | set(labels)
     nodes = [node for node in graph.node if _label(node) in kept]
     written = {name for node in nodes for name in node.output}
     weights = {tensor.name for tensor in graph.initializer}
@@ -177,7 +176,8 @@ def _cut(
     wanted = wanted or [name for name in tensors.values if name in of_labels - read]
     if not wanted or not given or any(name not in types for name in (*given, *wanted)):
         return None
-    inputs = {name: _as_type(tensors.values[name], types[name]) for name in given}
+    dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(types[name]) for name in given}
+    inputs = {name: tensors.values[name].astype(dtype) for name, dtype in dtypes.items()}
     part = onnx.ModelProto()
     part.CopyFrom(model.proto)
     del part.graph.node[:], part.graph.input[:], part.graph.output[:], part.graph.value_info[:]
@@ -190,31 +190,8 @@ def _cut(
     return part, inputs
 
 
-def _read_by(graph: onnx.GraphProto, labels: frozenset[str]) -> list[str]:
-    return [name for node in graph.node if _label(node) in labels for name in node.input if name]
-
-
 def _label(node: onnx.NodeProto) -> str:
     return node_label(node.name, list(node.output), node.op_type)
-
-
-def _element_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return tensor name -> ONNX element type, of every tensor it can be inferred for."""
-    inferred = onnx.shape_inference.infer_shapes(proto)
-    values = (*inferred.graph.input, *inferred.graph.output, *inferred.graph.value_info)
-    return {value.name: value.type.tensor_type.elem_type for value in values if value.type.tensor_type.elem_type}
-
-
-def _as_type(array: np.ndarray, element_type: int) -> np.ndarray:
-    return array.astype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
-
-
-def _whole(model: OnnxModel, folder: Path) -> str:
-    """Return where the whole model is, as the script is to name it: a copy in the folder, or a large one's own path."""
-    if model.path is not None and model.weight_bytes > _COPIED_BYTES_MAX:
-        return str(model.path.absolute())
-    save_model(model, folder / MODEL_FILE)
-    return MODEL_FILE
 
 
 def _write(
@@ -249,16 +226,6 @@ def _write(
     )
     script.write_text(text, encoding="utf-8")
     return script
-
-
-def _clear(folder: Path) -> None:
-    """Make the folder, without what an older reproduction left in it."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / SCRIPT_FILE).is_file():
-        raise PipelineError(
-            f"{folder} is not empty and holds no {SCRIPT_FILE}, so it is not replaced; name another folder with --repro"
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
 
 
 _SCRIPT = '''"""Show a fault that `relaxtune validate --bisect` found; exits 3 while it is there, 0 when it is gone.

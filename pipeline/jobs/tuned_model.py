@@ -41,13 +41,13 @@ from relaxtune.tuning_db.records import Environment, Route
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import left_aside
 
-# What the kernels of a model say that ships without its records.
+# The note on the kernels of a model that ships without its records.
 UNTUNED = "untuned: the model is not surely faster with tuned kernels"
 
 
 @dataclass(frozen=True)
 class TuningJob:
-    """What a tuning run is of: the next run of the same one goes on where this one broke off."""
+    """The identity of a tuning run: the next run of the same one goes on where this one broke off."""
 
     # What `relaxtune db jobs` calls it, and what tells it from others of that name.
     model: str
@@ -55,7 +55,7 @@ class TuningJob:
     # What is compiled for, and the machine that measures.
     target: ResolvedTarget
     environment: Environment
-    asked: Mapping[str, object]  # What is noted of the request beside the tuning options, as plain JSON data.
+    request: Mapping[str, object]  # The request without the tuning options, as plain JSON data.
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,10 @@ class TunedModel:
 def tune_prepared(
     prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, progress: ProgressListener
 ) -> TunedModel:
-    """Tune a model, then look inside it where that is asked for; all that was found is recorded.
+    """Tune a model, then look inside it where the options say so; all findings are recorded.
 
-    Raises
-    ------
-    NothingMeasuredError
-        Not one candidate nor fallback was measured validly, and the database knew none; the failures are recorded.
-    InterruptedEarlyError
-        Ctrl-C or SIGTERM came before that.
+    Raises `NothingMeasuredError`: not one candidate nor fallback was measured validly, and the database knew none; the
+    failures are recorded; `InterruptedEarlyError`: Ctrl-C or SIGTERM came before that.
     """
     model = measured_model(prepared)
     return _reranked(_tune_forms(prepared, model, tuning, database, progress), model, tuning, database)
@@ -97,14 +93,9 @@ def select_tuned(
     summary: TuningSummary,
     turn: AbstractContextManager[object] | None = None,
 ) -> TunedModel:
-    """Return a model with the kernels that a run of `tune_tasks` found for its tasks, after a look inside it if asked.
+    """Return a model with the kernels that a run of `tune_tasks` found for its tasks, re-ranked if the options say so.
 
-    Parameters
-    ----------
-    job_id, summary : str, TuningSummary
-        That run, which may have tuned the tasks of other models too.
-    turn : context manager or None
-        See `rerank`.
+    The run may have tuned the tasks of other models too. `turn` is as in `rerank`.
     """
     model = measured_model(prepared)
     decision = model.find(database)
@@ -149,12 +140,7 @@ def rerank_prepared(
 ) -> tuple[tuple[KernelChoice, ...], RerankReport]:
     """Look inside a model for kernels that suit it better, as `tuning.rerank` says, and record what was found.
 
-    Parameters
-    ----------
-    model : MeasuredModel
-        What it is recorded of: the model as its request says, whatever form `prepared` has.
-    turn : context manager or None
-        See `rerank`.
+    The record is of `model`, as its request says, whatever form `prepared` has. `turn` is as in `rerank`.
     """
     with stage("re-rank"):
         choices, report = rerank(prepared, choices, database, tasks=tuning.rerank, turn=turn)
@@ -165,7 +151,7 @@ def rerank_prepared(
 
 
 def record_shipped(
-    asked: PreparedModel,
+    requested: PreparedModel,
     prepared: PreparedModel,
     shipping: Shipping,
     database: TuningDatabase,
@@ -174,12 +160,12 @@ def record_shipped(
     job_id: str | None,
 ) -> None:
     """Record whether a model, as its request says, ships untuned, where its newest record does not say so already."""
-    model = measured_model(asked)
+    model = measured_model(requested)
     before, untuned = model.find(database), not shipping.tuned
     if untuned == (before is not None and before.untuned):
         return
     decision = (
-        ModelDecision(asked.lowered.options.norm_rows_max, untuned=True)
+        ModelDecision(requested.lowered.options.norm_rows_max, untuned=True)
         if untuned
         else _decision(prepared, shipping.compiled.choices)
     )
@@ -230,7 +216,7 @@ def _tune_forms(
     database: TuningDatabase,
     progress: ProgressListener,
 ) -> TunedModel:
-    """Tune a model, in all its forms where that is asked for."""
+    """Tune a model, in all its forms where the options say so."""
     others = other_forms(prepared) if tuning.norm_forms else {}
     if not others:
         decision = model.find(database)
@@ -274,7 +260,7 @@ def _tune(
         model_sha256=prepared.lowered.graph.source_sha256,
         target=prepared.target,
         environment=prepared.environment,
-        asked={"source": str(prepared.request.source), "target": prepared.request.target},
+        request={"source": str(prepared.request.source), "target": prepared.request.target},
     )
     tuning = dataclasses.replace(tuning, routes=tuning.routes & prepared.request.routes)
     return tune_tasks(job, tasks, tuning, database, progress)
@@ -292,16 +278,14 @@ def tune_tasks(
     stop: StopSignal | None = None,
     on_job: Callable[[str], None] | None = None,
 ) -> tuple[str, TuningSummary]:
-    """Tune tasks as a job of the database; return the job's id and what came of it.
+    """Tune tasks as a job of the database; return the job's id and its summary.
 
-    `machine`, `feed` and `stop` are as in `tune`; `on_job` is told the job's id first.
+    `machine`, `feed` and `stop` are as in `tune`; `on_job` is called with the job's id first.
 
-    Raises
-    ------
-    NothingMeasuredError, InterruptedEarlyError
-        As `tune_prepared`; the job says so too.
+    Raises `NothingMeasuredError` or `InterruptedEarlyError`: as `tune_prepared`; the job says so too.
     """
-    options = {**of.asked, **_plain(tuning)}
+    plain = {"mode": tuning.mode.value, "routes": sorted(tuning.routes)}
+    options = {**of.request, **dataclasses.asdict(tuning), **plain}
     job = database.start_job(
         model=of.model,
         model_sha256=of.model_sha256,
@@ -366,17 +350,10 @@ def untuned_kernels(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
     return choose_kernels(prepared, None, why=UNTUNED)
 
 
-def _plain(options: TuningOptions) -> dict[str, object]:
-    return {**dataclasses.asdict(options), "mode": options.mode.value, "routes": sorted(options.routes)}
-
-
 def require_kept(summary: TuningSummary) -> None:
     """Check that a run left something to compile from.
 
-    Raises
-    ------
-    NothingMeasuredError, InterruptedEarlyError
-        It measured nothing valid; it was interrupted before that.
+    Raises `NothingMeasuredError` or `InterruptedEarlyError`: it measured nothing valid; it was interrupted before that.
     """
     if not summary.interrupted:
         require_valid(summary)

@@ -1,4 +1,4 @@
-"""What the jobs are asked for and what they give back; plain values."""
+"""Requests and results of the jobs; plain values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompileResult:
     without_record
         Names of the tuning tasks that had no usable record and took the fallback.
     validation
-        The comparison with ONNX Runtime; None where the target cannot run here or it was not asked for.
+        The comparison with ONNX Runtime; None where the target cannot run here or it was left out.
     """
 
     directory: Path
@@ -44,7 +44,7 @@ class CompileResult:
 class TuneResult:
     """A tuning run and the artifact made of its records.
 
-    `shipping` is None when it was not asked for, as is `rerank`; `norm_forms` also where there is one form only.
+    `shipping` is None when it was left out, as is `rerank`; `norm_forms` also where there is one form only.
     `missed` is the limit that the artifact does not keep, None without one. `bucket_shipping` has what was compared of
     the shape buckets, by name; one without kernels that tuning changed is not in it.
     """
@@ -61,7 +61,7 @@ class TuneResult:
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What `tune_model` is asked for, beside the model."""
+    """The request of `tune_model` without the model."""
 
     database: DatabasePlace  # File or URL of the tuning database; created when missing.
     tuning: TuningOptions = field(default_factory=TuningOptions)  # Budgets, seed and mode.

@@ -18,12 +18,12 @@ def host_call(
 ) -> tuple[Callable[[], None], Callable[[], Outputs]]:
     """Return a call on the CPU, and what gives the outputs of the last one by name."""
     last: dict[str, Sequence[np.ndarray]] = {}
-    asked, given = list(names), dict(feeds)
+    wanted, given = list(names), dict(feeds)
 
     def run() -> None:
-        last["outputs"] = session.run(asked, given)
+        last["outputs"] = session.run(wanted, given)
 
-    return run, lambda: dict(zip(asked, last["outputs"], strict=True))
+    return run, lambda: dict(zip(wanted, last["outputs"], strict=True))
 
 
 def device_call(

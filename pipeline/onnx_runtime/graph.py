@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 
 from relaxtune.models.checks import names_read
+from relaxtune.models.onnx_model import without_weights
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
 from relaxtune.pipeline.onnx_runtime.shared_arrays import SharedArrays
 
@@ -43,7 +44,7 @@ class SplitGraph:
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self._proto = proto  # held, since its identity is what it is found by
-        graph = _without_weights(proto)
+        graph = without_weights(proto)
         self.weights = SharedArrays(_large_weights(proto, graph))
         self.graph = graph.SerializeToString()
         self.weights_key = onnx_runtime().next_number()
@@ -55,18 +56,6 @@ class SplitGraph:
         if found is None:
             found = cls._living[id(proto)] = cls(proto)
         return found
-
-
-def _without_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return all of a model but the weights of its graph."""
-    graph = onnx.ModelProto()
-    for descriptor, value in proto.ListFields():
-        if descriptor.name != "graph":
-            _copy_field(graph, descriptor.name, value)
-    for descriptor, value in proto.graph.ListFields():
-        if descriptor.name != "initializer":
-            _copy_field(graph.graph, descriptor.name, value)
-    return graph
 
 
 def _large_weights(proto: onnx.ModelProto, graph: onnx.ModelProto) -> Iterator[tuple[str, np.ndarray]]:
@@ -87,13 +76,3 @@ def _large_weights(proto: onnx.ModelProto, graph: onnx.ModelProto) -> Iterator[t
         stub.data_location = onnx.TensorProto.EXTERNAL
         for key, text in (("location", "weights"), ("offset", "0"), ("length", str(array.nbytes))):
             stub.external_data.add(key=key, value=text)
-
-
-def _copy_field(message: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:
-    field = getattr(message, name)
-    if hasattr(field, "extend"):
-        field.extend(value)
-    elif hasattr(field, "CopyFrom"):
-        field.CopyFrom(value)
-    else:
-        setattr(message, name, value)

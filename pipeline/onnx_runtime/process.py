@@ -1,4 +1,4 @@
-"""The process of ONNX Runtime, seen from the outside: one for each of ours, started when it is first asked.
+"""The process of ONNX Runtime, seen from the outside: one for each of ours, started by its first request.
 
 One is kept for the whole command. Its start takes 0.3 s, and two sessions of a model share its weights there.
 """
@@ -27,7 +27,7 @@ class RestartedError(Exception):
 
 
 class OnnxRuntimeProcess:
-    """The process; it is started again when it is asked after it was lost. Safe between threads."""
+    """The process; a request after its loss starts it again. Safe between threads."""
 
     def __init__(self) -> None:
         #: Held while requests belong together.
@@ -49,13 +49,7 @@ class OnnxRuntimeProcess:
             return self._count
 
     def description(self) -> Description:
-        """Return ONNX Runtime's version and providers.
-
-        Raises
-        ------
-        PipelineError
-            It does not start.
-        """
+        """Return ONNX Runtime's version and providers; raise `PipelineError` if it does not start."""
         if self._described is None:
             try:
                 found = self.ask(Describe())
@@ -68,19 +62,10 @@ class OnnxRuntimeProcess:
     def ask(self, request: Request, generation: int | None = None) -> object:
         """Return the answer to a request.
 
-        Parameters
-        ----------
-        request : Request
-            One of `requests`.
-        generation : int or None
-            The one in which its session was opened; that session is gone in a later one.
+        `generation` is the one in which its session was opened; that session is gone in a later one.
 
-        Raises
-        ------
-        WorkerError
-            The process died, or was killed since it gave no answer.
-        RestartedError
-            It was started in a later generation.
+        Raises `WorkerError`: the process died, or was killed since it gave no answer; `RestartedError`: it was started
+        in a later generation.
         """
         with self.lock:
             if generation is not None and generation != self.generation:

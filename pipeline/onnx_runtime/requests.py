@@ -1,4 +1,4 @@
-"""What the process of ONNX Runtime is asked, and what it answers."""
+"""Requests to the process of ONNX Runtime, and its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a session is made with."""
+    """The settings of a session."""
 
     level: Level  # How far its graph is optimised.
     threads: int | None = None  # On the CPU; None leaves it to ONNX Runtime.

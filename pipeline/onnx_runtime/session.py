@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -26,21 +25,9 @@ logger = logging.getLogger(__name__)
 class OnnxRuntimeSession:
     """One model, loaded by ONNX Runtime.
 
-    Parameters
-    ----------
-    proto : onnx.ModelProto
-        The graph, its weights inline.
-    name : str
-        The model's, for messages.
-    settings : Settings
-        What it is loaded with.
-    falls_back : bool
-        Whether a graph that cannot be loaded or run with its optimisations is loaded without any.
-
-    Raises
-    ------
-    PipelineError
-        ONNX Runtime does not load the model, or ends while it does.
+    The graph has its weights inline; `name` is for messages. With `falls_back`, a graph that cannot be loaded or run
+    with its optimisations is loaded without any.
+    Raises `PipelineError`: ONNX Runtime does not load the model, or ends while it does.
     """
 
     def __init__(self, proto: onnx.ModelProto, name: str, settings: Settings, *, falls_back: bool = True) -> None:
@@ -51,7 +38,7 @@ class OnnxRuntimeSession:
         self._generation: int | None = None
         self._killed = False
         self.settings = settings
-        #: Why it has no optimisations though they were asked for.
+        #: Why it has no optimisations though its settings have them.
         self.fell_back: str | None = None
         #: What computes, as ONNX Runtime lists it.
         self.providers: tuple[str, ...] = ()
@@ -61,9 +48,7 @@ class OnnxRuntimeSession:
         """Return it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let it go."""
         self.close()
 
@@ -73,7 +58,7 @@ class OnnxRuntimeSession:
             self._process.forget(self._number)
 
     def close(self) -> None:
-        """Let it go, and give its memory back now; it is opened again if it is asked."""
+        """Let it go, and give its memory back now; the next request opens it again."""
         if self._generation == self._process.generation:
             with contextlib.suppress(WorkerError, RestartedError):
                 self._process.ask(Close((self._number,)), self._generation)
@@ -82,10 +67,7 @@ class OnnxRuntimeSession:
     def run(self, names: Sequence[str], feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Return outputs.
 
-        Raises
-        ------
-        PipelineError
-            ONNX Runtime does not compute the model on these inputs, or ends while it does.
+        Raises `PipelineError`: ONNX Runtime does not compute the model on these inputs, or ends while it does.
         """
         with _shared(feeds) as given:
             found = self._do(lambda: self._asked(Run(self._number, tuple(names), given.where), feeds))
@@ -94,14 +76,9 @@ class OnnxRuntimeSession:
         return [outputs[name] for name in names]
 
     def call(self, names: Sequence[str], feeds: Mapping[str, np.ndarray], place: int = 0) -> Callable[[], float]:
-        """Return a call on inputs that stay where it computes; it returns what it took there, in milliseconds.
+        """Return a call on inputs that stay where it computes, which returns its milliseconds; errors as of `run`.
 
         It is good until another call is prepared at its place.
-
-        Raises
-        ------
-        PipelineError
-            As of `run`.
         """
         prepared: list[int | None] = [None]
 
@@ -183,10 +160,8 @@ class OnnxRuntimeSession:
     def _after(self, lost: WorkerError) -> None:
         """Decide how it goes on after the process was lost.
 
-        Raises
-        ------
-        PipelineError
-            It does not: without optimisations ONNX Runtime is lost too, or something ended it twice.
+        Raises `PipelineError`: it does not: without optimisations ONNX Runtime is lost too, or something ended it
+        twice.
         """
         if lost.from_outside and not self._killed:
             self._killed = True
@@ -196,7 +171,7 @@ class OnnxRuntimeSession:
             self._tell(_first_line(lost))
         else:
             raise PipelineError(
-                f"ONNX Runtime {self._version} cannot be asked about the model {self._name!r}: "
+                f"ONNX Runtime {self._version} does not answer about the model {self._name!r}: "
                 f"{_first_line(lost)}" + ("; is there memory enough?" if lost.from_outside else "")
             ) from lost
 

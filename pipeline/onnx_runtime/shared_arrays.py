@@ -26,7 +26,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ArraysPlace:
-    """What another process needs to read arrays."""
+    """The place of arrays that another process reads."""
 
     path: str  # A file; one in memory is seen under the process that has it open.
     size: int  # Its bytes.
@@ -36,10 +36,7 @@ class ArraysPlace:
 class SharedArrays:
     """Arrays in a file in memory, as long as this lives or until it is closed.
 
-    Parameters
-    ----------
-    arrays : iterable of pairs
-        Name and array, written one after another: no two of them need to be in this process's memory at once.
+    They are written one after another: no two of them need to be in this process's memory at once.
     """
 
     def __init__(self, arrays: Iterable[tuple[str, np.ndarray]]) -> None:

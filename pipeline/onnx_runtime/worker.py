@@ -65,7 +65,13 @@ class _Worker:
                     self._sessions.pop(number, None)
                 return None
             case Run():
-                return self._run(request)
+                session, names = self._sessions[request.session], list(request.names)
+                try:
+                    outputs = session.native.run(names, read_arrays(request.feeds))
+                except _ERRORS as error:
+                    return Refused(_last_line(error))
+                self._answer = SharedArrays(zip(names, outputs, strict=True))
+                return self._answer.where
             case Prepare():
                 return self._sessions[request.session].prepare(request, read_arrays(request.feeds))
             case Time():
@@ -84,15 +90,6 @@ class _Worker:
             return Refused(_last_line(error))
         self._sessions[request.session] = session
         return tuple(session.native.get_providers())
-
-    def _run(self, request: Run) -> object:
-        session, names = self._sessions[request.session], list(request.names)
-        try:
-            outputs = session.native.run(names, read_arrays(request.feeds))
-        except _ERRORS as error:
-            return Refused(_last_line(error))
-        self._answer = SharedArrays(zip(names, outputs, strict=True))
-        return self._answer.where
 
 
 class _Session:

@@ -23,7 +23,7 @@ from relaxtune.tuning_db.urls import DatabasePlace
 
 @dataclass(frozen=True)
 class Bundle:
-    """What went into a bundle: artifacts, and the records and bytes that came of them."""
+    """The contents of a bundle: artifacts, their records, and bytes."""
 
     path: Path
     artifacts: int
@@ -34,14 +34,7 @@ class Bundle:
 def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) -> Bundle:
     """Write the records behind the kernels of artifacts as a SQLite database, whole or not at all.
 
-    Parameters
-    ----------
-    artifacts : sequence of Path
-        Their directories; kernels without a record need none.
-    database : str, Path or DatabaseUrl
-        Where the records are, under the numbers that the manifests name.
-    out : Path
-        A file that is not there yet.
+    The database has the records under the numbers that the manifests name; `out` is not there yet.
 
     Raises
     ------
@@ -54,7 +47,13 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
     """
     if out.exists():
         raise UsageError(f"{out} exists; expected a new file, so that nothing else is in the bundle")
-    entries = {(place, entry.function): entry for place in artifacts for entry in _kernels(place)}
+    entries = {}
+    for place in artifacts:
+        manifest = load_manifest(place)
+        buckets = () if manifest.buckets is None else manifest.buckets.entries
+        for entry in (*manifest.kernels, *(one for bucket in buckets for one in bucket.kernels)):
+            if entry.record_id is not None:
+                entries[place, entry.function] = entry
     with TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False) as opened:
         records: dict[int, TuningRecord] = {}
         missing = []
@@ -81,13 +80,6 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
     except OSError as e:
         raise PipelineError(f"{out} cannot be written: {e.strerror or e}; name a file in a folder with room") from e
     return Bundle(out, len(artifacts), len(records), out.stat().st_size)
-
-
-def _kernels(directory: Path) -> list[KernelEntry]:
-    manifest = load_manifest(directory)
-    buckets = () if manifest.buckets is None else manifest.buckets.entries
-    every = [*manifest.kernels, *(entry for bucket in buckets for entry in bucket.kernels)]
-    return [entry for entry in every if entry.record_id is not None]
 
 
 def _find(database: TuningDatabase, entry: KernelEntry) -> TuningRecord | None:

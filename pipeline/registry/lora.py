@@ -43,25 +43,19 @@ class _Weight:
 def merge_lora(model: OnnxModel, adapter: Path) -> OnnxModel:
     """Return the model with an adapter's changes added to its weights.
 
-    Parameters
-    ----------
-    model : OnnxModel
-        What the adapter was trained on.
-    adapter : Path
-        The safetensors file, or PEFT's folder with it.
-
-    Raises
-    ------
-    ArtifactError
-        The adapter cannot be read, or holds more than A and B of matrices; or a layer has no weight of its own, of its
-        shape, in the graph: the layers are named. Nothing is merged then.
+    The adapter is the safetensors file, or PEFT's folder with it.
+    Raises `ArtifactError`: the adapter cannot be read, or holds more than A and B of matrices; or a layer has no weight
+    of its own, of its shape, in the graph: the layers are named. Nothing is merged then.
     """
     changes = _read_changes(adapter)
     weights = _find_weights(model)
     chosen: dict[str, str] = {}
     problems = []
     for layer, change in changes.items():
-        found = [one for one in weights if any(_same_place(layer, other) for other in one.layers)]
+        # One of the two names may have a longer prefix than the other.
+        names = {name: f".{name}" for one in weights for name in one.layers}
+        same = {name for name, dotted in names.items() if f".{layer}".endswith(dotted) or dotted.endswith(f".{layer}")}
+        found = [one for one in weights if one.layers & same]
         if len(found) != 1:
             problems.append(
                 f"{layer} is {len(found)} weights of matmuls" if found else f"{layer} is no matmul's weight"
@@ -87,16 +81,10 @@ def merge_lora(model: OnnxModel, adapter: Path) -> OnnxModel:
     for tensor in proto.graph.initializer:
         if tensor.name in chosen:
             change = changes[chosen[tensor.name]]
-            tensor.CopyFrom(_added(model.array(tensor.name), change if turned[tensor.name] else change.T, tensor.name))
+            array = model.array(tensor.name)
+            merged = array.astype("float32") + (change if turned[tensor.name] else change.T)
+            tensor.CopyFrom(numpy_helper.from_array(merged.astype(array.dtype), tensor.name))
     return make_model(model.name, proto, path=None, data_dir=model.data_dir, seed=model.seed, relations=model.relations)
-
-
-def _added(array: np.ndarray, change: np.ndarray, name: str) -> onnx.TensorProto:
-    return numpy_helper.from_array((array.astype("float32") + change).astype(array.dtype), name)
-
-
-def _same_place(layer: str, other: str) -> bool:
-    return layer == other or layer.endswith("." + other) or other.endswith("." + layer)
 
 
 def _find_weights(model: OnnxModel) -> list[_Weight]:
@@ -113,18 +101,14 @@ def _find_weights(model: OnnxModel) -> list[_Weight]:
             name, turned = origin[node.input[1]]
             if node.op_type == "Gemm" and "transB" in attributes:
                 turned ^= bool(attributes["transB"].i)
-            layers = {name.removesuffix(".weight"), *_scope(node.name)}
+            # A name such as `/model/layers.0/q_proj/MatMul` has the layer's place before the operator.
+            scope, slash, _ = node.name.strip("/").rpartition("/")
+            layers = {name.removesuffix(".weight"), *([scope.replace("/", ".")] if slash else ())}
             before = found.get(name, _Weight(name, turned, frozenset()))
             # A weight that two nodes read in two ways has no one layout: no layer is it.
             known = before.layers | layers if before.turned == turned else frozenset()
             found[name] = _Weight(name, turned, known)
     return list(found.values())
-
-
-def _scope(node: str) -> list[str]:
-    """Return the layer that a node's name such as `/model/layers.0/q_proj/MatMul` tells, if it does."""
-    scope, slash, _ = node.strip("/").rpartition("/")
-    return [scope.replace("/", ".")] if slash else []
 
 
 def _read_changes(adapter: Path) -> dict[str, np.ndarray]:
@@ -151,7 +135,11 @@ def _read_changes(adapter: Path) -> dict[str, np.ndarray]:
         if parts.keys() != {"A", "B"} or parts["A"].ndim != 2 or parts["B"].shape[1:] != parts["A"].shape[:1]:
             shapes = ", ".join(f"lora_{part} {array.shape}" for part, array in sorted(parts.items()))
             raise ArtifactError(f"adapter {file}: {layer} has {shapes}; expected A [rank, in] and B [out, rank]")
-        changes[layer] = _scale(config, layer, len(parts["A"])) * (parts["B"] @ parts["A"])
+        patterns = config.get("alpha_pattern") or {}
+        own = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer)]
+        alpha, rank = float(own[0] if own else config["lora_alpha"]), len(parts["A"])
+        scale = np.float32(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        changes[layer] = scale * (parts["B"] @ parts["A"])
     return changes
 
 
@@ -164,10 +152,3 @@ def _read_config(file: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict) or not isinstance(alpha, int | float) or config.get("use_dora"):
         raise ArtifactError(f"{file} is not of a plain LoRA adapter: expected a number lora_alpha and no use_dora")
     return config
-
-
-def _scale(config: Mapping[str, Any], layer: str, rank: int) -> np.float32:
-    patterns = config.get("alpha_pattern") or {}
-    own = [alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer)]
-    alpha = float(own[0] if own else config["lora_alpha"])
-    return np.float32(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -67,19 +68,13 @@ class Rebuild:
         return {**asdict(self), "same": self.same}
 
     def raise_if_changed(self) -> None:
-        """Raise where the artifact made again is another.
-
-        Raises
-        ------
-        ArtifactError
-            Names what changed.
-        """
+        """Raise `ArtifactError` with the changes, if there are any."""
         if self.changed:
-            told = "; ".join(f"{one.subject}: {one.field} {one.a} -> {one.b}" for one in self.changed[:10])
+            listed = "; ".join(f"{one.subject}: {one.field} {one.a} -> {one.b}" for one in self.changed[:10])
             more = f"; and {len(self.changed) - 10} more" if len(self.changed) > 10 else ""
             versions = "; ".join(f"{one.field} {one.a} -> {one.b}" for one in self.noted if one.subject == "version")
             raise ArtifactError(
-                f"made again, the artifact is another: {told}{more}. Versions that differ: {versions or 'none'}"
+                f"made again, the artifact is another: {listed}{more}. Versions that differ: {versions or 'none'}"
             )
 
 
@@ -93,14 +88,8 @@ def rebuild_artifact(
 ) -> Rebuild:
     """Make an artifact again in another place, and return what is not the same.
 
-    Parameters
-    ----------
-    directory, out : Path
-        The artifact, and where the new one goes.
-    database, shared : as of `compile_model`
-        Where the records of its kernels are; None for an artifact without any.
-    source : str, Path or None
-        The ONNX model, where it is not where the manifest says.
+    `database` and `shared` are as of `compile_model`. `source` is the ONNX model, where it is not where the manifest
+    says.
 
     Raises
     ------
@@ -113,7 +102,9 @@ def rebuild_artifact(
     model = manifest_model(manifest, source)
     target = resolve_target(manifest.target.config)
     modules = lower_again(manifest, model, source or manifest.source, target)
-    chosen = _choices(modules, target, database, shared)
+    places = [*([database] if database is not None else []), *shared]
+    with open_databases(places, mode=Mode.READ_ONLY, create=False) if places else nullcontext() as opened:
+        chosen = _stated(modules, target, opened)
     compiled = [
         compile_module(lowered, choices, target, cuda_graph=manifest.target.cuda_graph)
         for (lowered, _), choices in zip(modules, chosen, strict=True)
@@ -123,7 +114,9 @@ def rebuild_artifact(
     again = write_artifact(compiled[0], out, with_buckets)
     outputs = None
     if runs_here(target):
-        outputs = _outputs(directory, out, model)
+        first, second = Module.load(directory, verify=False), Module.load(out, verify=False)
+        inputs = sample_inputs(model, samples=_SAMPLES, seed=0, dims=sizes_within(model, first.manifest.maxima))
+        outputs = compare_outputs([first.run(one) for one in inputs], [second.run(one) for one in inputs], exact=True)
     return _compared(manifest, again, outputs)
 
 
@@ -143,26 +136,12 @@ def lower_again(
     return modules
 
 
-def _choices(
-    modules: Sequence[tuple[LoweredModule, Sequence[KernelEntry]]],
-    target: ResolvedTarget,
-    database: DatabasePlace | None,
-    shared: Sequence[DatabasePlace],
-) -> list[list[KernelChoice]]:
-    """Return the choices that manifests state, module by module."""
-    if database is None and not shared:
-        return _stated(modules, target, None)
-    with open_databases(
-        [*([database] if database is not None else []), *shared], mode=Mode.READ_ONLY, create=False
-    ) as db:
-        return _stated(modules, target, db)
-
-
 def _stated(
     modules: Sequence[tuple[LoweredModule, Sequence[KernelEntry]]],
     target: ResolvedTarget,
     database: TuningDatabase | None,
 ) -> list[list[KernelChoice]]:
+    """Return the choices that manifests state, module by module."""
     missing: list[str] = []
     found: list[list[KernelChoice]] = []
     for lowered, entries in modules:
@@ -198,10 +177,7 @@ def _choice(
 ) -> KernelChoice:
     """Return the choice that a manifest states.
 
-    Raises
-    ------
-    LoweringError
-        Its decision is not in the database, or makes another kernel by now.
+    Raises `LoweringError`: its decision is not in the database, or makes another kernel by now.
     """
     choice = KernelChoice(
         function=entry.function,
@@ -247,12 +223,6 @@ def _record(entry: KernelEntry, task: TuningTask, database: TuningDatabase | Non
             return next((one for one in same if one.kernel_hash == entry.kernel_hash), same[-1])
     known = (entry.decision_sha256 or "")[:12]
     raise LoweringError(f"{database.url} has no record of decision {known} (it was record {entry.record_id})")
-
-
-def _outputs(directory: Path, out: Path, model: OnnxModel) -> tuple[OutputDrift, ...]:
-    first, second = Module.load(directory, verify=False), Module.load(out, verify=False)
-    inputs = sample_inputs(model, samples=_SAMPLES, seed=0, dims=sizes_within(model, first.manifest.maxima))
-    return compare_outputs([first.run(one) for one in inputs], [second.run(one) for one in inputs], exact=True)
 
 
 def _compared(before: Manifest, again: Manifest, outputs: tuple[OutputDrift, ...] | None) -> Rebuild:

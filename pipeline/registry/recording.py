@@ -23,7 +23,7 @@ class CallRecorder:
     Parameters
     ----------
     module : Module
-        What runs.
+        The module to run.
     folder : Path or str
         Where the calls go, one `.npz` file each; made if missing. Several processes may write to one.
     every : int

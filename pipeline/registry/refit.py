@@ -52,9 +52,9 @@ class Refit:
     changed, same
         Weights that have other values than before, and those that do not.
     seconds
-        What it took without the validation.
+        Seconds without the validation.
     validation
-        The comparison with ONNX Runtime; None where the target cannot run here or it was not asked for.
+        The comparison with ONNX Runtime; None where the target cannot run here or it was left out.
     """
 
     directory: Path
@@ -137,7 +137,11 @@ def refit_artifact(
         with stage("export"):
             written = write_directory(place, lambda staging: _write(directory, staging, again, arrays))
         seconds = time.perf_counter() - began
-        validation, written = _validated(place, model, samples) if runs else (None, written)
+        validation = None
+        if runs:
+            with stage("validate"):
+                validation = validate_written(Module.load(place), place, model, samples)
+            written = record_validation(place, validation.to_json())
         missed = FAILED if validation is not None and not validation.passed else None
         settled = settle(place, out, missed, sign)
     same = tuple(name for name in arrays if name not in changed)
@@ -159,9 +163,11 @@ def _check(manifest: Manifest, modules: list[LoweredModule], directory: Path, we
     """Check that the new graph makes the code of the artifact, in each of its shapes."""
     graph = modules[0].graph
     if (graph.inputs, graph.outputs) != (manifest.inputs, manifest.outputs):
+        texts = [
+            f"{', '.join(map(str, one.inputs))} -> {', '.join(map(str, one.outputs))}" for one in (manifest, graph)
+        ]
         raise ArtifactError(
-            f"{weights} is another graph than artifact {directory} has code of: expected "
-            f"{_signature(manifest.inputs, manifest.outputs)}, got {_signature(graph.inputs, graph.outputs)}; "
+            f"{weights} is another graph than artifact {directory} has code of: expected {texts[0]}, got {texts[1]}; "
             "compile it"
         )
     recipes = [manifest.recipe, *(entry.recipe for entry in _buckets(manifest))]
@@ -173,13 +179,13 @@ def _check(manifest: Manifest, modules: list[LoweredModule], directory: Path, we
     ]
     if not found:
         return
-    told = "; ".join(str(one) for one, _ in found[:_SHOWN])
+    listed = "; ".join(str(one) for one, _ in found[:_SHOWN])
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     embedded = "" if manifest.weights else " It was compiled with its weights inside the code (--embed-weights)."
     raise ArtifactError(
-        f"the weights of {weights} do not fit the code of artifact {directory}: {told}{more}.{embedded} Either a value "
-        "that the code holds has changed, or the graph is another, or the passes are (it was compiled by relaxtune "
-        f"{manifest.versions['relaxtune']} with TVM {manifest.versions['tvm']}); compile the model"
+        f"the weights of {weights} do not fit the code of artifact {directory}: {listed}{more}.{embedded} Either a "
+        "value that the code holds has changed, or the graph is another, or the passes are (it was compiled by "
+        f"relaxtune {manifest.versions['relaxtune']} with TVM {manifest.versions['tvm']}); compile the model"
     )
 
 
@@ -247,15 +253,5 @@ def _write(directory: Path, staging: Path, manifest: Manifest, arrays: dict[str,
     return manifest
 
 
-def _validated(place: Path, model: OnnxModel, samples: int) -> tuple[ValidationReport, Manifest]:
-    with stage("validate"):
-        report = validate_written(Module.load(place), place, model, samples)
-    return report, record_validation(place, report.to_json())
-
-
 def _buckets(manifest: Manifest) -> tuple[BucketEntry, ...]:
     return () if manifest.buckets is None else manifest.buckets.entries
-
-
-def _signature(inputs: tuple[object, ...], outputs: tuple[object, ...]) -> str:
-    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"

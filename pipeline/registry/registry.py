@@ -121,11 +121,11 @@ class Registry:
         Parameters
         ----------
         limits, model, inputs : as of `run_gate`
-            What the artifact may cost, where the ONNX model is, and what both run on.
+            The limits of the artifact, where the ONNX model is, and the inputs of both.
         force : bool
             Whether a no moves the tag all the same; the history keeps both.
         on_gate : callable
-            Told what the gate found, before a no ends the promotion.
+            Called with the gate's report, before a no ends the promotion.
 
         Raises
         ------
@@ -154,8 +154,8 @@ class Registry:
             first = check_validation(load_manifest(place))
             if first.verdict is Verdict.NO and not force:
                 raise GateRefusedError(f"{artifact} may not be {tag}: {first.reason}")
-        told = None if report is None else json.dumps(report.summary())
-        move = TagMove(tag, len(moves) + 1, MoveKind.PROMOTE, key, user_here(), why, told)
+        found = None if report is None else json.dumps(report.summary())
+        move = TagMove(tag, len(moves) + 1, MoveKind.PROMOTE, key, user_here(), why, found)
         return Promotion(self._move(move), report)
 
     def rollback(self, tag: str, why: str = "") -> TagMove:
@@ -311,8 +311,8 @@ def find_key(name: str, store: Store) -> str:
     keys = [key for key in store.list_keys() if len(name) >= 4 and key.startswith(name)]
     if len(keys) == 1:
         return keys[0]
-    told = f"the start of {len(keys)} artifacts" if keys else "no artifact's directory, tag or key"
+    what = f"the start of {len(keys)} artifacts" if keys else "no artifact's directory, tag or key"
     raise ArtifactError(
-        f"{name} is {told}; store {store.name} has the tags {', '.join(links) or 'none'}, and "
+        f"{name} is {what}; store {store.name} has the tags {', '.join(links) or 'none'}, and "
         f"`relaxtune artifact list --store {store.name}` says what else"
     )

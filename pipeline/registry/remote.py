@@ -73,10 +73,7 @@ class RemoteStore:
     def lock(self, *, alone: bool = False) -> Iterator[None]:
         """Hold the store; see the head of the file.
 
-        Raises
-        ------
-        ArtifactError
-            Another process collects, or with `alone` uses it. It says which.
+        Raises `ArtifactError`: another process collects, or with `alone` uses it. It says which.
         """
         mine = self._at("collecting") if alone else self._at("using", uuid.uuid4().hex)
         with self._remote("held"):
@@ -148,27 +145,26 @@ class RemoteStore:
     def path_of(self, key: str) -> Path:
         """Return the copy of an artifact on this machine, which is taken if it is not there."""
         manifest = self.manifest_of(key)
+
+        def download(copy: Path) -> None:
+            copy.mkdir()
+            with self._remote("read"):
+                for path in self._list(f"objects/{key}"):
+                    self._files.get_file(path, str(copy / PurePosixPath(path).name))
+
         with self._mirror.lock():
             if key not in self._mirror.list_keys():
-                self._mirror.keep(key, lambda copy: self._download(key, copy))
+                self._mirror.keep(key, download)
             place = self._mirror.path_of(key)
             if manifest.validation is not None and load_manifest(place).validation != manifest.validation:
                 record_validation(place, manifest.validation)
         return place
 
-    def _download(self, key: str, copy: Path) -> None:
-        copy.mkdir()
-        with self._remote("read"):
-            for path in self._list(f"objects/{key}"):
-                self._files.get_file(path, str(copy / PurePosixPath(path).name))
-
     def put(self, directory: Path) -> Artifact:
         """Keep a copy of an artifact and return its database form; one that is here already takes a newer validation.
 
-        Raises
-        ------
-        ArtifactError
-            It is none, is damaged, or cannot be written. A part that was written is no artifact to any reader.
+        Raises `ArtifactError`: it is none, is damaged, or cannot be written. A part that was written is no artifact to
+        any reader.
         """
         manifest = verify_artifact(directory)
         made = artifact_of(manifest, directory)

@@ -44,10 +44,7 @@ class ArtifactStore:
     def lock(self, *, alone: bool = False) -> Iterator[None]:
         """Hold the store: nothing is collected meanwhile, and with `alone` nothing is added or tagged.
 
-        Raises
-        ------
-        ArtifactError
-            The folder cannot be made.
+        Raises `ArtifactError`: the folder cannot be made.
         """
         try:
             self._objects.mkdir(parents=True, exist_ok=True)
@@ -70,24 +67,12 @@ class ArtifactStore:
         return sorted(path.name for path in self._objects.iterdir() if (path / MANIFEST_FILE).is_file())
 
     def require(self, key: str) -> None:
-        """Check that an artifact is here.
-
-        Raises
-        ------
-        ArtifactError
-            It is not.
-        """
+        """Raise `ArtifactError` if an artifact is not here."""
         if not (self._objects / key / MANIFEST_FILE).is_file():
             raise missing(self.name, key)
 
     def path_of(self, key: str) -> Path:
-        """Return where an artifact lies.
-
-        Raises
-        ------
-        ArtifactError
-            It is not here.
-        """
+        """Return where an artifact lies; raise `ArtifactError` if it is not here."""
         self.require(key)
         return self._objects / key
 
@@ -106,10 +91,7 @@ class ArtifactStore:
     def put(self, directory: Path) -> Artifact:
         """Keep a copy of an artifact and return its database form; one that is here already takes a newer validation.
 
-        Raises
-        ------
-        ArtifactError
-            It is none, is damaged, or cannot be copied. Nothing is left then.
+        Raises `ArtifactError`: it is none, is damaged, or cannot be copied. Nothing is left then.
         """
         manifest = verify_artifact(directory)
         key = artifact_of(manifest, directory).key
@@ -125,10 +107,7 @@ class ArtifactStore:
     def keep(self, key: str, write: Callable[[Path], object]) -> None:
         """Keep what `write` makes in a place that it is given, once it is whole and has this key; holds the store.
 
-        Raises
-        ------
-        ArtifactError
-            It cannot be written, is damaged, or is another artifact. Nothing is left then.
+        Raises `ArtifactError`: it cannot be written, is damaged, or is another artifact. Nothing is left then.
         """
         place = self._objects / key
         sweep(self._objects, _STAGING)

@@ -1,4 +1,4 @@
-"""What a device can do at most: the rates that a kernel's are compared with, and where they were measured.
+"""The highest rates of a device, with which a kernel's are compared, and where they were measured.
 
 Ceilings come from a file (`relaxtune report --ceilings FILE`, written by `benchmarks/kernels/measure_ceilings.py` on a
 GPU), from a measurement on this CPU, or from the few devices known here. A kernel without a ceiling has its rates and
@@ -57,10 +57,7 @@ KNOWN_CEILINGS: Mapping[str, Ceilings] = {
 def read_ceilings(path: Path) -> Ceilings:
     """Return the ceilings of a JSON file.
 
-    Raises
-    ------
-    UsageError
-        It cannot be read, or lacks what ceilings have.
+    Raises `UsageError`: it cannot be read, or lacks what ceilings have.
     """
     form = '{"device": NAME, "flops_per_s": {"float16": N}, "bytes_per_s": N, "launch_us": N, "source": TEXT}'
     try:

@@ -1,7 +1,7 @@
-"""`ReportDiff`: two builds of a model beside each other, kernel by kernel.
+"""`ReportDiff`: two builds of a model side by side, kernel by kernel.
 
-Kernels are paired by what they compute. Those of the same name and the same ONNX nodes are a pair. All others are put
-together where they share an ONNX node: one kernel before may be two now, and the time of the two stands beside its own.
+Kernels of the same name and the same ONNX nodes are a pair. All others are put together where they share an ONNX node:
+one kernel before may be two now, and the sum of their times is compared with its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from relaxtune.pipeline.report.kernel import KernelRow
 from relaxtune.pipeline.report.report import Report
 
-# Times of one kernel in two builds that are further apart are told.
+# Times of one kernel in two builds that are further apart get a note.
 _SCATTER = 1.1
 
 
@@ -36,7 +36,7 @@ class KernelChange:
 
     @property
     def difference_us(self) -> float | None:
-        """What it takes longer now; below 0 where it is faster."""
+        """Microseconds more than before; below 0 where it is faster."""
         return None if self.before_us is None or self.after_us is None else self.after_us - self.before_us
 
     @property
@@ -52,7 +52,7 @@ class KernelChange:
 
     @property
     def what(self) -> str:
-        """What became of it: the same kernel, another one, other kernels for these nodes, new, or gone."""
+        """The change: the same kernel, another one, other kernels for these nodes, new, or gone."""
         if not self.before:
             return "new"
         if not self.after:
@@ -81,7 +81,7 @@ class KernelChange:
 
 @dataclass(frozen=True)
 class ReportDiff:
-    """Two builds beside each other."""
+    """Two builds side by side."""
 
     # Their reports.
     before: Report

@@ -21,7 +21,7 @@ _LAUNCHES = 2.0
 
 
 class Bottleneck(StrEnum):
-    """What a kernel's time is mostly spent on."""
+    """The limit of a kernel's speed."""
 
     COMPUTE = "compute"
     BANDWIDTH = "bandwidth"
@@ -114,15 +114,6 @@ def find_bottleneck(
     time_us: float, compute_use: float | None, bandwidth_use: float | None, launch_us: float | None
 ) -> Bottleneck | None:
     """Return what a kernel's time is mostly spent on; None when nothing is known to compare with.
-
-    Parameters
-    ----------
-    time_us : float
-        One call.
-    compute_use, bandwidth_use : float or None
-        Its rates over the ceilings.
-    launch_us : float or None
-        What the smallest kernel takes.
 
     Notes
     -----

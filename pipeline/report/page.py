@@ -12,7 +12,6 @@ from relaxtune.pipeline.pages.render import broken, code, note, number, page, pe
 from relaxtune.pipeline.report.ceilings import Ceilings
 from relaxtune.pipeline.report.diff import KernelChange, ReportDiff
 from relaxtune.pipeline.report.kernel import CONTRACTIONS, Bottleneck, KernelRow
-from relaxtune.pipeline.report.progress import Progress
 from relaxtune.pipeline.report.report import Report
 from relaxtune.tuning_db.questions.artifacts import ArmSummary
 
@@ -50,7 +49,9 @@ def render_page(reports: Sequence[Report], diff: ReportDiff | None = None) -> st
 
 def section(report: Report) -> Markup:
     """Return the part of a page that is one report."""
-    common = _common_note(report.kernels)
+    # A note that all kernels have stands once.
+    found = {row.note for row in report.kernels}
+    common = found.pop() if len(found) == 1 and len(report.kernels) > 1 else ""
     rows = [replace(row, note="") for row in report.kernels] if common else report.kernels
     known = any(row.bottleneck is not None for row in rows)
     key = [{"name": one.value, "colour": _COLOURS[one], "meaning": meaning} for one, meaning in _MEANING.items()]
@@ -59,8 +60,8 @@ def section(report: Report) -> Markup:
         report=report,
         subtitle="; ".join([report.source, report.target, *([f"times of {report.device}"] if report.device else [])]),
         facts=_facts(report),
-        peers=peers_chart(report.progress.arms),
-        course=course_chart(report.progress),
+        peers=peers_chart(report.arms),
+        course=course_chart(report.curve),
         key=key if known else [],
         shares=shares_chart(rows),
         roofline=roofline_chart(rows, report.ceilings),
@@ -118,9 +119,9 @@ def peers_chart(arms: Sequence[ArmSummary]) -> Markup:
     return bars(found, "latency of the whole model")
 
 
-def course_chart(progress: Progress) -> Markup:
-    """Return the model's time over the seconds of tuning; empty without an improvement."""
-    return curve([(seconds, us / 1e3) for seconds, us in progress.curve], "seconds of tuning", "ms")
+def course_chart(points: Sequence[tuple[float, float]]) -> Markup:
+    """Return the model's time (us) over the seconds of tuning; empty without an improvement."""
+    return curve([(seconds, us / 1e3) for seconds, us in points], "seconds of tuning", "ms")
 
 
 def roofline_chart(rows: Sequence[KernelRow], ceilings: Ceilings | None) -> Markup:
@@ -179,12 +180,6 @@ def _change(change: KernelChange) -> tuple[object, ...]:
         "" if change.times is None else f"{change.times:.2f}",
         _nodes([*nodes]),
     )
-
-
-def _common_note(rows: Sequence[KernelRow]) -> str:
-    """Return the note that all of several kernels have; empty where there is none."""
-    found = {row.note for row in rows}
-    return found.pop() if len(found) == 1 and len(rows) > 1 else ""
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import tvm
 
-from relaxtune.models import TensorSpec
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import ArgumentEntry, KernelEntry
@@ -38,7 +37,7 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Profile:
-    """What an artifact takes on the device that is here."""
+    """Times and memory of an artifact on the device that is here."""
 
     device: str  # Its name.
     # Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians.
@@ -57,10 +56,7 @@ def profile_artifact(directory: Path) -> Profile:
     Each runs again and again on random arguments of its own, so that a kernel whose data fit into a cache is faster
     than inside the model. Kernels of symbolic shapes are left out, and so is the module if it has any.
 
-    Raises
-    ------
-    ArtifactError
-        The artifact is damaged, or for a target that this machine does not have.
+    Raises `ArtifactError`: the artifact is damaged, or for a target that this machine does not have.
     """
     free_before = _free_bytes(load_manifest(directory))
     module = Module.load(directory)
@@ -73,7 +69,8 @@ def profile_artifact(directory: Path) -> Profile:
         seconds = _kernel_seconds(library, kernel, module.device)
         if seconds is not None:
             times[kernel.function] = seconds * 1e6
-    return Profile(_device_name(module), times, model_us, observed)
+    device = str(module.device.device_name) if module.manifest.target.kind == "cuda" else cpu_name()
+    return Profile(device, times, model_us, observed)
 
 
 def _free_bytes(manifest: Manifest) -> int | None:
@@ -118,20 +115,11 @@ def _owner(library: tvm.runtime.Module, function: str) -> tvm.runtime.Module:
 def _model_us(module: Module) -> float | None:
     if not all(spec.is_static for spec in module.inputs):
         return None
-    inputs = {spec.name: _zeros(spec) for spec in module.inputs}
+    inputs = {}
+    for spec in module.inputs:
+        dtype, shape = numpy_dtype(spec.dtype), tuple(map(int, spec.shape))
+        # Integers of 0, which every table has, and small floats.
+        drawn = np.random.default_rng(_SEED).standard_normal(shape)
+        inputs[spec.name] = np.zeros(shape, dtype) if dtype.kind in "iub" else drawn.astype(dtype)
     report = measure({OWN_ARM: module_arm(module, inputs)}, runs=_MODEL_RUNS)
     return report.arm(OWN_ARM).median_ms * 1e3
-
-
-def _zeros(spec: TensorSpec) -> np.ndarray:
-    """Return integers of 0, which every table has, and small floats."""
-    dtype = numpy_dtype(spec.dtype)
-    shape = tuple(int(axis) for axis in spec.shape)
-    if dtype.kind in "iub":
-        return np.zeros(shape, dtype)
-    return np.random.default_rng(_SEED).standard_normal(shape).astype(dtype)
-
-
-def _device_name(module: Module) -> str:
-    manifest: Manifest = module.manifest
-    return str(module.device.device_name) if manifest.target.kind == "cuda" else cpu_name()

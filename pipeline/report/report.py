@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +23,11 @@ from relaxtune.pipeline.choose.model_records import ModelDecision, read_decision
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
-from relaxtune.pipeline.report.progress import Progress, progress_of_artifact, progress_of_job
 from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, device_of
+from relaxtune.tuning_db.questions.artifacts import ArmSummary, artifacts
+from relaxtune.tuning_db.questions.progress import job_progress
 from relaxtune.tuning_db.questions.queries import TaskBest, query, top
 from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Status, TuningRecord, Workload, signature_key
 from relaxtune.tuning_db.store import TuningDatabase
@@ -72,8 +73,10 @@ class Report:
         What the artifact was made by, or the record's TVM.
     bucket, buckets
         The shape bucket whose code it is of; and the same of the code of each bucket, of the artifact's own code.
-    progress
-        How its tuning came on, and peers measured beside it; empty without a database.
+    curve
+        The course of its tuning: seconds since the job began, microseconds of all calls by the best kernels then.
+    arms
+        The last benchmark on each device: the artifact, and peers that alternated with it.
     notes
         What a reader must know besides: missing times, missing ceilings, records of another database.
     """
@@ -93,7 +96,8 @@ class Report:
     versions: Mapping[str, str] | None = None
     bucket: str | None = None
     buckets: tuple[Report, ...] = ()
-    progress: Progress = field(default_factory=Progress)
+    curve: tuple[tuple[float, float], ...] = ()
+    arms: tuple[ArmSummary, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -108,10 +112,11 @@ class Report:
 
     def to_json(self) -> dict[str, object]:
         """Return plain JSON data."""
-        own = {"kernels", "ceilings", "created_at", "progress", "buckets"}
+        own = {"kernels", "ceilings", "created_at", "curve", "arms", "buckets"}
         plain = {
             **{name: value for name, value in vars(self).items() if name not in own},
-            **self.progress.to_json(),
+            "curve": [list(point) for point in self.curve],
+            "arms": [{**vars(arm), "created_at": arm.created_at.isoformat(timespec="seconds")} for arm in self.arms],
             "created_at": self.created_at.isoformat(timespec="seconds"),
             "kernels_us": self.kernels_us,
             "launches": self.launches,
@@ -143,16 +148,15 @@ def report_artifact(
     ceilings : Ceilings or None
         By default those known of the device, if any.
 
-    Raises
-    ------
-    ArtifactError
-        There is no artifact, or its manifest is damaged.
+    Raises `ArtifactError`: there is no artifact, or its manifest is damaged.
     """
     manifest = load_manifest(directory)
     found = _report_of_code(manifest, str(directory), database, profile, ceilings)
-    progress = progress_of_artifact(database, artifact_of(manifest, directory).key) if database else Progress()
+    if database is not None and (noted := artifacts(database, key=artifact_of(manifest, directory).key)):
+        curve = () if noted[0].job_id is None else job_progress(database, noted[0].job_id).curve
+        found = replace(found, curve=curve, arms=noted[0].benchmarks)
     if manifest.buckets is None:
-        return replace(found, progress=progress)
+        return found
     buckets = []
     for entry in manifest.buckets.entries:
         named = replace(manifest.of_bucket(entry), model=f"{manifest.model} [{entry.bucket.name}]", validation=None)
@@ -162,7 +166,7 @@ def report_artifact(
     note = f"these kernels are those for symbolic shapes; {names} have their own below"
     if profile is not None:
         note += ", with times of records: --profile runs the symbolic ones"
-    return replace(found, progress=progress, buckets=tuple(buckets), notes=(note, *found.notes))
+    return replace(found, buckets=tuple(buckets), notes=(note, *found.notes))
 
 
 def _report_of_code(
@@ -246,7 +250,8 @@ def _report_of_job(
         created_at=datetime.now(UTC),
         ceilings=known,
         versions={"tvm": ", ".join(tvm_versions)},
-        progress=progress_of_job(database, job.id),
+        curve=job_progress(database, job.id).curve,
+        arms=made[0].benchmarks if (made := artifacts(database, job_id=job.id, limit=1)) else (),
         notes=(*untuned, *_notes(kernels, known, device)),
     )
 
@@ -255,8 +260,8 @@ def _model_record(database: TuningDatabase, job: Job, tasks: Mapping[str, JobTas
     """Return the newest record of a whole model on a device, as a job of the same tasks made it."""
     wanted = {workload_hash: task.weight for workload_hash, task in tasks.items()}
     kind, arch = job.target.kind, job.target.arch
-    asked = RecordFilter(family=MODEL_FAMILY, target_kind=kind, arch=arch, device_name=device, status=Status.OK)
-    for line in query(database, asked, limit=None):
+    filters = RecordFilter(family=MODEL_FAMILY, target_kind=kind, arch=arch, device_name=device, status=Status.OK)
+    for line in query(database, filters, limit=None):
         made_by = line.record.job_id
         if line.name == job.model and made_by is not None:
             made_of = {task.workload_hash: task.weight for task in database.list_job_tasks(made_by)}

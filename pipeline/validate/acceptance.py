@@ -1,4 +1,4 @@
-"""What becomes of a written artifact: it is validated where its device is, and moves to its place or stays aside."""
+"""Acceptance of a written artifact: it is validated where its device is, and moves to its place or stays aside."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAILED = "the artifact failed validation"
 
 @dataclass(frozen=True)
 class Limits:
-    """What an artifact keeps to, else it stays in `DIR.rejected`."""
+    """Limits of an artifact; one that breaks them stays in `DIR.rejected`."""
 
     max_latency_ms: float | None = None  # Median latency of the whole model; None sets no limit.
     # By which share the model may take longer than the artifact that was accepted before; None does not compare.
@@ -70,16 +70,10 @@ def validate_written(
 
 
 def settle(written: Path, out: Path, missed: str | None, sign: Path | None) -> Path:
-    """Sign an artifact and move it where it was asked for, or to `OUT.rejected`; return where it is.
+    """Sign an artifact and move it to its place, or to `OUT.rejected`; return where it is.
 
-    Parameters
-    ----------
-    written, out : Path
-        Where it is, in a folder that no other process writes to, and where it is to be.
-    missed : str or None
-        Why it is rejected; nothing is signed then.
-    sign : Path or None
-        The private key.
+    It was written in a folder that no other process writes to. With a reason why it is rejected (`missed`), nothing is
+    signed.
     """
     if missed is not None:
         rejected = rejected_place(out)

@@ -9,6 +9,7 @@ from functools import reduce
 import ml_dtypes
 import numpy as np
 
+from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.arrays import map_chunks
 from relaxtune.pipeline.validate.tolerances import Tolerance, output_scale
 
@@ -31,7 +32,7 @@ class Movement:
     largest: float = 0.0
     mean: float = 0.0
     apart: float = 0.0  # Share of the elements that move by more than the table of tolerances allows.
-    ties: bool = False  # Whether the graph has quantisers: a value beside a tie takes one step or the other.
+    ties: bool = False  # Whether the graph has quantisers: a value near a tie takes one step or the other.
 
     def joined(self, other: Movement) -> Movement:
         """Return the greater of both, measure by measure."""
@@ -84,11 +85,16 @@ class SampleComparison:
 def compare_arrays(
     expected: np.ndarray, got: np.ndarray, tolerance: Tolerance, sample: int = 0, moves: Movement = STILL
 ) -> SampleComparison:
-    """Return how one array compares with its reference, of the same shape.
+    """Return how one array compares with its reference; it fails in another shape, or with integers for floats.
 
     An element is allowed 4 times the largest of what the reference `moves` when it rounds otherwise, and the mean
     error 4 times the mean: ties of a quantiser move few values by much, a wrong kernel moves all of them.
     """
+    if expected.shape != got.shape:
+        shapes = [shape_text(array.shape) or "a scalar" for array in (expected, got)]
+        return SampleComparison(sample, False, f"expected shape {shapes[0]}, got {shapes[1]}")
+    if (expected.dtype.kind in "biu") != (got.dtype.kind in "biu"):
+        return SampleComparison(sample, False, f"expected dtype {expected.dtype}, got {got.dtype}")
     if expected.dtype.kind in "biu":
         return _compare_exact(expected, got, sample)
     scale = output_scale(expected)
@@ -120,6 +126,9 @@ def compare_arrays(
                 + (", which ties of quantisers do not explain" if moves.ties else "")
             )
     length = math.sqrt(seen.squares[0]) * math.sqrt(seen.squares[1])
+    agreement = None
+    if expected.ndim and expected.shape[-1] > 1 and expected.size:
+        agreement = float(np.mean(np.argmax(expected, axis=-1) == np.argmax(got, axis=-1)))
     return SampleComparison(
         sample=sample,
         passed=not reason,
@@ -131,7 +140,7 @@ def compare_arrays(
         cosine=seen.product / length if length > 0 else None,
         required_atol=required_atol,
         required_rtol=seen.required_rtol,
-        argmax_agreement=_argmax_agreement(expected, got),
+        argmax_agreement=agreement,
         required_factor=None if not_finite or seen.forbidden else seen.share_max,
         histogram=(*map(int, np.diff(seen.within, prepend=0)), seen.count - int(seen.within[-1]) + not_finite),
         apart=seen.apart / seen.count if seen.count else 0.0,
@@ -141,7 +150,7 @@ def compare_arrays(
 
 @dataclass
 class _Seen:
-    """What is known of an output so far, block by block; see `SampleComparison`."""
+    """Errors of an output so far, block by block; see `SampleComparison`."""
 
     # Elements that are not finite where the reference is, and that are not the reference's NaN or infinity.
     broken: int = 0
@@ -203,7 +212,7 @@ class _Seen:
         self.product += product
 
     def joined(self, other: _Seen) -> _Seen:
-        """Return what is known of both parts."""
+        """Return the errors of both parts together."""
         return _Seen(
             self.broken + other.broken,
             self.lost + other.lost,
@@ -260,9 +269,3 @@ def _failure(seen: _Seen, required_atol: float, tolerance: Tolerance) -> str:
             f"(is {tolerance.atol:g}) or with rtol {seen.required_rtol:.3g} (is {tolerance.rtol:g})"
         )
     return ""
-
-
-def _argmax_agreement(expected: np.ndarray, got: np.ndarray) -> float | None:
-    if expected.ndim < 1 or expected.shape[-1] < 2 or expected.size == 0:
-        return None
-    return float(np.mean(np.argmax(expected, axis=-1) == np.argmax(got, axis=-1)))

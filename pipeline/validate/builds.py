@@ -27,17 +27,8 @@ def reference_model(module: Module, source: str | Path | None = None) -> OnnxMod
 def manifest_model(manifest: Manifest, source: str | Path | None = None) -> OnnxModel:
     """Return the ONNX model that an artifact was compiled from, at the artifact's shapes.
 
-    Parameters
-    ----------
-    manifest : Manifest
-        Of the artifact.
-    source : str, Path or None
-        Where the model is now; None looks where it was.
-
-    Raises
-    ------
-    UsageError
-        This is another model.
+    `source` is where the model is now; None looks where it was.
+    Raises `UsageError`: this is another model.
     """
     shapes = {spec.name: spec.shape for spec in manifest.inputs}
     model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
@@ -63,23 +54,11 @@ def compare_builds(
 ) -> Comparison:
     """Return how two builds of a model differ.
 
-    Parameters
-    ----------
-    first, second : Path or mapping
-        An artifact's directory, or the outputs that a build gave elsewhere.
-    names : tuple or None
-        What the report calls them.
-    inputs : mapping, sequence of mappings or None
-        What artifacts are run on, one call or several; None draws `samples` random inputs, for two artifacts.
-    source : str, Path or None
-        The ONNX model, where it is not where the first artifact says.
-    exact, tolerance : bool, Tolerance or None
-        What is asked for; without either every difference passes.
-
-    Raises
-    ------
-    UsageError
-        One side are outputs, and their inputs are not given.
+    A side is an artifact's directory, or the outputs that a build gave elsewhere; `names` are theirs in the report.
+    Artifacts run on `inputs`, one call or several, or on `samples` random ones if both sides are artifacts. Without
+    `exact` and `tolerance` every difference passes. `source` is the ONNX model, where it is not where the first
+    artifact says.
+    Raises `UsageError`: one side are outputs, and their inputs are not given.
     """
     modules = [Module.load(side) if isinstance(side, Path) else None for side in (first, second)]
     a, b = modules

@@ -1,22 +1,22 @@
 """How far two builds of a model drift apart: their outputs on the same inputs, and the kernels they are made of.
 
 Outputs may have been saved on another machine (`relaxtune run DIR --inputs x.npz --outputs y.npz`), so neither build
-has to run here. Drift is no fault: it fails only where equal bits or a tolerance were asked for.
+has to run here. Drift is no fault: it fails only with a limit: equal bits or a tolerance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
+from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import PipelineError, ValidationFailedError
+from relaxtune.pipeline.tables import TableView
 from relaxtune.pipeline.validate.array_comparison import compare_arrays, differing_bits
 from relaxtune.pipeline.validate.tolerances import Tolerance
 
@@ -45,14 +45,14 @@ class OutputDrift:
     # As in a validation; None where they do not apply.
     cosine: float | None
     argmax_agreement: float | None
-    # Whether it meets what was asked for, and if not why.
+    # Whether it keeps the limit, and if not why.
     passed: bool
     reason: str
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What two builds have in different forms: `subject` (a kernel, a pass, a version), its `field`, both values."""
+    """A difference of two builds: `subject` (a kernel, a pass, a version), its `field`, both values."""
 
     subject: str
     field: str
@@ -67,7 +67,7 @@ class Comparison:
     Attributes
     ----------
     a, b
-        What was compared: artifact directories or files of saved outputs.
+        The two sides: artifact directories or files of saved outputs.
     outputs
         In the order of the first build.
     kernels, builds
@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether every output meets what was asked for."""
+        """Whether every output keeps the limit."""
         return all(output.passed for output in self.outputs)
 
     def to_json(self) -> dict[str, object]:
@@ -94,13 +94,7 @@ class Comparison:
         return {**asdict(self), "passed": self.passed}
 
     def raise_if_failed(self) -> None:
-        """Raise for a comparison that does not meet what was asked for.
-
-        Raises
-        ------
-        ValidationFailedError
-            Names the outputs and how they differ.
-        """
+        """Raise `ValidationFailedError` with the outputs that break the limit, if any does."""
         if not self.passed:
             failed = "; ".join(
                 f"output {output.name!r}: {output.reason}" for output in self.outputs if not output.passed
@@ -117,22 +111,12 @@ def compare_outputs(
 ) -> tuple[OutputDrift, ...]:
     """Return how the outputs of two builds differ.
 
-    Parameters
-    ----------
-    a, b : sequences of mappings
-        Output name -> array, for the same samples in the same order.
-    exact : bool
-        Whether any difference fails.
-    tolerance : Tolerance or None
-        What may differ, as in a validation with the first build as the reference; None for anything.
-
-    Raises
-    ------
-    PipelineError
-        The builds do not have the same outputs of the same shapes, so that nothing can be said.
+    The samples of both are the same, in the same order. With `exact` any difference fails; `tolerance` is that of a
+    validation with the first build as the reference, None for anything.
+    Raises `PipelineError`: the builds do not have the same outputs of the same shapes, so that nothing can be said.
     """
     if len(a) != len(b) or not a:
-        raise PipelineError(f"nothing to compare: {len(a)} samples beside {len(b)}; both need the same, at least one")
+        raise PipelineError(f"nothing to compare: {len(a)} and {len(b)} samples; both need the same, at least one")
     if set(a[0]) != set(b[0]):
         raise PipelineError(
             f"the builds have other outputs: {', '.join(sorted(a[0])) or 'none'} beside "
@@ -169,22 +153,33 @@ def compare_manifests(a: Manifest, b: Manifest) -> tuple[tuple[Difference, ...],
     return tuple(kernels), tuple(builds)
 
 
-def render(comparison: Comparison) -> list[Table]:
+def render(comparison: Comparison) -> list[TableView]:
     """Return the comparison as tables for a terminal."""
-    verdict = "" if not comparison.asked else ": passed" if comparison.passed else ": FAILED"
-    drift = Table(title=f"drift from {comparison.a} to {comparison.b}{verdict}")
-    measures = ("same bits", "max abs", "mean abs", "max rel", "ulps", "cosine", "arg-max")
-    for column in ("output", "dtype", *measures, "result"):
-        drift.add_column(column, justify="right" if column in measures else "left")
-    for output in comparison.outputs:
-        ulps = "-" if output.max_ulps is None else str(output.max_ulps)
-        numbers = (output.max_abs, output.mean_abs, output.max_rel)
-        drift.add_row(
-            Text(output.name), " -> ".join(dict.fromkeys(output.dtypes)), f"{output.identical:.2%}",
-            *(f"{number:.3g}" for number in numbers), ulps, _optional(output.cosine),
-            _optional(output.argmax_agreement), _result(output, comparison.asked),
-        )  # fmt: skip
-    tables = [drift]
+    asked = bool(comparison.asked)
+
+    def result(output: OutputDrift) -> str:
+        if not asked:
+            return "same bits" if output.identical == 1.0 else "differs"
+        return "ok" if output.passed else output.reason
+
+    measures: dict[str, Callable[[OutputDrift], object]] = {
+        "same bits": lambda one: f"{one.identical:.2%}",
+        "max abs": lambda one: f"{one.max_abs:.3g}",
+        "mean abs": lambda one: f"{one.mean_abs:.3g}",
+        "max rel": lambda one: f"{one.max_rel:.3g}",
+        "ulps": lambda one: "-" if one.max_ulps is None else one.max_ulps,
+        "cosine": lambda one: _optional(one.cosine),
+        "arg-max": lambda one: _optional(one.argmax_agreement),
+    }
+    columns = {
+        "output": lambda one: one.name,
+        "dtype": lambda one: " -> ".join(dict.fromkeys(one.dtypes)),
+        **measures,
+        "result": result,
+    }
+    verdict = "" if not asked else ": passed" if comparison.passed else ": FAILED"
+    title = f"drift from {comparison.a} to {comparison.b}{verdict}"
+    tables = [TableView.of(title, comparison.outputs, columns, right=measures.keys())]
     # Equal code of another record is no other kernel; the JSON has it.
     other_code = {one.subject for one in comparison.kernels if one.field not in _RECORD_FIELDS}
     kernels = [one for one in comparison.kernels if one.subject in other_code]
@@ -194,29 +189,17 @@ def render(comparison: Comparison) -> list[Table]:
     return tables
 
 
-def _result(output: OutputDrift, asked: str) -> str:
-    """Return the verdict where something was asked for, else only whether there is a difference."""
-    if not asked:
-        return "same bits" if output.identical == 1.0 else "differs"
-    return "ok" if output.passed else output.reason
-
-
-def _differences(title: str, found: Sequence[Difference]) -> Table:
+def _differences(title: str, found: Sequence[Difference]) -> TableView:
     """Return one row for each kernel or part of a build, the first of many; the JSON has all with their values."""
-    subjects: dict[str, list[Difference]] = {}
+    subjects: dict[str, list[str]] = {}
     for one in found:
-        subjects.setdefault(one.subject, []).append(one)
-    table = Table(title=title)
-    for column in ("what", "differs in"):
-        table.add_column(column, overflow="fold")
-    for subject, differences in list(subjects.items())[:_ROWS_SHOWN]:
         # A hash says nothing to a reader but that it is another.
-        told = (one.field if "hash" in one.field or "sha256" in one.field else f"{one.field}: {one.a} -> {one.b}"
-                for one in differences)  # fmt: skip
-        table.add_row(Text(subject), Text("; ".join(told)))
-    if len(subjects) > _ROWS_SHOWN:
-        table.add_row("", f"and {len(subjects) - _ROWS_SHOWN} more; --format json lists all")
-    return table
+        hashed = "hash" in one.field or "sha256" in one.field
+        subjects.setdefault(one.subject, []).append(one.field if hashed else f"{one.field}: {one.a} -> {one.b}")
+    rows = [(subject, "; ".join(fields)) for subject, fields in subjects.items()]
+    if len(rows) > _ROWS_SHOWN:
+        rows = [*rows[:_ROWS_SHOWN], ("", f"and {len(rows) - _ROWS_SHOWN} more; --format json lists all")]
+    return TableView(title, ("what", "differs in"), tuple(rows))
 
 
 def ulps_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -241,11 +224,11 @@ def _compare_output(
     for first, second in zip(a, b, strict=True):
         if first.shape != second.shape:
             raise PipelineError(
-                f"output {name!r} has shape {_shape(first)} in the first build and {_shape(second)} in the second; run "
-                "both on the same inputs"
+                f"output {name!r} has shape {shape_text(first.shape)} in the first build and "
+                f"{shape_text(second.shape)} in the second; run both on the same inputs"
             )
     left, right = np.concatenate([x.ravel() for x in a]), np.concatenate([x.ravel() for x in b])
-    # A tolerance of 1 and 1 only serves the measures, which do not depend on it.
+    # The measures do not depend on the tolerance.
     accepted = tolerance or Tolerance(1.0, 1.0)
     samples = [compare_arrays(x, y, accepted, number) for number, (x, y) in enumerate(zip(a, b, strict=True))]
     same_dtype = left.dtype == right.dtype
@@ -298,7 +281,3 @@ def _text(value: object) -> str:
 
 def _optional(value: float | None) -> str:
     return "-" if value is None else f"{value:.6f}"
-
-
-def _shape(array: np.ndarray) -> str:
-    return "x".join(map(str, array.shape)) or "a scalar"

@@ -10,7 +10,7 @@ matter for the kind of an output:
 - of a file of token ids: the perplexity of both, exp of the mean of -log p(next token).
 
 An output is taken for logits when its name has "logit" in it, or when its last axis is as long as the vocabulary that
-an input of ids indexes; a name given by hand decides instead. What was run is named and hashed.
+an input of ids indexes; a name given by hand decides instead. The report names and hashes the inputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from relaxtune.models.files import read_regular
 from relaxtune.models.inputs import InputKind, describe_inputs, unpadded_inputs
 from relaxtune.pipeline.arrays import CHUNK, map_chunks
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.validate.drift_report import DataSource, DriftOptions, OutputDrift, Perplexity
+from relaxtune.pipeline.validate.report import DataSource, DriftOptions, OutputDrift, Perplexity
 
 Run = Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]]
 
@@ -44,20 +44,9 @@ def measure_drift(
 ) -> tuple[OutputDrift, ...]:
     """Return the drift of each float output over samples.
 
-    Parameters
-    ----------
-    model : OnnxModel
-        The model as given.
-    original, got : sequences of mappings
-        Outputs by name of each sample; those that only one of them has, or in another shape, are left out (validation
-        reports them).
-    logits : sequence of str
-        Names of outputs that are logits; empty to find them.
-
-    Raises
-    ------
-    UsageError
-        A name is no output of the model.
+    Outputs that only one side has, or in another shape, are left out: validation reports them. `logits` are names of
+    outputs; empty to find them.
+    Raises `UsageError`: a name is no output of the model.
     """
     chosen = logits_of(model, logits)
     found = []
@@ -73,10 +62,7 @@ def measure_drift(
 def logits_of(model: OnnxModel, chosen: Sequence[str] = ()) -> frozenset[str]:
     """Return the names of the outputs that are logits: those chosen, else those found as the module's docstring says.
 
-    Raises
-    ------
-    UsageError
-        A chosen name is no output of the model.
+    Raises `UsageError`: a chosen name is no output of the model.
     """
     names = [spec.name for spec in model.outputs]
     unknown = [name for name in chosen if name not in names]
@@ -84,17 +70,13 @@ def logits_of(model: OnnxModel, chosen: Sequence[str] = ()) -> frozenset[str]:
         raise UsageError(f"{model.name} has no output {', '.join(map(repr, unknown))}; expected {', '.join(names)}")
     if chosen:
         return frozenset(chosen)
-    vocabularies = {rule.high for rule in describe_inputs(model) if rule.kind is InputKind.INDEX}
+    # Tables of token types have two rows; a class or a head could be mistaken for so small a vocabulary.
+    vocabularies = {rule.high for rule in describe_inputs(model) if rule.kind is InputKind.INDEX and rule.high > 256}
     return frozenset(
         spec.name
         for spec in model.outputs
-        if "logit" in spec.name.lower() or (len(spec.shape) >= 2 and _vocabulary_axis(spec.shape[-1], vocabularies))
+        if "logit" in spec.name.lower() or (len(spec.shape) >= 2 and spec.shape[-1] in vocabularies)
     )
-
-
-def _vocabulary_axis(axis: int | str, vocabularies: set[int]) -> bool:
-    # Tables of token types have two rows; no vocabulary has so few that a class or a head could be mistaken for it.
-    return isinstance(axis, int) and axis in vocabularies and axis > 256
 
 
 def inputs_source(inputs: Sequence[Mapping[str, np.ndarray]], seed: int) -> DataSource:
@@ -110,10 +92,7 @@ def inputs_source(inputs: Sequence[Mapping[str, np.ndarray]], seed: int) -> Data
 def read_tokens(path: Path) -> tuple[np.ndarray, DataSource]:
     """Return token ids of a `.npy` file of integers, or of a text file with numbers between white space.
 
-    Raises
-    ------
-    UsageError
-        The file cannot be read, or holds something else.
+    Raises `UsageError`: the file cannot be read, or holds something else.
     """
     try:
         data = read_regular(path)
@@ -135,11 +114,8 @@ def measure_perplexity(
 ) -> Perplexity:
     """Return the perplexities of a file of tokens, cut into sequences as long as the model's (the rest is left out).
 
-    Raises
-    ------
-    UsageError
-        The file has fewer tokens than a sequence or tokens outside the vocabulary, or the model is none that gives
-        logits [batch, sequence, vocabulary] for ids [batch, sequence].
+    Raises `UsageError`: the file has fewer tokens than a sequence or tokens outside the vocabulary, or the model is
+    none that gives logits [batch, sequence, vocabulary] for ids [batch, sequence].
     """
     assert options.tokens is not None
     ids, source = read_tokens(options.tokens)
@@ -160,7 +136,11 @@ def measure_perplexity(
     sequences = ids[: count * length].reshape(count, length)
     logits = _logits_output(model, options, (batch, length, vocabulary))
     totals = np.zeros(2)
-    for rows, kept in _batches(sequences, batch):
+    for start in range(0, len(sequences), batch):
+        rows = sequences[start : start + batch]
+        kept = len(rows)
+        # The last run is filled up with its last sequence.
+        rows = np.concatenate([rows, np.repeat(rows[-1:], batch - kept, axis=0)])
         feeds = {**filled, name: rows.astype(filled[name].dtype)}
         totals += [_negative_log_likelihood(run(feeds)[logits], rows, kept) for run in (original, ours)]
     predicted = count * (length - 1)
@@ -204,7 +184,7 @@ def _output_drift(name: str, kind: str, pairs: Sequence[tuple[np.ndarray, np.nda
 
 @dataclass(frozen=True)
 class _Part:
-    """What some rows of an output are off by; `products` are those of the original and ours with themselves and both.
+    """Errors of some rows of an output; `products` are those of the original and ours with themselves and both.
 
     `cosines`, `agreements` and `divergences` are of each row, the last two of logits only.
     """
@@ -231,37 +211,29 @@ def _parts(expected: np.ndarray, got: np.ndarray, *, logits: bool) -> list[_Part
             wanted, found = np.where(both, wanted, 0.0), np.where(both, found, 0.0)
         pairs = (wanted, wanted), (found, found), (wanted, found)
         own, others, product = (float(np.einsum("ij,ij->", *pair)) for pair in pairs)
-        none = np.zeros(0)
+        none = divergences = np.zeros(0)
+        if logits:
+            # KL(original || ours) of each row in nats, at least 0.
+            p, q = _log_softmax(wanted), _log_softmax(found)
+            divergences = np.maximum(np.sum(np.exp(p) * (p - q), axis=-1), 0.0)
+        lengths = np.linalg.norm(wanted, axis=-1) * np.linalg.norm(found, axis=-1)
+        # Rows of zeros have no direction.
+        whole = lengths > 0
         return _Part(
             broken,
             float(np.max(np.abs(wanted - found), initial=0.0)),
             (own, others, product),
-            _cosines(wanted, found),
+            np.einsum("ij,ij->i", wanted[whole], found[whole]) / lengths[whole],
             np.argmax(wanted, axis=-1) == np.argmax(found, axis=-1) if logits else none,
-            _divergences(wanted, found) if logits else none,
+            divergences,
         )
 
     return map_chunks(look, len(rows[0]), max(1, CHUNK // width))
 
 
-def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cosines of the rows of two matrices, those with a row of zeros left out."""
-    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-    kept = lengths > 0
-    cosines: np.ndarray = np.einsum("ij,ij->i", a[kept], b[kept]) / lengths[kept]
-    return cosines
-
-
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits - np.max(logits, axis=-1, keepdims=True)
     result: np.ndarray = shifted - np.log(np.sum(np.exp(shifted), axis=-1, keepdims=True))
-    return result
-
-
-def _divergences(original: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return KL(original || ours) of each row in nats, at least 0."""
-    p, q = _log_softmax(original), _log_softmax(ours)
-    result: np.ndarray = np.maximum(np.sum(np.exp(p) * (p - q), axis=-1), 0.0)
     return result
 
 
@@ -289,14 +261,6 @@ def _logits_output(model: OnnxModel, options: DriftOptions, shape: tuple[int, in
         f"{', '.join(names) or 'none'}. Perplexity needs a model of next tokens; leave --tokens out, or name "
         "the output with --logits"
     )
-
-
-def _batches(sequences: np.ndarray, batch: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield rows for one run, and how many of them count: the last run is filled up with its last sequence."""
-    for start in range(0, len(sequences), batch):
-        rows = sequences[start : start + batch]
-        kept = len(rows)
-        yield np.concatenate([rows, np.repeat(rows[-1:], batch - kept, axis=0)]), kept
 
 
 def _negative_log_likelihood(logits: np.ndarray, rows: np.ndarray, kept: int) -> float:

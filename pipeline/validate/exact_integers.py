@@ -73,7 +73,11 @@ def with_unsigned_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
-    _drop_unread(graph)
+    # Drop the constants that only integer operators read.
+    read = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    kept = [one for one in graph.initializer if one.name in read]
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
     return copy
 
 
@@ -111,14 +115,6 @@ def _made_unsigned(
     yield helper.make_node("Cast", [sum_], [shifted], to=_UINT8)
 
 
-def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Drop the constants that were read by integer operators alone."""
-    read = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
-    kept = [one for one in graph.initializer if one.name in read]
-    del graph.initializer[:]
-    graph.initializer.extend(kept)
-
-
 def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     for node in graph.node:
         yield node
@@ -128,7 +124,7 @@ def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
 
 
 class _Types:
-    """Element types of a graph's 8-bit tensors, as far as they are told or follow from the operator that makes them."""
+    """Element types of a graph's 8-bit tensors, as far as the graph or the operator that writes one gives them."""
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._known = {one.name: one.data_type for one in graph.initializer}

@@ -61,10 +61,7 @@ class Reference:
     def __init__(self, model: OnnxModel, threads: int | None = None, *, policy: PolicyEntry | None = None) -> None:
         """Load the model as given, or with the weights that a policy has quantised replaced by what they stand for.
 
-        Raises
-        ------
-        PipelineError
-            ONNX Runtime does not accept it.
+        Raises `PipelineError`: ONNX Runtime does not accept it.
         """
         bits = None if policy is None else policy.weight_bits
         self.quantised = policy.name if policy is not None and bits is not None else None
@@ -76,7 +73,7 @@ class Reference:
         self._names = [spec.name for spec in model.outputs]
         self._known: list[tuple[Mapping[str, np.ndarray], dict[str, np.ndarray]]] = []
         self._loaded: tuple[onnx.ModelProto, OnnxRuntimeSession] | None = None
-        # It computes beside a compilation: workers that spin take that one's cores.
+        # It computes during a compilation: workers that spin take that one's cores.
         entries = (("session.intra_op.allow_spinning", "0"),)
         self._settings = Settings(Level.BASIC, threads, entries)
         self._fell_back: str | None = None
@@ -84,7 +81,7 @@ class Reference:
 
     @property
     def description(self) -> str:
-        """What the reference was, for reports."""
+        """The reference in words, for reports."""
         how = ", half precision rewritten to float32" if self.upcast else ""
         weights = f", weights quantised as {self.quantised} does" if self.quantised else ""
         level = "basic graph optimisations"
@@ -95,10 +92,7 @@ class Reference:
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs by name; those of a half-precision graph are float32.
 
-        Raises
-        ------
-        PipelineError
-            ONNX Runtime does not compute the model on these inputs.
+        Raises `PipelineError`: ONNX Runtime does not compute the model on these inputs.
         """
         for known, outputs in self._known:
             if known.keys() == inputs.keys() and all(np.array_equal(known[name], inputs[name]) for name in known):
@@ -159,14 +153,8 @@ class Reference:
         with all graph optimisations on, unless these are wrong. A graph with quantisers is changed four times: few
         values lie beside a tie, and one answer may hold none of them.
 
-        Parameters
-        ----------
-        inputs : mapping of str to array
-            As of `run`.
-        roundoff : float
-            The unit roundoff of the dtype that the artifact stores its tensors in.
-        tolerance : Tolerance
-            What an output may be off by elsewhere; `Movement.apart` counts what moves by more.
+        `roundoff` is the unit roundoff of the dtype that the artifact stores its tensors in. `tolerance` is that of an
+        output elsewhere; `Movement.apart` counts what moves by more.
         """
         proto, _ = self._load()
         ties = rounds_to_integers(self._given)
@@ -181,7 +169,7 @@ class Reference:
                     values = session.run(self._names, _feeds(fed))
             except PipelineError as error:
                 # A float that decides a size: the graph fits together with that number alone.
-                logger.info("how far the outputs move is asked without one answer: %s", error)
+                logger.info("one trial of how far the outputs move is left out: %s", error)
                 continue
             for name, value in zip(self._names, values, strict=True):
                 if name in found and value.shape == expected[name].shape:
@@ -261,10 +249,7 @@ def peer_provider(kind: str) -> str | None:
 def peer_session(model: OnnxModel, threads: int, provider: str = CPU) -> OnnxRuntimeSession:
     """Return a session with every optimisation on; on the CPU it computes with `threads` threads.
 
-    Raises
-    ------
-    PipelineError
-        ONNX Runtime does not accept the model, or ends while it loads it.
+    Raises `PipelineError`: ONNX Runtime does not accept the model, or ends while it loads it.
     """
     # Workers that spin between runs would take the cores from whatever is measured next.
     entries = (("session.force_spinning_stop", "1"),)

@@ -1,17 +1,74 @@
-"""What a validation found: the report as data, as JSON and as a table."""
+"""Reports of a validation, and of the drift from the model as given: values, JSON and tables."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-
-from rich.table import Table
+from pathlib import Path
 
 from relaxtune.pipeline.errors import ValidationFailedError
+from relaxtune.pipeline.tables import TableView
 from relaxtune.pipeline.validate.array_comparison import HISTOGRAM_EDGES, SampleComparison
-from relaxtune.pipeline.validate.drift_report import DriftReport
 from relaxtune.pipeline.validate.tolerances import Tolerance
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The data of a measure: its name, the SHA-256 of its bytes, and how many samples or tokens it has."""
+
+    name: str
+    sha256: str
+    count: int
+
+
+@dataclass(frozen=True)
+class OutputDrift:
+    """One float output over all samples, elements that are finite in both."""
+
+    name: str
+    kind: str  # "logits" or "embedding".
+    # Largest error, and largest error relative to the original's root mean square.
+    max_abs: float
+    max_rel: float
+    cosine: float | None  # Of the whole outputs as vectors, the lowest over the samples; None where one is all zero.
+    # Of vectors along the last axis; None for outputs without one.
+    row_cosine_mean: float | None
+    row_cosine_min: float | None
+    # For logits; None for others.
+    argmax_agreement: float | None
+    kl_mean: float | None
+    kl_max: float | None
+    broken: int  # Elements that are NaN or infinite where the original is finite.
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of one file of tokens, by the original and by the artifact; `tokens` were predicted."""
+
+    data: DataSource
+    original: float
+    ours: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class DriftReport:
+    """The distance from the original."""
+
+    precision: str | None  # Name of the artifact's policy, None where the graph's own dtypes were kept.
+    original: str  # What computed the original.
+    data: tuple[DataSource, ...]  # What was run.
+    outputs: tuple[OutputDrift, ...]
+    perplexity: Perplexity | None = None
+
+
+@dataclass(frozen=True)
+class DriftOptions:
+    """Options of a drift report: outputs that are logits, and a file of token ids (.npy or text)."""
+
+    logits: tuple[str, ...] = ()
+    tokens: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +172,7 @@ class ValidationReport:
         return min((s.sample for output in self.outputs for s in output.samples if not s.passed), default=None)
 
     def to_json(self) -> dict[str, object]:
-        """Return the report as plain JSON data, with the worst of each measure beside the samples."""
+        """Return the report as plain JSON data, with the worst of each measure and all samples."""
         measures = (
             "max_abs", "mean_abs", "max_rel", "cosine", "required_atol", "required_rtol", "required_factor",
             "argmax_agreement",
@@ -135,13 +192,7 @@ class ValidationReport:
         return {**asdict(self), "passed": self.passed, "outputs": outputs, "repeats": repeats}
 
     def raise_if_failed(self) -> None:
-        """Raise for a failed validation.
-
-        Raises
-        ------
-        ValidationFailedError
-            Names the outputs that failed and why.
-        """
+        """Raise `ValidationFailedError` with the outputs that failed and why, if any did."""
         failed = "; ".join(f"output {output.name!r}: {output.reason}" for output in self.outputs if not output.passed)
         if self.repeats is not None and not self.repeats.passed:
             names = ", ".join(f"{name!r} in {count} elements" for name, count in self.repeats.differing.items())
@@ -159,26 +210,55 @@ class ValidationReport:
             )
 
 
-def render(report: ValidationReport) -> Table:
+def render(report: ValidationReport) -> TableView:
     """Return the report as a table for a terminal."""
-    verdict = "passed" if report.passed else "FAILED"
-    table = Table(
-        title=f"validation of {report.model}: {verdict}",
-        caption=(
-            f"{report.samples} samples, seed {report.seed}; rtol {report.tolerance.rtol:g}, atol "
-            f"{report.tolerance.atol:g} x RMS; reference: {report.reference}{_repeats_text(report.repeats)}"
-        ),
+    caption = (
+        f"{report.samples} samples, seed {report.seed}; rtol {report.tolerance.rtol:g}, atol "
+        f"{report.tolerance.atol:g} x RMS; reference: {report.reference}"
     )
+    if report.repeats is not None:
+        same = "the same bits" if report.repeats.identical else "OTHER BITS in " + ", ".join(report.repeats.differing)
+        caption += f"; {report.repeats.runs} runs of each: {same}"
+    measures: dict[str, Callable[[OutputReport], object]] = {
+        "max abs": lambda one: number(one.worst("max_abs")),
+        "mean abs": lambda one: number(one.worst("mean_abs")),
+        "max rel": lambda one: number(one.worst("max_rel")),
+        "cosine": lambda one: number(one.worst("cosine")),
+        "atol needed": lambda one: number(one.worst("required_atol")),
+        "of tolerance": lambda one: number(one.worst("required_factor")),
+        "arg-max": lambda one: number(one.worst("argmax_agreement")),
+    }
     columns = {
-        "max abs": "max_abs", "mean abs": "mean_abs", "max rel": "max_rel", "cosine": "cosine",
-        "atol needed": "required_atol", "of tolerance": "required_factor", "arg-max": "argmax_agreement",
-    }  # fmt: skip
-    for column in ("output", "dtype", *columns, "errors / tolerance", "result"):
-        table.add_column(column, justify="right" if column in columns else "left")
-    for output in report.outputs:
-        cells = (_number(output.worst(measure)) for measure in columns.values())
-        table.add_row(output.name, output.dtype, *cells, _bars(output.histogram), output.verdict)
-    return table
+        "output": lambda one: one.name,
+        "dtype": lambda one: one.dtype,
+        **measures,
+        "errors / tolerance": lambda one: _bars(one.histogram),
+        "result": lambda one: one.verdict,
+    }
+    verdict = "passed" if report.passed else "FAILED"
+    return TableView.of(f"validation of {report.model}: {verdict}", report.outputs, columns, caption, measures.keys())
+
+
+def render_drift(report: DriftReport) -> TableView:
+    """Return the report as a table for a terminal."""
+    data = "; ".join(f"{one.name} ({one.count}, sha256 {one.sha256[:12]})" for one in report.data)
+    caption = f"original: {report.original}; data: {data}"
+    if report.perplexity is not None:
+        p = report.perplexity
+        caption += f"; perplexity over {p.tokens} tokens: {p.ours:.4g}, original {p.original:.4g}"
+    measures: dict[str, Callable[[OutputDrift], object]] = {
+        "max abs": lambda one: number(one.max_abs),
+        "max/RMS": lambda one: number(one.max_rel),
+        "cosine": lambda one: number(one.cosine),
+        "row cosine": lambda one: number(one.row_cosine_mean),
+        "lowest": lambda one: number(one.row_cosine_min),
+        "arg-max": lambda one: number(one.argmax_agreement),
+        "KL": lambda one: number(one.kl_mean),
+        "KL max": lambda one: number(one.kl_max),
+    }
+    columns = {"output": lambda one: one.name, "kind": lambda one: one.kind, **measures}
+    title = f"drift of {report.precision or 'the graph as given'} from float32"
+    return TableView.of(title, report.outputs, columns, caption, measures.keys())
 
 
 def _bars(histogram: Sequence[int]) -> str:
@@ -192,12 +272,6 @@ def _bars(histogram: Sequence[int]) -> str:
     return f"{text[:within]}|{text[within:]}"
 
 
-def _repeats_text(repeats: RepeatReport | None) -> str:
-    if repeats is None:
-        return ""
-    same = "the same bits" if repeats.identical else "OTHER BITS in " + ", ".join(repeats.differing)
-    return f"; {repeats.runs} runs of each: {same}"
-
-
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """Return a measure for a table."""
     return "-" if value is None else f"{value:.3g}" if abs(value) < 0.99 else f"{value:.6f}"

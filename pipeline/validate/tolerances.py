@@ -92,7 +92,7 @@ EXACT_KERNEL = KernelTolerance(0.0, 0.0)
 
 @dataclass(frozen=True)
 class ToleranceRow:
-    """One row of the table: what holds for models that store in `storage` and sum at most `reduction_max` products.
+    """One row of the table: the tolerance of models that store in `storage` and sum at most `reduction_max` products.
 
     `reduction_max` None is any length; rows of one pair of dtypes stand in the order of their lengths.
     """
@@ -142,14 +142,8 @@ _PRECISIONS = {
 def model_tolerance(compute_dtype: str, precision: str | None = None, reduction: int = 0) -> Tolerance:
     """Return the default tolerance of a model's outputs.
 
-    Parameters
-    ----------
-    compute_dtype : str
-        The dtype in which the graph as given computes (its widest common float: "float32", "float16", ...).
-    precision : str or None
-        The precision asked for by name, which overrides the graph's own.
-    reduction : int
-        The products that its longest sum adds up.
+    The graph as given computes in `compute_dtype` (its widest common float: "float32", "float16", ...), unless a
+    `precision` overrides it; its longest sum adds up `reduction` products.
     """
     if precision is not None:
         dtypes = _PRECISIONS[precision]
@@ -230,12 +224,7 @@ def _blocks_behind(blocks: Sequence[Block], output: tvm.ir.Var) -> list[Block]:
 def symbolic_kernel_tolerance(dtypes: Iterable[str], longest: int) -> KernelTolerance:
     """Return the tolerance of a kernel whose sums have lengths that are known only at run time.
 
-    Parameters
-    ----------
-    dtypes : iterable of str
-        Of its parameters.
-    longest : int
-        The largest axis of its arguments, which no sum over one axis exceeds.
+    `dtypes` are those of its parameters; no sum over one axis exceeds `longest`, the largest axis of its arguments.
     """
     coarsest = max(map(_eps, dtypes), default=0.0)
     if coarsest == 0.0:

@@ -1,7 +1,7 @@
 """Compare a compiled module with ONNX Runtime on the model as it was given.
 
-Both are run once on the same random inputs (`observe`); what was seen is then compared (`compare`), as often as one
-likes and with any tolerance, without running again.
+Both run once on the same random inputs (`observe`). The outputs are then compared (`compare`) with any tolerance, any
+number of times.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from relaxtune.pipeline.validate.array_comparison import (
     differing_bits,
 )
 from relaxtune.pipeline.validate.drift import inputs_source, measure_drift, measure_perplexity
-from relaxtune.pipeline.validate.drift_report import DataSource, DriftOptions, DriftReport
 from relaxtune.pipeline.validate.reference import Reference, longest_reduction
-from relaxtune.pipeline.validate.report import OutputReport, RepeatReport, ValidationReport
+from relaxtune.pipeline.validate.report import (
+    DataSource,
+    DriftOptions,
+    DriftReport,
+    OutputReport,
+    RepeatReport,
+    ValidationReport,
+)
 from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance, storage_roundoff
 
 
 @contextmanager
 def poisoned_kernels(module: Module) -> Iterator[None]:
-    """Have the last tensor of every kernel's arguments, which it writes, filled with NaN before each call.
+    """Fill the last tensor of every kernel's arguments, its output, with NaN before each call.
 
-    Raises
-    ------
-    PipelineError
-        The module runs as a CUDA graph.
+    Raises `PipelineError`: the module runs as a CUDA graph.
     """
     kernels = {kernel.function for kernel in module.manifest.kernels}
 
@@ -70,7 +73,7 @@ DEFAULT_REPEATS = 2
 
 @dataclass(frozen=True)
 class Observation:
-    """What the reference and the module gave for one sample.
+    """The outputs of the reference and of the module for one sample.
 
     `moves` is how far each output of the reference moves when it rounds otherwise (`Reference.moves`).
     """
@@ -111,7 +114,7 @@ def validate(
     dims : mapping or None
         Sizes of symbolic axes; those not given are chosen small.
     drift : DriftOptions or None
-        What the drift report is to hold beside its defaults.
+        Options of the drift report.
     inputs : sequence of mappings or None
         Samples of the caller's own, in place of `samples`, `seed` and `dims`.
     repeats : int
@@ -122,20 +125,18 @@ def validate(
     reference : Reference or None
         Of this model and the module's policy, where it was made before.
 
-    Raises
-    ------
-    ValidationFailedError
-        The module and the model have no output in common. (A comparison that fails is a report, not an exception.)
+    Raises `ValidationFailedError`: the module and the model have no output in common. (A comparison that fails is a
+    report, not an exception.)
     """
     loaded = module if isinstance(module, Module) else Module.load(module)
-    asked = None
+    tolerance = None
     if rtol is not None or atol is not None:
         default = default_tolerance(loaded, model)
-        asked = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
+        tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
     reference = reference or Reference(model, policy=loaded.manifest.policy)
     dims = sizes_within(model, loaded.manifest.maxima, dims)
     seen = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, turn=turn)
-    report, observations = judge(loaded, model, reference, seen, loaded.outputs, tolerance=asked, seed=seed)
+    report, observations = judge(loaded, model, reference, seen, loaded.outputs, tolerance=tolerance, seed=seed)
     distance = _drift_of(loaded, model, reference, observations, seed, dims, drift or DriftOptions())
     with turn or nullcontext():
         again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
@@ -152,7 +153,7 @@ def judge(
     tolerance: Tolerance | None = None,
     seed: int = 0,
 ) -> tuple[ValidationReport, Sequence[Observation]]:
-    """Return the comparison of what a module, or a peer in its place, gave with what the reference gave, and both.
+    """Return the comparison of a module's outputs, or of a peer's in its place, with the reference's, and both.
 
     Without a `tolerance` it is the table's for the module, and an output that fails may be off by as much more as the
     reference itself moves when it rounds otherwise. Where an output fails because the reference's graph optimisations
@@ -182,16 +183,9 @@ def default_tolerance(module: Module, model: OnnxModel) -> Tolerance:
 
 
 def repeat_runs(module: Module, observations: Sequence[Observation], runs: int) -> RepeatReport:
-    """Return whether a module gives again what it gave, bit for bit; the samples take turns.
+    """Return whether a module gives the same bits again; the samples alternate.
 
-    Parameters
-    ----------
-    module : Module
-        Loaded.
-    observations : sequence of Observation
-        What it gave the first time.
-    runs : int
-        How often it is run on each sample, the first time included.
+    `runs` is how often the module runs on each sample, the first time included.
     """
     differing: dict[str, int] = {}
     poisoned = not module.manifest.target.cuda_graph
@@ -226,7 +220,7 @@ def observe(
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
     turn: AbstractContextManager[object] | None = None,
 ) -> list[Observation]:
-    """Return what both give for each sample; needs `validate`'s arguments, runs each once a sample."""
+    """Return the outputs of both for each sample; arguments as of `validate`."""
     if inputs is None:
         inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
     expected = [comparable(module, reference.run(sample), sample) for sample in inputs]
@@ -238,7 +232,7 @@ def observe(
 def comparable(
     module: Module, outputs: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Return what a model gives as a module is to give it: one without padding has zeros there."""
+    """Return a model's outputs in the form of a module's: one that leaves padding out has zeros there."""
     unpadding = module.manifest.unpadding
     return dict(outputs) if unpadding is None else unpadding.without_padding(outputs, inputs)
 
@@ -279,12 +273,9 @@ def compare(
     reference: str,
     seed: int,
 ) -> ValidationReport:
-    """Return the comparison of what was observed.
+    """Return the comparison of observations.
 
-    Raises
-    ------
-    ValidationFailedError
-        No output is common to both, or nothing was observed.
+    Raises `ValidationFailedError`: no output is common to both, or nothing was observed.
     """
     if not observations:
         raise ValidationFailedError(f"nothing was compared for {model}: samples must be at least 1")
@@ -306,25 +297,11 @@ def compare(
 def _compare_output(spec: TensorSpec, observations: Sequence[Observation], tolerance: Tolerance) -> OutputReport:
     compared = []
     for sample, seen in enumerate(observations):
-        got = seen.got[spec.name]
-        expected = seen.expected.get(spec.name)
+        got, expected = seen.got[spec.name], seen.expected.get(spec.name)
         if expected is None:
             compared.append(SampleComparison(sample, False, "the model does not have this output"))
-        elif expected.shape != got.shape:
-            reason = f"expected shape {_shape(expected.shape)}, got {_shape(got.shape)}"
-            compared.append(SampleComparison(sample, False, reason))
         elif str(got.dtype) != spec.dtype:
             compared.append(SampleComparison(sample, False, f"expected dtype {spec.dtype}, got {got.dtype}"))
-        elif _kind(expected) != _kind(got):
-            compared.append(SampleComparison(sample, False, f"expected dtype {expected.dtype}, got {got.dtype}"))
         else:
             compared.append(compare_arrays(expected, got, tolerance, sample, seen.moves.get(spec.name, STILL)))
     return OutputReport(spec.name, spec.dtype, observations[0].got[spec.name].shape, tuple(compared))
-
-
-def _kind(array: np.ndarray) -> str:
-    return "exact" if array.dtype.kind in "biu" else "float"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(str(size) for size in shape) or "a scalar"

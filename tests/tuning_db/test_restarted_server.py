@@ -66,7 +66,7 @@ def test_a_server_that_is_away_as_a_run_starts_is_waited_for(server, samples, ca
         assert database.count_records() == 1
     back.join()
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "does not answer: it is waited for up to 10 s" in told
+    assert "does not answer: waiting for up to 10 s" in told
 
 
 def test_a_server_that_refuses_is_not_waited_for(server, monkeypatch):

@@ -56,10 +56,8 @@ def export_archive(database: TuningDatabase, file: BinaryIO, filters: RecordFilt
 def import_archive(database: TuningDatabase, path: Path) -> Transfer:
     """Merge an archive into a database, all or nothing.
 
-    Raises
-    ------
-    ExchangeError
-        The file is no archive, of a newer version, damaged, or holds what must not be stored; the message has the line.
+    Raises `ExchangeError`: the file is no archive, of a newer version, damaged, or holds what must not be stored; the
+    message has the line.
     """
     check_archive(path)
     position = _Position()
@@ -155,10 +153,7 @@ class _Position:
 def check_archive(path: Path) -> None:
     """Read an archive through, and accept it when nothing was changed since it was written.
 
-    Raises
-    ------
-    ExchangeError
-        It is no archive, of another version, damaged or cut off.
+    Raises `ExchangeError`: it is no archive, of another version, damaged or cut off.
     """
     digest = hashlib.sha256()
     end: tuple[int, Fields] | None = None
@@ -169,7 +164,14 @@ def check_archive(path: Path) -> None:
                 f"{path}, line {number}: there is text after the end of the archive. It was changed; get it again."
             )
         if number == 1:
-            _check_header(*_parse(line, f"{path}, line 1"), path)
+            kind, fields = _parse(line, f"{path}, line 1")
+            if kind != FORMAT:
+                raise ExchangeError(f"{path}, line 1: expected {FORMAT!r}, got {kind[:40]!r}. This is no archive.")
+            if fields != {"version": VERSION}:
+                raise ExchangeError(
+                    f"{path}, line 1: archive version {fields.get('version')!r}, this relaxtune reads {VERSION}. "
+                    "Run: pip install --upgrade relaxtune"
+                )
         if line.startswith(_END):
             end = number, _parse(line, f"{path}, line {number}")[1]
         else:
@@ -186,10 +188,7 @@ def check_archive(path: Path) -> None:
 def read_archive(path: Path, position: _Position | None = None) -> Iterator[Entry]:
     """Yield the entries of an archive that `check_archive` accepted, each checked as what it claims to be.
 
-    Raises
-    ------
-    ExchangeError
-        A line holds what must not be stored.
+    Raises `ExchangeError`: a line holds what must not be stored.
     """
     position = position or _Position()
     places: list[TargetKey | Environment] = []
@@ -198,7 +197,11 @@ def read_archive(path: Path, position: _Position | None = None) -> Iterator[Entr
         if number == 1 or line.startswith(_END):
             continue
         where = f"{path}, line {number}"
-        entry = _decode(*_parse(line, where), places, where)
+        kind, fields = _parse(line, where)
+        try:
+            entry = _make(kind, dict(fields), places)
+        except (TuningDatabaseError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
+            raise ExchangeError(f"{where}: refused as a {kind[:40]}: {e}") from e
         if isinstance(entry, TargetKey | Environment):
             places.append(entry)
             if len(places) > MAX_PLACES:
@@ -247,25 +250,6 @@ def _parse(line: bytes, where: str) -> tuple[str, Fields]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
-
-
-def _check_header(kind: str, fields: Fields, path: Path) -> None:
-    if kind != FORMAT:
-        raise ExchangeError(f"{path}, line 1: expected {FORMAT!r}, got {kind[:40]!r}. This is no archive.")
-    if fields != {"version": VERSION}:
-        raise ExchangeError(
-            f"{path}, line 1: archive version {fields.get('version')!r}, this relaxtune reads {VERSION}. "
-            "Run: pip install --upgrade relaxtune"
-        )
-
-
-def _decode(
-    kind: str, fields: Fields, places: list[TargetKey | Environment], where: str
-) -> Entry | TargetKey | Environment:
-    try:
-        return _make(kind, dict(fields), places)
-    except (TuningDatabaseError, TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as e:
-        raise ExchangeError(f"{where}: refused as a {kind[:40]}: {e}") from e
 
 
 def _make(kind: str, fields: Fields, places: list[TargetKey | Environment]) -> Entry | TargetKey | Environment:

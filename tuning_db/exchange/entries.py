@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -46,7 +48,7 @@ from relaxtune.tuning_db.sql.statements import (
     select_records,
     select_workloads,
 )
-from relaxtune.tuning_db.sql.writing import put_job, put_job_tasks, put_keyed, put_records, put_workload
+from relaxtune.tuning_db.sql.writing import put_job, put_job_tasks, put_keyed, put_records, put_workloads
 
 UNKNOWN_FAMILY = "unknown"
 #: Records written by one statement.
@@ -117,15 +119,15 @@ def list_entries(session: Session, filters: RecordFilter) -> Iterator[Entry]:
     ordered = select_records().where(*conditions(filters)).order_by(RecordRow.created_at, RecordRow.key)
     yield from iterate_records(session, ordered)
     if everything:
-        yield from sorted(artifact_rows.list_artifacts(session, None), key=lambda value: value.key)
-        yield from sorted(artifact_rows.list_validations(session, None), key=lambda value: value.key)
-        yield from sorted(artifact_rows.list_benchmarks(session, None), key=lambda value: value.key)
+        yield from sorted(artifact_rows.list_artifacts(session), key=lambda value: value.key)
+        yield from sorted(artifact_rows.list_validations(session), key=lambda value: value.key)
+        yield from sorted(artifact_rows.list_benchmarks(session), key=lambda value: value.key)
 
 
 def merge_entries(session: Session, entries: Iterable[Entry]) -> Transfer:
     """Write entries into a database by the rules above, and count them."""
     before = _count(session)
-    counts = dict.fromkeys((Workload, Job, TuningRecord, Artifact, Validation, Benchmark), 0)
+    counts: Counter[type] = Counter()
     pending: list[TuningRecord] = []
     for entry in entries:
         if isinstance(entry, TuningRecord):
@@ -135,8 +137,7 @@ def merge_entries(session: Session, entries: Iterable[Entry]) -> Transfer:
                 pending = []
         else:
             _merge(session, entry)
-        if type(entry) in counts:
-            counts[type(entry)] += 1
+        counts[type(entry)] += 1
     if pending:
         put_records(session, pending)
     return Transfer(
@@ -157,34 +158,29 @@ def _count(session: Session) -> int:
 def _merge(session: Session, entry: Signature | Workload | Job | TaskOfJob | Artifact | Validation | Benchmark) -> None:
     match entry:
         case Signature():
-            _merge_signature(session, entry)
+            key = content_key(json.loads(entry.signature))
+            put_keyed(session, SignatureRow, {key: {"key": key, **vars(entry)}})
+            known = session.scalars(select(SignatureRow).where(SignatureRow.key == key)).one()
+            known.family = min(known.family, entry.family, key=lambda family: (family == UNKNOWN_FAMILY, family))
         case Workload():
-            _merge_workload(session, entry)
+            same = (WorkloadRow.workload_hash == entry.workload_hash, WorkloadRow.tvm_version == entry.tvm_version)
+            row = session.execute(select_workloads().where(*same)).one_or_none()
+            put_workloads(session, [entry if row is None else merge_workloads(to_workload(*row), entry)])
         case Job():
             _merge_job(session, entry)
         case TaskOfJob():
             _merge_task(session, entry)
         case Artifact():
-            _merge_artifact(session, entry)
+            artifact_rows.put_artifact(session, entry)
+            there = session.scalars(select(ArtifactRow).where(ArtifactRow.key == entry.key)).one()
+            made = [(one.created_at, one.location, one.job_id or "") for one in (there, entry)]
+            there.created_at, there.location, job_id = min(made)
+            there.job_id = job_id or None
         case Validation():
             artifact_rows.put_validation(session, entry)
         case Benchmark():
             artifact_rows.put_benchmark(session, entry)
     session.flush()
-
-
-def _merge_signature(session: Session, entry: Signature) -> None:
-    key = Workload("x", entry.family, entry.signature, "", 0.0, 0.0, None, "").signature_key
-    row: dict[str, object] = {"key": key, "family": entry.family, "signature": entry.signature}
-    put_keyed(session, SignatureRow, {key: row})
-    known = session.scalars(select(SignatureRow).where(SignatureRow.key == key)).one()
-    known.family = min(known.family, entry.family, key=lambda family: (family == UNKNOWN_FAMILY, family))
-
-
-def _merge_workload(session: Session, entry: Workload) -> None:
-    same = (WorkloadRow.workload_hash == entry.workload_hash, WorkloadRow.tvm_version == entry.tvm_version)
-    row = session.execute(select_workloads().where(*same)).one_or_none()
-    put_workload(session, entry if row is None else merge_workloads(to_workload(*row), entry))
 
 
 def merge_workloads(one: Workload, other: Workload) -> Workload:
@@ -219,9 +215,8 @@ def _merge_job(session: Session, entry: Job) -> None:
         return
     kept = merge_jobs(to_job(*row), entry)
     job = row[0]
-    job.model, job.model_sha256, job.options = kept.model, kept.model_sha256, kept.options
-    job.started_at, job.finished_at, job.outcome = kept.started_at, kept.finished_at, kept.outcome
-    job.code_version = kept.code_version
+    for name in ("model", "model_sha256", "options", "started_at", "finished_at", "outcome", "code_version"):
+        setattr(job, name, getattr(kept, name))
     job.target_id = put_keyed(session, TargetRow, {kept.target.key: value_columns(kept.target)})[kept.target.key]
 
 
@@ -238,14 +233,6 @@ def _merge_task(session: Session, entry: TaskOfJob) -> None:
         return task.seconds, task.weight, canonical_json(list(task.onnx_nodes))
 
     put_job_tasks(session, entry.job_id, [max(known, entry.task, key=rank)])
-
-
-def _merge_artifact(session: Session, entry: Artifact) -> None:
-    artifact_rows.put_artifact(session, entry)
-    row = session.scalars(select(ArtifactRow).where(ArtifactRow.key == entry.key)).one()
-    known = (row.created_at, row.location, row.job_id or "")
-    row.created_at, row.location, job_id = min(known, (entry.created_at, entry.location, entry.job_id or ""))
-    row.job_id = job_id or None
 
 
 #: Every table that `list_entries` covers; a test holds it equal to the schema, so that none is forgotten in an archive.

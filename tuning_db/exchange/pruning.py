@@ -22,21 +22,12 @@ from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 @dataclass(frozen=True)
 class PruneRules:
-    """What to forget; a record goes when one of the rules says so.
+    """Rules of pruning; a record goes when one of them says so."""
 
-    Parameters
-    ----------
-    before : datetime or None
-        Records older than this.
-    keep : int or None
-        At each place, all but the `keep` best valid records and the `keep` latest failed ones.
-    dominated : bool
-        Valid records that a newer one of the same route and place beats.
-    """
-
-    before: datetime | None = None
+    before: datetime | None = None  # Records older than this.
+    # At each place, all but the `keep` best valid records and the `keep` latest failed ones.
     keep: int | None = None
-    dominated: bool = False
+    dominated: bool = False  # Valid records that a newer one of the same route and place beats.
 
     def __post_init__(self) -> None:
         """Refuse rules that forget nothing or everything."""
@@ -49,7 +40,7 @@ class PruneRules:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What went, and what is left in the whole database."""
+    """The numbers of records removed, and left in the whole database."""
 
     removed: int
     left: int
@@ -71,10 +62,7 @@ def prune(
 def delete_records(database: TuningDatabase, ids: Sequence[int]) -> Pruned:
     """Forget records by their ids, all of them or none, whatever they say.
 
-    Raises
-    ------
-    NotFoundError
-        The database has no record of one of the ids.
+    Raises `NotFoundError`: the database has no record of one of the ids.
     """
 
     def work(session: Session) -> Pruned:

@@ -1,10 +1,10 @@
 """MetaSchedule's own JSON pair: `database_workload.json` and `database_tuning_record.json`, both ways.
 
-The files say neither when nor where they were measured. The importer is told the environment, and takes the time of
+The files say neither when nor where they were measured. The importer gets the environment, and takes the time of
 the file's last change; a record that is there already (same workload, decision, latencies, target and environment) is
 left as it is, so a file may be imported again after stock MetaSchedule added to it.
 
-Nothing in a file is run: a workload becomes an IRModule whose structural hash must be the one written beside it, a
+Nothing in a file is run: a workload becomes an IRModule whose structural hash must be the one in the same line, a
 trace must be of instructions that this TVM knows, and is replayed only when a kernel is compiled from it. Anything
 else is refused with its line, and nothing is kept.
 """
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +27,6 @@ from relaxtune.tuning_db.errors import ExchangeError, TuningDatabaseError
 from relaxtune.tuning_db.metaschedule import (
     REPLAY_ERRORS,
     US_PER_S,
-    IRModule,
     args_info_json,
     check_trace,
     describe_unknown,
@@ -60,7 +59,7 @@ MAX_LINE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class StockImport:
-    """What an import read; `records` counts the lines, `new_records` those that were not there."""
+    """The result of an import; `records` counts the lines, `new_records` those that were not there."""
 
     workloads: int
     records: int
@@ -74,36 +73,32 @@ def import_stock(
     *,
     environment: Environment,
     target: TargetKey | None = None,
-    describe: Callable[[IRModule], Workload] | None = None,
 ) -> StockImport:
     """Keep what stock MetaSchedule wrote into `folder`, all or nothing.
 
-    Parameters
-    ----------
-    environment : Environment
-        Where the records were measured; its TVM version must be the running one, whose hashes are checked.
-    target : TargetKey or None
-        The target of all records; None takes what each record says, which needs an `mcpu` or `arch` there.
-    describe : callable or None
-        Returns the `Workload` of a module; by default one of the family `unknown`. Known workloads stay as they are.
-
-    Raises
-    ------
-    ExchangeError
-        A file is missing, damaged, of another TVM version, or holds what must not be stored; with its line.
+    The records were measured in `environment`, whose TVM version must be the running one, since hashes are checked.
+    Their target is `target`, or the one that each record names, which needs an `mcpu` or `arch` there.
+    Raises `ExchangeError`: a file is missing, damaged, of another TVM version, or holds what must not be stored; with
+    its line.
     """
     if environment.tvm_version != tvm_version():
         raise ExchangeError(
             f"{folder}: the environment says TVM {environment.tvm_version}, running is {tvm_version()}; hashes and "
             "traces belong to one version. Import with the TVM that wrote the files."
         )
-    describe = describe or describe_unknown
-    workloads = [_read_workload(value, where, describe) for value, where in _read_lines(folder / WORKLOAD_FILE)]
-    known = [_known(database, workload) for workload in workloads]
+    # Workloads of the family `unknown`; known ones stay as they are.
+    workloads = [_read_workload(value, where) for value, where in _read_lines(folder / WORKLOAD_FILE)]
+    known = [database.find_workload(one.workload_hash, one.tvm_version) or one for one in workloads]
     lines = _read_lines(folder / RECORD_FILE)
     moment = datetime.fromtimestamp((folder / RECORD_FILE).stat().st_mtime, UTC)
     records = [_read_record(value, where, known, environment, target, moment) for value, where in lines]
-    there = {_sameness(record) for workload in known for record in _records_of(database, workload)}
+    there = {
+        _sameness(record)
+        for workload in known
+        for record in database.list_records(
+            RecordFilter(workload_hash=workload.workload_hash, route=Route.METASCHEDULE)
+        )
+    }
     new: dict[tuple[object, ...], TuningRecord] = {}
     for record in records:
         if _sameness(record) not in there:
@@ -119,10 +114,7 @@ def export_stock(database: TuningDatabase, folder: Path, filters: RecordFilter =
     Records of other routes are left out, as stock MetaSchedule has no form for them. The folder appears whole or not
     at all.
 
-    Raises
-    ------
-    ExchangeError
-        The folder exists, or cannot be written; or a workload has no IR.
+    Raises `ExchangeError`: the folder exists, or cannot be written; or a workload has no IR.
     """
     if folder.exists():
         raise ExchangeError(f"{folder} exists. Name a folder that does not, so that nothing is overwritten.")
@@ -132,7 +124,14 @@ def export_stock(database: TuningDatabase, folder: Path, filters: RecordFilter =
         if record.route is Route.METASCHEDULE and record.environment.tvm_version == tvm_version()
     ]
     numbers = {key: number for number, key in enumerate(dict.fromkeys(record.workload_hash for record in chosen))}
-    modules = {key: _module(database, key) for key in numbers}
+    modules = {}
+    for key in numbers:
+        text = database.get_workload(key, tvm_version()).ir_json
+        if text is None:
+            raise ExchangeError(
+                f"Workload {key} has no IR, which MetaSchedule's file needs. Leave it out with a filter."
+            )
+        modules[key] = ir_from_json(text)
     try:
         staged = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     except OSError as e:
@@ -143,7 +142,11 @@ def export_stock(database: TuningDatabase, folder: Path, filters: RecordFilter =
                 stream.write(json.dumps(stock_workload(modules[key])) + "\n")
         with (staged / RECORD_FILE).open("w") as stream:
             for record in chosen:
-                stream.write(json.dumps([numbers[record.workload_hash], _stock_record(record, modules)]) + "\n")
+                ok = record.status is Status.OK
+                seconds = [us / US_PER_S for us in record.latencies_us] if ok else [STOCK_FAILURE_S]
+                arguments = args_info_json(modules[record.workload_hash])
+                written = [json.loads(record.decision), seconds, target_to_json(record.target), arguments]
+                stream.write(json.dumps([numbers[record.workload_hash], written]) + "\n")
         staged.chmod(0o755)
         os.rename(staged, folder)
     except OSError as e:
@@ -151,19 +154,6 @@ def export_stock(database: TuningDatabase, folder: Path, filters: RecordFilter =
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return len(numbers), len(chosen)
-
-
-def _stock_record(record: TuningRecord, modules: dict[str, IRModule]) -> list[object]:
-    seconds = [us / US_PER_S for us in record.latencies_us] if record.status is Status.OK else [STOCK_FAILURE_S]
-    trace = json.loads(record.decision)
-    return [trace, seconds, target_to_json(record.target), args_info_json(modules[record.workload_hash])]
-
-
-def _module(database: TuningDatabase, key: str) -> IRModule:
-    text = database.get_workload(key, tvm_version()).ir_json
-    if text is None:
-        raise ExchangeError(f"Workload {key} has no IR, which MetaSchedule's file needs. Leave it out with a filter.")
-    return ir_from_json(text)
 
 
 def _read_lines(path: Path) -> list[tuple[Any, str]]:
@@ -177,7 +167,10 @@ def _read_lines(path: Path) -> list[tuple[Any, str]]:
                 if len(line) > MAX_LINE_BYTES:
                     raise ExchangeError(f"{where}: longer than {MAX_LINE_BYTES} bytes; refused.")
                 if line.strip():
-                    found.append((_parse(line, where), where))
+                    try:
+                        found.append((json.loads(line), where))
+                    except (ValueError, RecursionError) as e:
+                        raise ExchangeError(f"{where}: not JSON ({e}). The file is damaged.") from e
     except OSError as e:
         raise ExchangeError(
             f"Cannot read {path} ({e}). Expected the folder of MetaSchedule's {WORKLOAD_FILE} and {RECORD_FILE}."
@@ -185,14 +178,7 @@ def _read_lines(path: Path) -> list[tuple[Any, str]]:
     return found
 
 
-def _parse(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as e:
-        raise ExchangeError(f"{where}: not JSON ({e}). The file is damaged.") from e
-
-
-def _read_workload(value: Any, where: str, describe: Callable[[IRModule], Workload]) -> Workload:
+def _read_workload(value: Any, where: str) -> Workload:
     match value:
         case [str() as expected, str() as encoded]:
             pass
@@ -213,20 +199,7 @@ def _read_workload(value: Any, where: str, describe: Callable[[IRModule], Worklo
             f"{where}: the module has the structural hash {found}, expected {expected}. It was changed, or written by "
             f"another TVM than {tvm_version()}."
         )
-    return describe(module)
-
-
-def _known(database: TuningDatabase, workload: Workload) -> Workload:
-    if database.has_workload(workload.workload_hash, workload.tvm_version):
-        return database.get_workload(workload.workload_hash, workload.tvm_version)
-    return workload
-
-
-def _records_of(database: TuningDatabase, workload: Workload) -> list[TuningRecord]:
-    if not database.has_workload(workload.workload_hash, workload.tvm_version):
-        return []
-    chosen = RecordFilter(workload_hash=workload.workload_hash, route=Route.METASCHEDULE)
-    return database.list_records(chosen)
+    return describe_unknown(module)
 
 
 def _sameness(record: TuningRecord) -> tuple[object, ...]:

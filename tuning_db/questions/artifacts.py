@@ -27,7 +27,7 @@ class ValidationSummary:
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm of the last benchmark on a device: the artifact itself, or a peer measured beside it."""
+    """One arm of the last benchmark on a device: the artifact itself, or a peer of the same benchmark."""
 
     arm: str
     device_name: str
@@ -85,17 +85,15 @@ def artifacts(
             job_id=row.job_id,
             location=row.location,
             created_at=row.created_at,
-            validations=_count_validations(session, row.id),
+            validations=session.scalar(
+                select(func.count()).select_from(ValidationRow).where(ValidationRow.artifact_id == row.id)
+            )
+            or 0,
             validation=_last_validation(session, row.id),
             benchmarks=_last_benchmarks(session, row.id),
         )
         for row, target in rows
     )
-
-
-def _count_validations(session: Session, artifact_id: int) -> int:
-    statement = select(func.count()).select_from(ValidationRow).where(ValidationRow.artifact_id == artifact_id)
-    return session.execute(statement).scalar_one()
 
 
 def _last_validation(session: Session, artifact_id: int) -> ValidationSummary | None:

@@ -1,10 +1,10 @@
-"""What was measured of tasks before and after: like with like, and no verdict (`pipeline.gate.history` gives it).
+"""Measurements of tasks before and after: like with like, and no verdict (`pipeline.gate.history` gives it).
 
-Two TVM versions, two spans of time, or anything else that two filters tell apart. Only measurements of one task,
-device, route and TVM version stand beside each other (of both versions where these are what is compared). The driver
-may differ: it decides nothing in a look-up, and may be what made kernels slower. Kernels that were measured on both
-sides are compared with themselves. Where there is none, and a search on each side was carried to its end, the best of
-both are compared. What an interrupted run has found says nothing.
+Two filters give the sides: two TVM versions, two spans of time, or anything else. Only measurements of one task,
+device, route and TVM version are compared (of both versions where the filters name them). The driver may differ: it
+decides nothing in a look-up, and may be the cause of slower kernels. Kernels that were measured on both sides are
+compared with themselves. Without such a kernel, the best of both are compared if a search on each side was carried to
+its end. An interrupted run does not count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Latencies = tuple[float, ...]
 
 @dataclass(frozen=True)
 class TaskChange:
-    """What one route took for a task on one device before and after."""
+    """The latencies of one route for a task on one device, before and after."""
 
     name: str
     family: str

@@ -32,10 +32,7 @@ def flatten(value: object, prefix: str = "") -> dict[str, object]:
 def to_frame(values: Iterable[object]) -> pandas.DataFrame:
     """Return one row for each value: records, or what `queries` and `insights` answer.
 
-    Raises
-    ------
-    TuningDatabaseError
-        pandas is not installed.
+    Raises `TuningDatabaseError`: pandas is not installed.
     """
     try:
         import pandas

@@ -85,7 +85,7 @@ class TaskCoverage:
 
 @dataclass(frozen=True)
 class JobCost:
-    """What a job took.
+    """The cost of a job.
 
     `wall_s` is from its start to its end, None while it runs or when it was killed. `candidate_s` adds the building and
     measuring of all candidates, which may overlap. `device_s` adds the raw latencies: the least the device was busy.
@@ -274,10 +274,7 @@ def count_candidates(session: Session, job_id: str) -> int:
 def job_cost(session: Session, job_id: str) -> JobCost:
     """Return what a job took.
 
-    Raises
-    ------
-    NotFoundError
-        It is not known.
+    Raises `NotFoundError`: it is not known.
     """
     job = writing.get_job(session, job_id)
     statuses: Counter[Status] = Counter()

@@ -21,7 +21,7 @@ from relaxtune.tuning_db.store import TuningDatabase, question
 
 @dataclass(frozen=True)
 class TaskProgress:
-    """What a job measured of one task."""
+    """A job's measurements of one task."""
 
     name: str
     family: str
@@ -126,9 +126,10 @@ def job_progress(session: Session, job_id: str) -> JobProgress:
     by_status: Counter[Status] = Counter()
     for of_task in counts.values():
         by_status += of_task
+    slowest = sorted(found, key=lambda task: -1.0 if task.best_us is None else task.weight * task.best_us, reverse=True)
     names = select(EnvironmentRow.device_name).where(EnvironmentRow.id.in_(environments)).distinct()
     devices = tuple(session.scalars(names.order_by(EnvironmentRow.device_name)))
-    return JobProgress(tuple(sorted(found, key=_time, reverse=True)), tuple(curve), by_status, candidate_s, devices)
+    return JobProgress(tuple(slowest), tuple(curve), by_status, candidate_s, devices)
 
 
 @question
@@ -192,7 +193,3 @@ def _improvements(job_id: str) -> Select[int, float, datetime]:
         .where(or_(seen.c.before.is_(None), seen.c.latency_us < seen.c.before))
         .order_by(seen.c.created_at, seen.c.id)
     )
-
-
-def _time(task: TaskProgress) -> float:
-    return -1.0 if task.best_us is None else task.weight * task.best_us

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Subquery, case, func, or_, select
+from sqlalchemy import ColumnElement, case, func, or_, select
 from sqlalchemy.orm import Session
 
-from relaxtune.tuning_db.records import MODEL_FAMILY, DatabaseInfo, RecordFilter, Status, TuningRecord
+from relaxtune.tuning_db.records import MODEL_FAMILY, RecordFilter, Status, TuningRecord
 from relaxtune.tuning_db.sql.schema import (
     ArtifactRow,
     EnvironmentRow,
@@ -78,12 +78,7 @@ class WorkloadSummary:
         return self.records - self.valid
 
 
-def info(database: TuningDatabase) -> DatabaseInfo:
-    """Return what the database holds."""
-    return database.info()
-
-
-# What the values of a filter are of; these tables are small beside the records.
+# What the values of a filter are of; these tables are small.
 _NAMED = {
     "model": (JobRow.model, ArtifactRow.model),
     "family": (SignatureRow.family,),
@@ -216,7 +211,19 @@ def workloads(
     device, route, status, job, time); then records outside the filter are not counted.
     """
     of_record = dataclasses.replace(filters, **dict.fromkeys(_OF_WORKLOAD))
-    counted = _counted_records(of_record)
+    valid = RecordRow.status == Status.OK
+    counted = (
+        select(
+            RecordRow.workload_id,
+            func.count().label("records"),
+            func.sum(case((valid, 1), else_=0)).label("valid"),
+            func.min(case((valid, RecordRow.latency_us))).label("best_us"),
+            func.max(RecordRow.created_at).label("last_at"),
+        )
+        .where(*conditions(of_record))
+        .group_by(RecordRow.workload_id)
+        .subquery()
+    )
     statement = (
         select(
             *(WorkloadRow.workload_hash, WorkloadRow.tvm_version, WorkloadRow.name, WorkloadRow.flops),
@@ -231,22 +238,6 @@ def workloads(
         .limit(limit)
     )
     return tuple(WorkloadSummary(**row._mapping) for row in session.execute(statement))
-
-
-def _counted_records(filters: RecordFilter) -> Subquery:
-    valid = RecordRow.status == Status.OK
-    return (
-        select(
-            RecordRow.workload_id,
-            func.count().label("records"),
-            func.sum(case((valid, 1), else_=0)).label("valid"),
-            func.min(case((valid, RecordRow.latency_us))).label("best_us"),
-            func.max(RecordRow.created_at).label("last_at"),
-        )
-        .where(*conditions(filters))
-        .group_by(RecordRow.workload_id)
-        .subquery()
-    )
 
 
 def _workload_conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TypeVar
 
 from sqlalchemy import select
@@ -11,15 +10,13 @@ from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.errors import NotFoundError
-from relaxtune.tuning_db.records import Environment
+from relaxtune.tuning_db.records import Environment, TargetKey
 from relaxtune.tuning_db.sql.column_types import NumberKind
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
 from relaxtune.tuning_db.sql.rows import (
     latencies_from_text,
     latencies_to_text,
     number_kind,
-    to_environment,
-    to_target,
     to_value,
     value_columns,
 )
@@ -70,60 +67,47 @@ def put_benchmark(session: Session, benchmark: Benchmark) -> None:
     session.execute(insert_or_ignore(session.connection(), BenchmarkRow), [row])
 
 
-def list_artifacts(session: Session, model: str | None) -> list[Artifact]:
+def list_artifacts(session: Session) -> list[Artifact]:
     """Return the artifacts, in the order they were recorded."""
     statement = select(ArtifactRow, TargetRow).join(TargetRow, TargetRow.id == ArtifactRow.target_id)
-    if model is not None:
-        statement = statement.where(ArtifactRow.model == model)
     rows = session.execute(statement.order_by(ArtifactRow.id))
-    return [to_value(Artifact, row, target=to_target(target)) for row, target in rows]
+    return [to_value(Artifact, row, target=to_value(TargetKey, target)) for row, target in rows]
 
 
-def _placed(session: Session, of: type[_Row], artifact_key: str | None) -> Iterable[tuple[_Row, str, EnvironmentRow]]:
-    """Return the rows of an artifact, or of all, each with its artifact's key and its environment."""
+def _placed(session: Session, of: type[_Row]) -> Iterable[tuple[_Row, str, EnvironmentRow]]:
+    """Return the rows, each with its artifact's key and its environment."""
     statement = (
         select(of, ArtifactRow.key, EnvironmentRow)
         .join(ArtifactRow, ArtifactRow.id == of.artifact_id)
         .join(EnvironmentRow, EnvironmentRow.id == of.environment_id)
         .order_by(of.id)
     )
-    if artifact_key is not None:
-        statement = statement.where(ArtifactRow.key == artifact_key)
     return ((row, key, environment) for row, key, environment in session.execute(statement))
 
 
-def list_validations(session: Session, artifact_key: str | None) -> list[Validation]:
+def list_validations(session: Session) -> list[Validation]:
     """Return the validations, in the order they were recorded."""
     return [
         to_value(
             Validation,
             row,
             artifact_key=key,
-            environment=to_environment(environment),
-            max_abs=_NUMBER[row.max_abs_kind](row.max_abs),
+            environment=to_value(Environment, environment),
+            max_abs=float(row.max_abs_kind) if row.max_abs is None else row.max_abs,
         )
-        for row, key, environment in _placed(session, ValidationRow, artifact_key)
+        for row, key, environment in _placed(session, ValidationRow)
     ]
 
 
-def list_benchmarks(session: Session, artifact_key: str | None) -> list[Benchmark]:
+def list_benchmarks(session: Session) -> list[Benchmark]:
     """Return the benchmarks, in the order they were recorded."""
     return [
         to_value(
             Benchmark,
             row,
             artifact_key=key,
-            environment=to_environment(environment),
+            environment=to_value(Environment, environment),
             latencies_us=latencies_from_text(row.latencies),
         )
-        for row, key, environment in _placed(session, BenchmarkRow, artifact_key)
+        for row, key, environment in _placed(session, BenchmarkRow)
     ]
-
-
-_NUMBER: dict[NumberKind, Callable[[float | None], float]] = {
-    NumberKind.FINITE: lambda value: float(value or 0.0),
-    NumberKind.NONE: lambda _: math.nan,
-    NumberKind.NAN: lambda _: math.nan,
-    NumberKind.INF: lambda _: math.inf,
-    NumberKind.NEG_INF: lambda _: -math.inf,
-}

@@ -26,16 +26,13 @@ class NumberKind(StrEnum):
 
 
 class DamagedValueError(ValueError):
-    """What a row holds is no value of its column."""
+    """The content of a row is no value of its column."""
 
 
 def read_as(convert: Callable[[Any], T], value: object) -> T:
     """Return `convert(value)` of a stored value.
 
-    Raises
-    ------
-    DamagedValueError
-        It cannot be converted.
+    Raises `DamagedValueError`: it cannot be converted.
     """
     try:
         return convert(value)

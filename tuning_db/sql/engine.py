@@ -94,10 +94,7 @@ class Location:
 def parse_location(url: DatabasePlace) -> Location:
     """Return where `url` points.
 
-    Raises
-    ------
-    DatabaseUrlError
-        Not a URL, or a dialect other than SQLite and PostgreSQL.
+    Raises `DatabaseUrlError`: not a URL, or a dialect other than SQLite and PostgreSQL.
     """
     text_url, shown = DatabaseUrl.of(url).reveal(), str(DatabaseUrl.of(url))
     if not text_url.strip():
@@ -132,12 +129,8 @@ def parse_location(url: DatabasePlace) -> Location:
 def make_engine(location: Location, *, read_only: bool, create: bool) -> Engine:
     """Return an engine for `location`; nothing is connected yet.
 
-    Raises
-    ------
-    DatabaseUrlError
-        The driver is not installed.
-    DatabaseOpenError
-        A SQLite file is missing and may not be created.
+    Raises `DatabaseUrlError`: the driver is not installed; `DatabaseOpenError`: a SQLite file is missing and may not be
+    created.
     """
     if location.dialect == "sqlite":
         return _sqlite_engine(location, read_only=read_only, create=create)
@@ -196,7 +189,9 @@ def _sqlite_engine(location: Location, *, read_only: bool, create: bool) -> Engi
                 f"The folder {path.parent} of the database {path.name} does not exist. Create it first."
             )
         options = "mode=ro" if read_only else "mode=rwc" if create else "mode=rw"
-        if read_only and _is_frozen(path):
+        # A reader of a WAL database makes a `-shm` file beside it. Where it cannot, and no writer has left a `-wal`,
+        # SQLite reads the file as it stands.
+        if read_only and not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists():
             options = "mode=ro&immutable=1"
         uri = f"file:{quote(str(path.absolute()))}?{options}"
 
@@ -207,15 +202,6 @@ def _sqlite_engine(location: Location, *, read_only: bool, create: bool) -> Engi
     event.listen(engine, "connect", _configure_sqlite_read if read_only else _configure_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
-
-
-def _is_frozen(path: Path) -> bool:
-    """Return whether SQLite must be told that the file has no writer.
-
-    A reader of a WAL database makes a `-shm` file beside it. Where it cannot, and no writer has left a `-wal`, the file
-    is read as it stands.
-    """
-    return not os.access(path.parent, os.W_OK) and not path.with_name(path.name + "-wal").exists()
 
 
 def _configure_sqlite_read(connection: sqlite3.Connection, _record: object) -> None:

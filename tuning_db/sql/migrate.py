@@ -34,10 +34,7 @@ def alembic_config() -> Config:
 def current_revision(connection: Connection, location: Location) -> str | None:
     """Return the schema revision of the database; None when it is empty.
 
-    Raises
-    ------
-    DatabaseOpenError
-        The database holds tables, but not ours.
+    Raises `DatabaseOpenError`: the database holds tables, but not ours.
     """
     tables = inspect(connection).get_table_names()
     if VERSION_TABLE not in tables:
@@ -53,25 +50,23 @@ def current_revision(connection: Connection, location: Location) -> str | None:
 def check_revision(revision: str, location: Location) -> None:
     """Accept the revision this package needs.
 
-    Raises
-    ------
-    SchemaVersionError
-        The database is older (the message has the command that upgrades it) or newer (upgrade the package).
+    Raises `SchemaVersionError`: the database is older (the message has the command that upgrades it) or newer (upgrade
+    the package).
     """
     if revision == HEAD_REVISION:
         return
-    told = f"The database {location.shown} has schema revision {revision}"
+    found = f"The database {location.shown} has schema revision {revision}"
     if revision in known_revisions():
         raise SchemaVersionError(
-            f"{told}, this relaxtune needs {HEAD_REVISION}. Run: relaxtune db upgrade --db {location.shown}"
+            f"{found}, this relaxtune needs {HEAD_REVISION}. Run: relaxtune db upgrade --db {location.shown}"
         )
     if revision < HEAD_REVISION:
         raise SchemaVersionError(
-            f"{told}, which no released relaxtune wrote. Write an archive with the version that made it "
+            f"{found}, which no released relaxtune wrote. Write an archive with the version that made it "
             "(relaxtune db export), and read that into a new database (relaxtune db import)"
         )
     raise SchemaVersionError(
-        f"{told}, newer than {HEAD_REVISION}, the newest this relaxtune knows. Run: pip install --upgrade relaxtune"
+        f"{found}, newer than {HEAD_REVISION}, the newest this relaxtune knows. Run: pip install --upgrade relaxtune"
     )
 
 

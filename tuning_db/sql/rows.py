@@ -13,7 +13,6 @@ from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import Environment, TargetKey, TuningRecord, Workload, canonical_json
 from relaxtune.tuning_db.sql.column_types import DamagedValueError, NumberKind, read_as
 from relaxtune.tuning_db.sql.schema import (
-    EnvironmentRow,
     JobRow,
     JobTaskRow,
     RecordRow,
@@ -84,10 +83,7 @@ def value_columns(value: Any, *others: str) -> dict[str, object]:
 def to_value(of: type[_Value], row: object, **given: object) -> _Value:
     """Return the value of a row: each field that is not given is the column of its name.
 
-    Raises
-    ------
-    DamagedValueError
-        The row holds what no value has.
+    Raises `DamagedValueError`: the row holds what no value has.
     """
     try:
         columns = {name: getattr(row, name) for name in _names(cast(Any, of)) if name not in given}
@@ -102,16 +98,6 @@ def to_value(of: type[_Value], row: object, **given: object) -> _Value:
 def _names(of: type[Any]) -> tuple[str, ...]:
     """Return the fields of a value that are columns; no row holds the layer it is read from."""
     return tuple(field.name for field in dataclasses.fields(of) if field.name != "layer")
-
-
-def to_target(row: TargetRow) -> TargetKey:
-    """Return the value of a row."""
-    return to_value(TargetKey, row)
-
-
-def to_environment(row: EnvironmentRow) -> Environment:
-    """Return the value of a row."""
-    return to_value(Environment, row)
 
 
 def to_workload(row: WorkloadRow, signature: SignatureRow) -> Workload:
@@ -136,7 +122,7 @@ def to_record(
 
 def to_job(row: JobRow, target: TargetRow) -> Job:
     """Return the value of a row."""
-    return to_value(Job, row, target=to_target(target))
+    return to_value(Job, row, target=to_value(TargetKey, target))
 
 
 def to_job_task(row: JobTaskRow, workload: WorkloadRow) -> JobTask:

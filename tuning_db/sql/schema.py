@@ -194,7 +194,7 @@ class RecordRow(Base):
 
 
 class FeatureRow(Base):
-    """What a cost model sees of a candidate; gone with its record."""
+    """A candidate's features for a cost model; deleted with its record."""
 
     __tablename__ = "features"
     record_id: Mapped[int] = mapped_column(
@@ -238,7 +238,7 @@ class ValidationRow(Base):
 
 
 class BenchmarkRow(Base):
-    """Latencies of an artifact, or of a peer measured beside it."""
+    """Latencies of an artifact, or of a peer in the same benchmark."""
 
     __tablename__ = "benchmarks"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -345,7 +345,7 @@ class TagMoveRow(Base):
 
 
 class GateRow(Base):
-    """What a gate found of an artifact beside a baseline; older ones, kept with a move of a tag, do not name theirs."""
+    """A gate's findings on an artifact and its baseline, which older gates do not name."""
 
     __tablename__ = "gates"
     id: Mapped[str] = mapped_column(String(64), primary_key=True)

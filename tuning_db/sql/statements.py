@@ -11,7 +11,7 @@ from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
 from relaxtune.tuning_db.records import Environment, RecordFilter, TargetKey, TuningRecord
 from relaxtune.tuning_db.sql.column_types import DamagedValueError
-from relaxtune.tuning_db.sql.rows import to_environment, to_record, to_target
+from relaxtune.tuning_db.sql.rows import to_record, to_value
 from relaxtune.tuning_db.sql.schema import (
     EnvironmentRow,
     JobRow,
@@ -39,10 +39,9 @@ def read_places(connection: Connection) -> Places:
     """Return all targets and environments."""
     targets = connection.execute(select(TargetRow.__table__))
     environments = connection.execute(select(EnvironmentRow.__table__))
-    # A Row has the attributes of the model whose columns it holds.
     return Places(
-        {row.id: to_target(cast(TargetRow, row)) for row in targets},
-        {row.id: to_environment(cast(EnvironmentRow, row)) for row in environments},
+        {row.id: to_value(TargetKey, row) for row in targets},
+        {row.id: to_value(Environment, row) for row in environments},
     )
 
 

@@ -7,9 +7,8 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Self, TypeVar
 
 from sqlalchemy import Engine
@@ -50,8 +49,8 @@ class Transactions:
         self._engine = engine
         self._mode = mode
         self._pid = os.getpid()
-        # A memory database has one connection, so its transactions take turns.
-        self._memory_turn = threading.RLock()
+        # A memory database has one connection, which one transaction uses at a time.
+        self._memory_lock = threading.RLock() if location.is_memory else nullcontext()
         self._answered = self._waited = False
         # Device and number of the SQLite file that was written first.
         self._written: tuple[int, int] | None = None
@@ -60,9 +59,7 @@ class Transactions:
         """Return itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -84,13 +81,14 @@ class Transactions:
     def _transaction(self, *, write: bool, single: bool) -> Iterator[Session]:
         """Begin, then commit or roll back, and turn driver errors into ours. Nothing else commits."""
         self._follow_fork()
-        if write:
-            self._require_same_file()
-        turn = self._memory_turn if self._location.is_memory else None
-        if turn is not None:
-            turn.acquire()
+        # SQLite would write to a file that lost its name, and all of it is gone at the end.
+        if write and self._written is not None and self._find_file() != self._written:
+            raise DatabaseWriteError(
+                f"The database {self._location.shown} was deleted or replaced while in use: what was recorded in it "
+                "is gone with it. Run the command again, and let nothing move the file while it runs."
+            )
         try:
-            with self._engine.connect() as connection:
+            with self._memory_lock, self._engine.connect() as connection:
                 options = transaction_options(self._location, write=write, single=single)
                 connection = connection.execution_options(**options)
                 with connection.begin(), Session(connection, autoflush=False) as session:
@@ -113,9 +111,6 @@ class Transactions:
             ) from e
         except PoolTimeoutError as e:
             raise DatabaseBusyError(f"All connections to {self._location.shown} are in use ({e}).") from e
-        finally:
-            if turn is not None:
-                turn.release()
 
     def read(self, work: Callable[[Session], T], *, single: bool = False) -> T:
         """Return `work(session)` on one consistent state. For modules of `tuning_db` only: rows must not leave it.
@@ -153,7 +148,11 @@ class Transactions:
                     self._pause(lost, began, RECONNECT_WAIT_S, RECONNECT_PAUSE_S)
                     continue
                 # One refusal proves nothing: the server may have come between the attempt and the question.
-                refusals = 0 if self._is_away() else refusals + 1
+                away = is_away(self._engine)
+                if away and not self._waited:
+                    self._waited = True
+                    _LOG.warning("the server of %s does not answer: waiting for up to %g s", self.url, START_WAIT_S)
+                refusals = 0 if away else refusals + 1
                 if refusals > 1:
                     raise
                 self._pause(e, began, START_WAIT_S, RECONNECT_PAUSE_S)
@@ -162,14 +161,6 @@ class Transactions:
                 if write and self._written is None:
                     self._written = self._find_file()
                 return result
-
-    def _is_away(self) -> bool:
-        if not is_away(self._engine):
-            return False
-        if not self._waited:
-            self._waited = True
-            _LOG.warning("the server of %s does not answer: it is waited for up to %g s", self.url, START_WAIT_S)
-        return True
 
     def _pause(self, error: TuningDatabaseError, began: float, wait_s: float, pause_s: float) -> None:
         """Wait a moment before the next attempt, or raise `error` when all waiting was in vain."""
@@ -184,14 +175,6 @@ class Transactions:
         except FileNotFoundError:
             return None
         return None if found is None else (found.st_dev, found.st_ino)
-
-    def _require_same_file(self) -> None:
-        """Refuse to write to a SQLite file that lost its name: SQLite would, and all of it is gone at the end."""
-        if self._written is not None and self._find_file() != self._written:
-            raise DatabaseWriteError(
-                f"The database {self._location.shown} was deleted or replaced while in use: what was recorded in it "
-                "is gone with it. Run the command again, and let nothing move the file while it runs."
-            )
 
     def _follow_fork(self) -> None:
         if self._pid == os.getpid():

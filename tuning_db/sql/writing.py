@@ -58,11 +58,6 @@ def put_keyed(session: Session, table: KeyedTable, columns: Mapping[str, dict[st
     return ids
 
 
-def put_workload(session: Session, workload: Workload) -> None:
-    """Insert a workload, or bring its signature, name and IR up to date."""
-    put_workloads(session, [workload])
-
-
 def put_workloads(session: Session, workloads: Sequence[Workload]) -> None:
     """Insert workloads, or bring their signatures, names and IRs up to date; of two of one key the later wins."""
     signatures: dict[str, dict[str, object]] = {
@@ -86,9 +81,8 @@ def put_workloads(session: Session, workloads: Sequence[Workload]) -> None:
         else:
             row = new.setdefault(key, {"workload_hash": key[0], "tvm_version": key[1], "ir_json": None})
             row.update(content, created_at=utc_now())
-    if not new:
-        return
-    session.execute(insert_or_ignore(session.connection(), WorkloadRow), list(new.values()))
+    if new:
+        session.execute(insert_or_ignore(session.connection(), WorkloadRow), list(new.values()))
 
 
 def put_records(session: Session, records: Sequence[TuningRecord]) -> list[int]:
@@ -112,11 +106,8 @@ def put_records(session: Session, records: Sequence[TuningRecord]) -> list[int]:
                 f"A record refers to workload {record.workload_hash} of TVM {record.environment.tvm_version} with "
                 f"signature {record.signature_key}, which the database does not have. Call record_workload first."
             )
-        target_id, environment_id = (
-            targets[target_keys[record.target]],
-            environments[environment_keys[record.environment]],
-        )
-        columns = record_columns(record, workload_id, signature_id, target_id, environment_id)
+        place = targets[target_keys[record.target]], environments[environment_keys[record.environment]]
+        columns = record_columns(record, workload_id, signature_id, *place)
         key = str(columns["key"])
         keys.append(key)
         rows[key] = columns
@@ -166,19 +157,8 @@ def put_job(session: Session, job: Job) -> None:
     if session.get(JobRow, job.id) is not None:
         return
     targets = put_keyed(session, TargetRow, {job.target.key: value_columns(job.target)})
-    session.add(
-        JobRow(
-            id=job.id,
-            model=job.model,
-            model_sha256=job.model_sha256,
-            target_id=targets[job.target.key],
-            options=job.options,
-            started_at=job.started_at,
-            finished_at=job.finished_at,
-            outcome=job.outcome,
-            code_version=job.code_version,
-        )
-    )
+    columns = {name: value for name, value in vars(job).items() if name != "target"}
+    session.add(JobRow(**columns, target_id=targets[job.target.key]))
 
 
 def finish_job(session: Session, job_id: str, outcome: str, moment: datetime) -> Job:

@@ -41,7 +41,7 @@ class Peer(Protocol):
 
 @dataclass(frozen=True)
 class PeerOrder:
-    """What a peer's process is asked for."""
+    """The first request to a peer's process."""
 
     peer: str  # Its name, as `--against` has it.
     model: str  # The ONNX file.

@@ -19,12 +19,7 @@ class OnnxRuntimePeer:
     def __init__(self, order: PeerOrder) -> None:
         """Load the model.
 
-        Raises
-        ------
-        ImportError
-            This ONNX Runtime has no provider for the device.
-        PeerError
-            The provider does not load.
+        Raises `ImportError`: this ONNX Runtime has no provider for the device; `PeerError`: the provider does not load.
         """
         provider = _PROVIDERS[order.kind]
         if provider not in onnxruntime.get_available_providers():

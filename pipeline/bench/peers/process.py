@@ -1,10 +1,9 @@
-"""A peer's process, seen from the outside: started, asked, ended."""
+"""The process of a peer, seen from the outside: start, request, end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -35,21 +34,10 @@ class PeerProcess:
     def __init__(self, order: PeerOrder, folder: Path, python: Path | None = None) -> None:
         """Start it and wait until its library has loaded.
 
-        Parameters
-        ----------
-        order : PeerOrder
-            What it is to do.
-        folder : Path
-            For inputs and outputs.
-        python : Path or None
-            The interpreter; by default the one that runs this.
+        Its inputs and outputs lie in `folder`; `python` is the interpreter, by default the one that runs this.
 
-        Raises
-        ------
-        PeerMissingError
-            Its package is not installed there.
-        PeerError
-            It does not load the model, or the interpreter does not start.
+        Raises `PeerMissingError`: its package is not installed there; `PeerError`: it does not load the model, or the
+        interpreter does not start.
         """
         self.order = order
         self._folder = folder
@@ -65,9 +53,7 @@ class PeerProcess:
         """Return it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the process."""
         self.close()
 
@@ -78,10 +64,7 @@ class PeerProcess:
     def prepare(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Give it inputs to run on from now on; return its outputs for them.
 
-        Raises
-        ------
-        PeerError
-            It does not compute them.
+        Raises `PeerError`: it does not compute them.
         """
         given, made = self._folder / f"{self.order.peer}-in.npz", self._folder / f"{self.order.peer}-out.npz"
         # By their places: a name may hold what a file's name may not.

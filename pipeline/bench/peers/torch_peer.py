@@ -23,12 +23,8 @@ class TorchPeer:
     def __init__(self, order: PeerOrder) -> None:
         """Make the module.
 
-        Raises
-        ------
-        ImportError
-            This torch does not compute on the device.
-        PeerError
-            The factory cannot be had, or returns something else.
+        Raises `ImportError`: this torch does not compute on the device; `PeerError`: the factory cannot be had, or
+        returns something else.
         """
         if order.kind == "cuda" and not torch.cuda.is_available():
             raise ImportError("torch without CUDA", name="a torch with CUDA")
@@ -75,10 +71,7 @@ class TorchPeer:
 def _factory(reference: str) -> Any:
     """Return the callable of `MODULE:FACTORY` or `FILE.py:FACTORY`.
 
-    Raises
-    ------
-    PeerError
-        There is no such file, module or name.
+    Raises `PeerError`: there is no such file, module or name.
     """
     place, _, name = reference.rpartition(":")
     sys.path.insert(0, os.getcwd())

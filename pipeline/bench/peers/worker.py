@@ -1,4 +1,4 @@
-"""The process of one peer: it loads the model, runs it on request, and tells latencies.
+"""The process of one peer: it loads the model, runs it on request, and returns latencies.
 
 It imports NumPy and the peer's package alone: it may run under another interpreter.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from relaxtune.pipeline.bench.peers.callers import Caller, Peer, PeerError, PeerOrder, run_together, timed_ms
 
-# Characters of a library's message that are told.
-_TOLD_MAX = 400
+# Characters of a library's message that reach the user.
+_SHOWN_MAX = 400
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,12 @@ def start() -> Callable[[object], object]:
         except ImportError as error:
             traceback.print_exc()
             return Missing((error.name or str(error)).partition(".")[0])
-        # The border of the process: whatever a library raises is told.
+        except PeerError as error:
+            return Failed(" ".join(str(error).split()) or "no message")
+        # The border of the process: whatever a library raises becomes one line; the process's log has all.
         except Exception as error:
             traceback.print_exc()
-            return Failed(_told(error))
+            return Failed(f"{type(error).__name__}: {(' '.join(str(error).split()) or 'no message')[:_SHOWN_MAX]}")
 
     return answer
 
@@ -91,7 +93,12 @@ class _PeerWorker:
             self._callers += self._peer.callers(inputs, self._order.streams)
             for caller in self._callers:
                 caller.run()
-            _save(request.outputs, self._callers[0].outputs(), self._order.outputs)
+            outputs, names = self._callers[0].outputs(), self._order.outputs
+            missing = [name for name in names if name not in outputs]
+            if missing:
+                raise PeerError(f"it has no output {missing[0]!r}; it gave {', '.join(outputs)}")
+            with open(request.outputs, "wb") as file:
+                np.savez(file, *[outputs[name] for name in names])
             return None
         if isinstance(request, Run):
             return timed_ms(self._callers[0].run)
@@ -103,12 +110,7 @@ class _PeerWorker:
 def load_peer(order: PeerOrder) -> Peer:
     """Return the model as a peer has it.
 
-    Raises
-    ------
-    ImportError
-        Its package is not installed here.
-    PeerError
-        It is, and does not take the model.
+    Raises `ImportError`: its package is not installed here; `PeerError`: it is, and does not take the model.
     """
     if order.peer in {"ort", "ort-cuda"}:
         from relaxtune.pipeline.bench.peers.onnxruntime_peer import OnnxRuntimePeer
@@ -117,17 +119,3 @@ def load_peer(order: PeerOrder) -> Peer:
     from relaxtune.pipeline.bench.peers.torch_peer import TorchPeer
 
     return TorchPeer(order)
-
-
-def _save(path: str, outputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> None:
-    missing = [name for name in names if name not in outputs]
-    if missing:
-        raise PeerError(f"it has no output {missing[0]!r}; it gave {', '.join(outputs)}")
-    with open(path, "wb") as file:
-        np.savez(file, *[outputs[name] for name in names])
-
-
-def _told(error: Exception) -> str:
-    """Return an error in one line, as much of it as tells the reason; its process's log has all."""
-    text = " ".join(str(error).split()) or "no message"
-    return text if isinstance(error, PeerError) else f"{type(error).__name__}: {text[:_TOLD_MAX]}"

@@ -11,7 +11,7 @@ from relaxtune.pipeline.cli.db.common import TableOptions, app, find_job, minute
 from relaxtune.pipeline.cli.groups import takes_groups
 
 if TYPE_CHECKING:
-    from relaxtune.tuning_db.questions.artifacts import ArtifactSummary
+    from relaxtune.tuning_db.questions.artifacts import ValidationSummary
 
 _KEY_DIGITS = 12
 
@@ -34,7 +34,7 @@ def artifacts(
         "artifact": lambda one: one.key[:_KEY_DIGITS],
         "model": lambda one: one.model,
         "arch": lambda one: one.arch,
-        "validated": _verdict,
+        "validated": lambda one: "never" if one.validation is None else _verdict(one.validation),
         "median ms": lambda one: ", ".join(f"{arm.arm} {arm.latency_us / 1e3:.3f}" for arm in one.benchmarks),
         "written to": lambda one: one.location,
         "made (UTC)": lambda one: minute(one.created_at),
@@ -42,9 +42,6 @@ def artifacts(
     table.emit("artifacts", found, columns, asdict)
 
 
-def _verdict(artifact: ArtifactSummary) -> str:
-    last = artifact.validation
-    if last is None:
-        return "never"
+def _verdict(last: ValidationSummary) -> str:
     error = "not finite" if last.max_abs is None else f"{last.max_abs:.2g}"
     return f"{'passed' if last.passed else 'FAILED'}, max abs {error}"

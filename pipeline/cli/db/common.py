@@ -1,4 +1,4 @@
-"""What the commands of `relaxtune db` share: their group, their options, opening and formatting."""
+"""Shared by the commands of `relaxtune db`: their group, their options, opening and formatting."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import typer
 
 from relaxtune.pipeline.cli.groups import option
 from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
-from relaxtune.pipeline.cli.output import DataFormat, Item, TableView, emit
+from relaxtune.pipeline.cli.output import DataFormat, emit
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tables import Item, TableView
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabasePlace
 
@@ -23,7 +24,7 @@ app = typer.Typer(help="Create, inspect and query the tuning database.", no_args
 
 @dataclass(frozen=True)
 class TableOptions:
-    """Which database is asked, how many rows are wanted, and how they are written."""
+    """The database, the number of rows, and the format that they are written in."""
 
     db: DatabaseOption = DEFAULT_DATABASE
     limit: int = option(50, "Most rows to return.", min=1)
@@ -51,8 +52,7 @@ class TableOptions:
         self, title: str, facts: Mapping[str, object], data: Mapping[str, object], value: str = "value"
     ) -> None:
         """Write what was found of one thing: a row for each fact."""
-        columns: dict[str, Callable[[tuple[str, object]], object]] = {"what": lambda f: f[0], value: lambda f: f[1]}
-        emit(self.output_format, data, TableView.of(title, facts.items(), columns))
+        emit(self.output_format, data, TableView.facts(title, facts.items(), value))
 
 
 def open_for_reading(url: DatabasePlace) -> TuningDatabase:
@@ -65,25 +65,19 @@ def open_for_reading(url: DatabasePlace) -> TuningDatabase:
 def find_job(database: TuningDatabase, start: str) -> str:
     """Return the id of the one job that begins with `start`.
 
-    Raises
-    ------
-    UsageError
-        No job or several do.
+    Raises `UsageError`: no job or several do.
     """
     ids = sorted(job.id for job in database.list_jobs() if job.id.startswith(start))
     if start in ids or len(ids) == 1:
         return start if start in ids else ids[0]
-    told = f"is the start of {len(ids)}: {', '.join(ids[:5])}" if ids else "is none"
-    raise UsageError(f"No job {start}: it {told}; `relaxtune db jobs` lists them")
+    known = f"{len(ids)} begin with it: {', '.join(ids[:5])}" if ids else "none begins with it"
+    raise UsageError(f"No job {start}: {known}; `relaxtune db jobs` lists them")
 
 
 def require_known(database: TuningDatabase, **values: str | None) -> None:
     """Check that the database has something of each value, so that a misspelt name is no empty table.
 
-    Raises
-    ------
-    UsageError
-        Names the option and what the database knows.
+    Raises `UsageError`: names the option and what the database knows.
     """
     from relaxtune.tuning_db.questions.queries import known_values
 
@@ -93,8 +87,8 @@ def require_known(database: TuningDatabase, **values: str | None) -> None:
         known = sorted(known_values(database, name))
         if value not in known:
             more = f" and {len(known) - 20} more" if len(known) > 20 else ""
-            told = ", ".join(known[:20]) + more or "none"
-            raise UsageError(f"--{name} {value!r}: this database has none of that {name}; it has {told}")
+            listed = ", ".join(known[:20]) + more or "none"
+            raise UsageError(f"--{name} {value!r}: this database has none of that {name}; it has {listed}")
 
 
 def microseconds(value: float | None) -> str:

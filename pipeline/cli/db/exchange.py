@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class FileForm(StrEnum):
-    """What a database is exchanged as."""
+    """The form in which a database is exchanged."""
 
     ARCHIVE = "archive"
     METASCHEDULE = "metaschedule"

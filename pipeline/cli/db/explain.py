@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
-from relaxtune.pipeline.cli.output import DataFormat, TableView, emit, print_table
+from relaxtune.pipeline.cli.output import DataFormat, emit, print_table
 from relaxtune.pipeline.cli.set_option import CommandWithSet
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.tables import TableView
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.explain import ExplainedKernel
     from relaxtune.tuning_db.winner import Considered
 
-# Rows of one kernel in the table, beside the record taken; JSON and CSV have all.
+# Rows of one kernel in the table, without the record taken; JSON and CSV have all.
 _ROWS = 4
 
 

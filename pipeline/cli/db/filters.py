@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FilterOptions:
-    """Which records a command is about; in the order of `--help`."""
+    """The records that a command is about; in the order of `--help`."""
 
     model: str | None = option(None, "Only workloads that a job found in this model.")
     family: str | None = option(None, "Only this operator family: matmul, softmax, ...")
@@ -37,16 +37,16 @@ class FilterOptions:
     def select(self, database: TuningDatabase) -> RecordFilter:
         """Return the filter that the options say.
 
-        Raises
-        ------
-        UsageError
-            A shape cannot be read, or the database has nothing of a name.
+        Raises `UsageError`: a shape cannot be read, or the database has nothing of a name.
         """
+        sizes = None if self.shape is None else self.shape.split("x")
+        if sizes is not None and not all(part.isdigit() for part in sizes):
+            raise UsageError(f"--shape {self.shape!r}: expected sizes such as 1x128x768")
         filters = RecordFilter(
             model=self.model,
             family=self.family,
             workload_hash=self.workload,
-            shape=_sizes(self.shape),
+            shape=None if sizes is None else tuple(map(int, sizes)),
             dtype=self.dtype,
             target_kind=self.target,
             arch=self.arch,
@@ -68,11 +68,3 @@ class FilterOptions:
 def as_utc(moment: datetime | None) -> datetime | None:
     """Return a time of the command line, which has no zone, in UTC."""
     return None if moment is None else moment.replace(tzinfo=UTC)
-
-
-def _sizes(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    if not all(part.isdigit() for part in text.split("x")):
-        raise UsageError(f"--shape {text!r}: expected sizes such as 1x128x768")
-    return tuple(int(part) for part in text.split("x"))

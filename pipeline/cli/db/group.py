@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from relaxtune.pipeline.cli.db import artifacts, batches, exchange, explain, questions, records  # noqa: F401
 from relaxtune.pipeline.cli.db.common import TableOptions, app
 from relaxtune.pipeline.cli.groups import takes_groups
-from relaxtune.pipeline.cli.output import TableView, emit
+from relaxtune.pipeline.cli.output import emit
+from relaxtune.pipeline.tables import TableView
 
 if TYPE_CHECKING:
     from relaxtune.tuning_db.store import TuningDatabase

@@ -12,7 +12,6 @@ from relaxtune.pipeline.cli.db.common import TableOptions, app, find_job, micros
 from relaxtune.pipeline.cli.db.filters import FilterOptions, as_utc
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.tuning_db.jobs import Job
 
 
 @app.command()
@@ -102,14 +101,10 @@ def jobs(
         "model": lambda job: job.model,
         "arch": lambda job: job.target.arch,
         "started (UTC)": lambda job: minute(job.started_at),
-        "seconds": _duration,
+        "seconds": lambda job: job.finished_at and f"{(job.finished_at - job.started_at).total_seconds():.0f}",
         "outcome": lambda job: job.outcome,
     }
     table.emit("jobs", found, columns, asdict)
-
-
-def _duration(job: Job) -> str:
-    return "" if job.finished_at is None else f"{(job.finished_at - job.started_at).total_seconds():.0f}"
 
 
 @app.command()
@@ -155,7 +150,7 @@ def regressions(
     """List the tasks that surely got slower between two TVM versions or dates, the worst first.
 
     Like is compared with like: one device and route, kernels that were measured on both sides, else the best of
-    searches that were carried to their end. What moved all kernels of a device is told apart.
+    searches that were carried to their end. A change of all kernels of a device is a column of its own.
     """
     from relaxtune.pipeline.gate import history as judged
 

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds, minute
 from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.pipeline.cli.groups import takes_groups
-from relaxtune.pipeline.cli.output import Item
+from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.tables import Item
 from relaxtune.tuning_db.records import TuningRecord
 
 _RESOURCES = {"registers": "registers", "smem_bytes": "smem B", "spill_bytes": "spill B"}
@@ -50,7 +51,7 @@ def query(filters: FilterOptions, table: TableOptions) -> None:
         "route": lambda line: line.record.route.value,
         "status": lambda line: line.record.status.value,
         "median us": lambda line: microseconds(line.record.latency_us),
-        "error": lambda line: _last_line(line.record.error),
+        "error": lambda line: line.record.error and last_line(line.record.error)[:100],
         "measured (UTC)": lambda line: f"{line.record.created_at:%Y-%m-%d %H:%M:%S}",
         **resource_columns(lines, lambda line: line.record),
     }
@@ -91,10 +92,5 @@ def resource_columns(
 
 
 def record_data(record: TuningRecord) -> dict[str, object]:
-    """Return a record as plain data, with its median beside the raw latencies."""
+    """Return a record as plain data, with its median and its raw latencies."""
     return {**asdict(record), "latency_us": record.latency_us}
-
-
-def _last_line(text: str | None) -> str:
-    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[-1][:100] if lines else ""

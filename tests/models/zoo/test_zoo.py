@@ -246,3 +246,14 @@ def test_models_imports_without_tvm_and_torch() -> None:
     code = "import models, sys; print([m for m in ('tvm', 'torch', 'onnxruntime') if m in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "[]"
+
+
+def test_sizes_that_nobody_gave_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="relaxtune")
+    load_model("bert-tiny", any_operator=True)
+    load_model("bert-tiny", shapes={"input_ids": ("batch", 32)})
+    assert not caplog.messages
+    load_model("bert-tiny", shapes={"sequence": (32,)})
+    assert caplog.messages == [
+        "zoo model bert-tiny: batch 1; --dim AXIS=SIZE sets another size, --shape IN=AxB leaves A and B free"
+    ]

@@ -134,7 +134,7 @@ def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_pat
     other = ("compile", tuned.model, "--target", "llvm", "--shape", "x=8x32", "--out", tmp_path / "other")
     relaxtune(*other, "--db", tmp_path / "copy.db", "--record")
     assert counts(tmp_path / "copy.db") == (before[0] + 1, before[1] + 2, before[2])
-    assert "expected a database (--db URL) beside --record" in relaxtune(*command, "--record", code=2)
+    assert "expected a database (--db URL) with --record" in relaxtune(*command, "--record", code=2)
 
 
 def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_path):

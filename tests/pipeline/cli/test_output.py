@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from relaxtune.pipeline.cli import output
 from relaxtune.pipeline.cli.output import (
     DataFormat,
     OutputFormat,
     SafeConsole,
-    TableView,
     configure_logging,
     emit,
     print_error,
     stdout_console,
 )
+from relaxtune.pipeline.tables import TableView
 
 VIEW = TableView("title", ("name", "fix"), (("x", "pip install 'relaxtune[export]'"),))
 
@@ -117,13 +116,26 @@ def test_help_and_version_of_every_command_load_no_tvm() -> None:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_numbers_and_words_of_a_table_are_not_folded_where_names_have_room(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output, "stdout_console", lambda: SafeConsole(file=io.StringIO(), width=width))
+def test_numbers_and_words_of_a_table_are_not_folded_where_names_have_room(width: int) -> None:
     row = ("fused_packed_matmul_add_gelu_and_all_that", "batch_matmul", "m=32 n=256 k=64 and more", "2", "1,089.536")
     console = SafeConsole(file=io.StringIO(), width=width)
-    console.print(output.as_table(TableView("title", ("task", "family", "sizes", "runs", "MFLOP"), (row,))))
+    console.print(TableView("title", ("task", "family", "sizes", "runs", "MFLOP"), (row,)))
     text = console.file.getvalue()
     assert all(word in text for word in ("batch_matmul", "runs", "1,089.536"))
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_row_of_many_columns_is_a_section_where_the_terminal_is_narrow() -> None:
+    names = tuple(f"measure {number}" for number in range(9))
+    view = TableView("title", ("output", *names), (("last_hidden_state", *["1.000000"] * 9), ("pooler", *["0"] * 9)))
+    console = SafeConsole(file=io.StringIO(), width=80)
+    console.print(view)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[1:4:2] for line in lines if "output" in line] == [
+        ["output", "last_hidden_state"],
+        ["output", "pooler"],
+    ]
+    assert sum("measure 8" in line for line in lines) == 2
+    wide = SafeConsole(file=io.StringIO(), width=160)
+    wide.print(view)
+    assert sum("measure 8" in line for line in wide.file.getvalue().splitlines()) == 1

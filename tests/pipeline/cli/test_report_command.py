@@ -125,4 +125,4 @@ def test_a_diff_needs_an_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[
     TuningDatabase.open(path).close()
     code, _, err = run(capsys, "--db", str(path), "--diff", str(tmp_path))
     assert code == 2
-    assert "--diff sets an artifact beside OLD" in err
+    assert "--diff compares an artifact with OLD" in err

@@ -17,7 +17,6 @@ from relaxtune.pipeline.dashboard.markup import Section, remark, sections
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.pages.render import code, number, page, percent, table
 from relaxtune.pipeline.report.page import render_page
-from relaxtune.pipeline.report.progress import Progress
 from relaxtune.pipeline.report.report import report_artifact, report_database
 from relaxtune.tuning_db.artifacts import Benchmark
 from relaxtune.tuning_db.records import utc_now
@@ -116,18 +115,17 @@ def test_peers_and_the_course_of_the_tuning_are_on_the_page_of_a_noted_artifact(
     for arm, latency_us in (("relaxtune", 500.0), ("<ort>", 1500.0)):
         database.record_benchmark(Benchmark(artifact.key, environment, arm, (latency_us,), created_at=moment))
     report = report_artifact(tuned, database=database)
-    assert [(arm.arm, arm.latency_us) for arm in report.progress.arms] == [("relaxtune", 500.0), ("<ort>", 1500.0)]
+    assert [(arm.arm, arm.latency_us) for arm in report.arms] == [("relaxtune", 500.0), ("<ort>", 1500.0)]
     data = json.loads(json.dumps(report.to_json()))
     assert {arm["arm"] for arm in data["arms"]} == {"relaxtune", "<ort>"}
     later = [(0.0, 900.0), (7.5, 700.0)]
-    shown = render_page([dataclasses.replace(report, progress=Progress(tuple(later), report.progress.arms))])
+    shown = render_page([dataclasses.replace(report, curve=tuple(later))])
     assert "Beside others" in shown
     assert "0.5 ms" in shown
     assert "<ort>" not in shown
     assert "Best so far" in shown
     assert "ms over seconds of tuning" in shown
-    by_job = report_database(database)[0].progress
-    assert by_job.arms == report.progress.arms
+    assert report_database(database)[0].arms == report.arms
     # Without a database, and without a curve, neither is there.
     alone = render_page([report_artifact(tuned)])
     assert "Beside others" not in alone

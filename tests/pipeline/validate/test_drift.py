@@ -17,7 +17,7 @@ from relaxtune.pipeline.validate.drift import (
     measure_perplexity,
     read_tokens,
 )
-from relaxtune.pipeline.validate.drift_report import DriftOptions
+from relaxtune.pipeline.validate.report import DriftOptions
 
 RNG = np.random.default_rng(0)
 

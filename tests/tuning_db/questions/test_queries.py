@@ -39,10 +39,6 @@ def filled(database, samples):
     return database
 
 
-def test_info_is_that_of_the_database(filled):
-    assert queries.info(filled) == filled.info()
-
-
 def test_top_has_the_best_of_each_task_and_device_slowest_first(filled):
     rows = [(t.name, t.best.environment.device_name, t.best.latency_us, t.valid, t.failed) for t in queries.top(filled)]
     assert rows == [

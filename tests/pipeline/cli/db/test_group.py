@@ -143,7 +143,7 @@ def test_cost_of_a_job(rows, call, filled):
     with TuningDatabase.open(filled[0]) as database:
         other = database.start_job(model="bert", model_sha256="0" * 64, target=TARGET).id
     error = call("db", "cost", "", "--db", filled[0], code=2).err
-    assert "it is the start of 2: " in error
+    assert "2 begin with it: " in error
     assert other in error
 
 

@@ -1,0 +1,81 @@
+"""`TableView`: every table that a command prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+Item = TypeVar("Item")
+# Cells up to this many letters are not folded where there is room; no column of a table has fewer than the least.
+_NARROW, _LEAST = 12, 8
+
+
+@dataclass(frozen=True)
+class TableView:
+    """A table to print: its title, column names, and rows of already formatted cells; rich draws it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    right: Collection[str] = ()  # Columns that end at the right.
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        items: Iterable[Item],
+        columns: Mapping[str, Callable[[Item], object]],
+        caption: str = "",
+        right: Collection[str] = (),
+    ) -> TableView:
+        """Return a table with a row for each item; `columns` says what a cell shows, nothing for None."""
+        cells = ([show(item) for show in columns.values()] for item in items)
+        rows = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in cells)
+        return cls(title, tuple(columns), rows, caption, right)
+
+    @classmethod
+    def facts(cls, title: str, facts: Iterable[tuple[str, object]], value: str = "found") -> TableView:
+        """Return a table of the facts on one thing: a row for each, by its name."""
+        return cls.of(title, facts, {"what": lambda fact: fact[0], value: lambda fact: fact[1]})
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the table, in the width that there is; a row is a section of its own where the columns have no room."""
+        title, caption = Text(self.title, style="table.title"), self.caption or None
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        room = options.max_width - 3 * len(widths) - 1
+        if sum(min(width, _LEAST) for width in widths) > room:
+            table = Table(title=title, title_justify="left", caption=caption, show_header=False)
+            for row in self.rows:
+                for column, cell in zip(self.columns, row, strict=True):
+                    if cell:
+                        table.add_row(Text(column), Text(cell))
+                table.add_section()
+            yield table
+            return
+        table = Table(title=title, title_justify="left", caption=caption)
+        narrow = [width <= _NARROW for width in widths]
+        # Numbers and words keep their width where names have room to be folded beside them.
+        kept = sum(width for width, short in zip(widths, narrow, strict=True) if short)
+        whole = room - kept >= _NARROW * narrow.count(False)
+        for column, short in zip(self.columns, narrow, strict=True):
+            table.add_column(
+                column,
+                overflow="fold",
+                no_wrap=short and whole,
+                justify="right" if column in self.right else "left",
+            )
+        for row in self.rows:
+            # As plain text: names and messages may hold brackets, which rich would read as markup.
+            table.add_row(*(Text(cell) for cell in row))
+        yield table
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first name and how many more there are."""
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
