@@ -26,7 +26,7 @@ _ERROR_CHARS_MAX = 4000
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """What a child runs, and with what."""
+    """The module of a child, and its surroundings."""
 
     # Its `start()` does the slow imports and returns the function that answers a request. The text of an exception goes
     # back to the parent.

@@ -15,15 +15,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from multiprocessing import forkserver, reduction
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import IO
 
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.workers.child import ChildSpec, die_with, import_path, leave_out_torch
-from relaxtune.pipeline.workers.process import END_S, Forked, log_tail, new_log, spawn
+from relaxtune.pipeline.workers.process import END_S, Forked, log_tail, new_log, short_address, spawn
 
 # Workers of a node that ask at the same time.
 _CLIENTS_WAITING = 512
@@ -56,30 +53,7 @@ class Forks:
         OSError
             The server is gone.
         """
-        spec = replace(spec, environment={**os.environ, **spec.environment})
-
-        def begin(connection: Connection, log: IO[bytes]) -> tuple[int, int]:
-            with ExitStack() as failed, socket.socket(socket.AF_UNIX) as client:
-                with _short(self._path) as path:
-                    client.connect(path)
-                (status, theirs), (reading, lifeline) = os.pipe(), os.pipe()
-                failed.callback(os.close, status)
-                failed.callback(os.close, lifeline)
-                # In the order of `multiprocessing`; the log stands for two descriptors of no use here.
-                given = [reading, theirs, log.fileno(), log.fileno(), connection.fileno(), log.fileno()]
-                try:
-                    reduction.sendfds(client, given)
-                finally:
-                    os.close(theirs)
-                    os.close(reading)
-                with open(lifeline, "wb", closefd=False) as stream:
-                    # No preparation: the main module of this process is none of the child's.
-                    reduction.dump({}, stream)
-                    reduction.dump(spec, stream)
-                failed.pop_all()
-                return status, lifeline
-
-        return Forked(begin, self.last_words)
+        return Forked(spec, self._path, self.last_words)
 
     def last_words(self) -> str:
         """Return what the server wrote, where this process started it."""
@@ -131,7 +105,7 @@ def listening(path: Path) -> Iterator[socket.socket]:
         Another server listens there.
     """
     with socket.socket(socket.AF_UNIX) as listener:
-        with _short(path) as address:
+        with short_address(path) as address:
             listener.bind(address)
         listener.listen(_CLIENTS_WAITING)
         yield listener
@@ -151,13 +125,3 @@ def do_imports(modules: Sequence[str]) -> None:
     """Do the imports of workers."""
     for name in modules:
         importlib.import_module(name).start()
-
-
-@contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
-    """Give a name of a path that a socket's address has room for: it holds 107 characters."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
-    finally:
-        os.close(folder)

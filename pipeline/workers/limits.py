@@ -28,7 +28,7 @@ class Limit(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What the answer to a request may take; None is no limit."""
+    """Limits of the answer to a request; None is no limit."""
 
     timeout_s: float | None = None  # Seconds in which the machine was awake.
     rss_bytes: int | None = None  # Resident memory.
@@ -79,7 +79,7 @@ class Watch:
         return self._clock.seconds() - self._began_s
 
     def exceeded(self) -> tuple[Limit, str] | None:
-        """Return the limit that the process is beyond, and how it is told; None while it may go on."""
+        """Return the limit that the process is beyond, and a message; None while it may go on."""
         now_s, limits = self._clock.seconds(), self._limits
         if limits.timeout_s is not None and now_s - self._began_s > limits.timeout_s:
             return Limit.TIME, f"killed after {limits.timeout_s:g} s"

@@ -1,4 +1,4 @@
-"""Which errors are faults of the machine: a full disk, no memory, too many files or processes, a killed tool.
+"""Errors that are faults of the machine: a full disk, no memory, too many files or processes, a killed tool.
 
 They tell nothing about the kernel at hand. Errors come as texts: from a child, from a compiler, through TVM.
 """
@@ -10,7 +10,7 @@ import os
 import re
 import signal
 
-# A full or broken disk, no process or file more: the words are the system's, in whose error ever.
+# Texts of operating-system errors: disk full, I/O error, process or file limit reached.
 _SYSTEM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
 # Of Python and NumPy, of C++, of LLVM, GCC, NVRTC and CUDA's driver, of CUDA's runtime, of ld, and of the system.
 _MEMORY = (
@@ -21,7 +21,7 @@ _MEMORY = (
     r"(?i:memory exhausted)",
     re.escape(os.strerror(errno.ENOMEM)),
 )
-# What GCC's driver and nvcc say of a part of theirs.
+# Messages of GCC's driver and nvcc about a part of theirs.
 _KILLED_PART = (r"Killed signal terminated", r"died due to signal (9|15)\b")
 #: Signals that end a process from outside.
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

@@ -1,13 +1,13 @@
-"""Workers that share a queue: each has a thread, and does one job at a time."""
+"""Workers that share a queue: each does one job at a time."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar
 
+from relaxtune.pipeline.workers.replies import WorkerStoppedError
 from relaxtune.pipeline.workers.worker import Worker
 
 T = TypeVar("T")
@@ -26,55 +26,39 @@ class WorkerPool:
 
     def __init__(self, workers: Sequence[Worker], name: str) -> None:
         self.workers = tuple(workers)
-        self._jobs: SimpleQueue[Callable[[Worker], None] | None] = SimpleQueue()
         self._closed = False
+        self._executor = ThreadPoolExecutor(len(self.workers), thread_name_prefix=name)
+        self._free: SimpleQueue[Worker] = SimpleQueue()
         for worker in self.workers:
             worker.start()
-        self._threads = [
-            threading.Thread(target=self._serve, args=(worker,), name=name, daemon=True) for worker in self.workers
-        ]
-        for thread in self._threads:
-            thread.start()
+            self._free.put(worker)
 
     @property
     def waiting(self) -> int:
         """Jobs that no worker has yet."""
-        return self._jobs.qsize()
+        return self._executor._work_queue.qsize()
 
     def submit(self, job: Callable[[Worker], T]) -> Future[T]:
-        """Have a job done by the next free worker; after `close`, a request of it is given up at once."""
-        future: Future[T] = Future()
-
-        def do(worker: Worker) -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(job(worker))
-            # The border of the thread: whoever waits for the future is told.
-            except BaseException as e:
-                future.set_exception(e)
-
+        """Have a job done by the next free worker; the future of one that comes after `close` holds an error."""
         if self._closed:
-            do(self.workers[0])
-        else:
-            self._jobs.put(do)
-        return future
+            future: Future[T] = Future()
+            future.set_exception(WorkerStoppedError("the run was stopped"))
+            return future
+        return self._executor.submit(self._do, job)
+
+    def _do(self, job: Callable[[Worker], T]) -> T:
+        worker = self._free.get()
+        try:
+            return job(worker)
+        finally:
+            self._free.put(worker)
 
     def close(self) -> None:
         """End the workers; jobs in the queue find that they have left."""
-        if self._closed:
-            return
         self._closed = True
         # All at the same time: a process that uses a GPU takes a second to be gone.
         for worker in self.workers:
             worker.leave()
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._executor.shutdown()
         for worker in self.workers:
             worker.close()
-
-    def _serve(self, worker: Worker) -> None:
-        while (job := self._jobs.get()) is not None:
-            job(worker)

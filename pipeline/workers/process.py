@@ -6,13 +6,16 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from multiprocessing import Pipe, forkserver
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing import Pipe, forkserver, reduction
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import IO
 
 from relaxtune.pipeline.spans import span
@@ -28,30 +31,31 @@ END_S = 5.0
 class Process(ABC):
     """A child that answers requests on a socket, in order. It leads a group of its own.
 
-    Parameters
-    ----------
-    begin : callable
-        Starts the child with its end of the socket and its log.
-
     Raises
     ------
     OSError
         It cannot be started.
     """
 
-    def __init__(self, begin: Callable[[Connection, IO[bytes]], None]) -> None:
+    def __init__(self, spec: ChildSpec) -> None:
         #: Whether its imports are done.
         self.ready = False
         self._log = new_log()
+        # The pipe whose other end the child dies with.
+        self._lifeline = -1
         self.connection, theirs = Pipe(duplex=True)
         try:
-            begin(theirs, self._log)
+            self._begin(spec, theirs)
         except BaseException:
             self.connection.close()
             self._log.close()
             raise
         finally:
             theirs.close()
+
+    @abstractmethod
+    def _begin(self, spec: ChildSpec, connection: Connection) -> None:
+        """Start the child with its end of the socket."""
 
     @property
     @abstractmethod
@@ -122,22 +126,19 @@ class Process(ABC):
 class Afresh(Process):
     """A child that this process starts."""
 
-    def __init__(self, spec: ChildSpec) -> None:
-        self._process: subprocess.Popen[bytes]
-        self._lifeline = -1
+    _process: subprocess.Popen[bytes]
 
-        def begin(connection: Connection, log: IO[bytes]) -> None:
-            reading, self._lifeline = os.pipe()
-            descriptors = (connection.fileno(), reading)
-            try:
-                self._process = spawn(spec.command(*descriptors), descriptors, {**os.environ, **spec.environment}, log)
-            except BaseException:
-                os.close(self._lifeline)
-                raise
-            finally:
-                os.close(reading)
-
-        super().__init__(begin)
+    def _begin(self, spec: ChildSpec, connection: Connection) -> None:
+        reading, self._lifeline = os.pipe()
+        descriptors = (connection.fileno(), reading)
+        try:
+            environment = {**os.environ, **spec.environment}
+            self._process = spawn(spec.command(*descriptors), descriptors, environment, self._log)
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(reading)
 
     @property
     def pid(self) -> int:
@@ -161,29 +162,44 @@ class Afresh(Process):
 
 
 class Forked(Process):
-    """A child of a fork server.
+    """A child of a fork server, forked when the server has done its imports.
 
     Parameters
     ----------
-    begin : callable
-        Has it forked; returns the pipe of its process id and exit code, and the pipe that it dies with.
+    path : Path
+        The server's socket.
     last_words : callable
         Returns what the server wrote, where it ended before it forked the child.
     """
 
-    def __init__(
-        self, begin: Callable[[Connection, IO[bytes]], tuple[int, int]], last_words: Callable[[], str]
-    ) -> None:
-        self._status = self._lifeline = -1
+    def __init__(self, spec: ChildSpec, path: Path, last_words: Callable[[], str]) -> None:
+        self._path, self._server_wrote = path, last_words
+        # The pipe of the child's process id and exit code.
+        self._status = -1
         self._pid: int | None = None
         self._code: int | None = None
         self._reading = threading.Lock()
-        self._server_wrote = last_words
+        super().__init__(replace(spec, environment={**os.environ, **spec.environment}))
 
-        def fork(connection: Connection, log: IO[bytes]) -> None:
-            self._status, self._lifeline = begin(connection, log)
-
-        super().__init__(fork)
+    def _begin(self, spec: ChildSpec, connection: Connection) -> None:
+        with contextlib.ExitStack() as failed, socket.socket(socket.AF_UNIX) as client:
+            with short_address(self._path) as address:
+                client.connect(address)
+            (self._status, theirs), (reading, self._lifeline) = os.pipe(), os.pipe()
+            failed.callback(os.close, self._status)
+            failed.callback(os.close, self._lifeline)
+            # In the order of `multiprocessing`; the log stands for two descriptors of no use here.
+            log = self._log.fileno()
+            try:
+                reduction.sendfds(client, [reading, theirs, log, log, connection.fileno(), log])
+            finally:
+                os.close(theirs)
+                os.close(reading)
+            with open(self._lifeline, "wb", closefd=False) as stream:
+                # No preparation: the main module of this process is none of the child's.
+                reduction.dump({}, stream)
+                reduction.dump(spec, stream)
+            failed.pop_all()
 
     @property
     def pid(self) -> int:
@@ -220,6 +236,16 @@ class Forked(Process):
             return int(forkserver.read_signed(self._status))
         except EOFError:
             return missing
+
+
+@contextlib.contextmanager
+def short_address(path: Path) -> Iterator[str]:
+    """Give a name of a path that a socket's address has room for: it holds 107 characters."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def spawn(

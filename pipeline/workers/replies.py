@@ -1,4 +1,4 @@
-"""What becomes of a request to a worker."""
+"""Replies of a worker, and errors in place of one."""
 
 from __future__ import annotations
 

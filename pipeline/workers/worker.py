@@ -50,7 +50,7 @@ class Worker:
     environment : Mapping
         Environment variables for the child, over those of this process.
     server : Forks or None
-        What forks the child; without one, or where it is gone, the child is started afresh.
+        Forks the child; without one, or where it is gone, the child is started afresh.
     niceness : int
         By how much the child is nicer than this process.
     gpu : bool
@@ -95,7 +95,7 @@ class Worker:
         return max(0, self.starts - 1)
 
     def start(self) -> None:
-        """Start the child and return at once: its imports go on beside this process."""
+        """Start the child and return at once: its imports go on meanwhile."""
         with self._asking:
             if self._child is None and not self._stopped:
                 try:
@@ -109,9 +109,9 @@ class Worker:
         Parameters
         ----------
         limits : Limits or None
-            What the answer may take.
+            Of the answer.
         again : bool
-            Whether another child may be asked where the machine ended the first; it knows of no earlier request.
+            Whether another child, without earlier requests, gets the request where the machine ended the first.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class Worker:
                 child.send(request)
             reply = self._receive(child, limits)
         except BaseException:
-            # Where the child lives, its answer would come later, when something else is asked.
+            # Where the child lives, its answer would be taken for that to the next request.
             self.replace()
             raise
         self.answered += 1
