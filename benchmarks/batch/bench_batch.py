@@ -178,11 +178,11 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
     busy: dict[str, float] = {}
     moments: list[tuple[float, str, str]] = []
     tuned: list[float] = []
-    backends = executors.backends
+    machine_of = executors.machine
 
     @contextmanager
     def watched(self, *asked):  # type: ignore[no-untyped-def]
-        with backends(self, *asked) as machine:
+        with machine_of(self, *asked) as machine:
             yield machine
             busy.update(machine.backend.busy_s)
 
@@ -199,7 +199,7 @@ def run_arm(arguments: argparse.Namespace) -> dict[str, object]:
         stages[cell.name] = {name: round(seconds, 2) for name, seconds in found.stage_s.items()}
         over(self, cell, found)
 
-    executors.backends = watched  # type: ignore[method-assign]
+    executors.machine = watched  # type: ignore[method-assign]
     CellFeed._over = noted  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         database, cluster = "relaxtune.db", None

@@ -41,7 +41,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,11 @@ from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.tasks import CellFault, prepare_cell
+from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.tuning.local.backend import Machine
 from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
-from relaxtune.pipeline.tuning.measure.backend import Capabilities
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.pipeline.tuning.tasks import Tasks
 from relaxtune.tuning_db.batches import list_cells as list_rows
 from relaxtune.tuning_db.cell_states import CellState
@@ -94,7 +93,7 @@ def prepare_one(cell: Cell, path: Path) -> Path:
     """Import and lower one cell into a file."""
     found = prepare_cell(cell)
     if isinstance(found, CellFault):
-        raise found.error
+        raise PipelineError(found.note)
     path.write_bytes(pickle.dumps(found.with_starts()))
     return path
 
@@ -117,7 +116,6 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         return found
 
     Tasks.choose = timed  # type: ignore[method-assign]
-    store = ArtifactStore()
     made = ray.remote(max_restarts=-1, num_cpus=0)(WaitingActor)
     handles = [made.remote(arguments.measure_ms / 1e3) for _ in range(actors)]
     ray.get([one.begin.remote() for one in handles])
@@ -165,9 +163,9 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
 
     @contextmanager
     def opened(stop: StopSignal) -> Iterator[Machine]:
-        measurers = [WaitingMeasurer(ray, one, f"waits {at}", store, stop) for at, one in enumerate(handles)]
-        backend = SideBySide(measurers, Capabilities("cuda", "waits", compares=False, undisturbed=True), depth=2)
-        builder = WaitingRayBuilder(ray, store, BuilderLimits(), stop)
+        measurers = [WaitingMeasurer(ray, one, f"waits {at}", stop) for at, one in enumerate(handles)]
+        backend = SideBySide(measurers, undisturbed=True, depth=2)
+        builder = WaitingRayBuilder(ray, BuilderLimits(), stop)
         builder.builders = actors * arguments.builders_each
         builder._task = BuildTask(builders)
         cpu, own, began = time.process_time(), time.thread_time(), time.monotonic()
@@ -195,7 +193,7 @@ def run_once(arguments: argparse.Namespace, actors: int, cells: int) -> dict[str
         )
         numbers = {cell.name: number for number, cell in enumerate(list_cells(plan))}
         workers = WaitingWorkers(actors, builders, paths, numbers)
-        driver.open_executors = lambda *_, **__: WaitingExecutors(opened, workers)  # type: ignore[assignment]
+        driver.open_executors = lambda *_, **__: closing(WaitingExecutors(opened, workers))  # type: ignore[assignment]
         result = driver.run_batch(plan, on_event=count)
         with TuningDatabase.open(url) as database:
             records, database_bytes = database.count_records(), database.info().size_bytes

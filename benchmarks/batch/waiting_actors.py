@@ -33,7 +33,7 @@ class WaitingActor:
         """Return the host."""
         return socket.gethostname()
 
-    def measure(self, workload: str, code: bytes) -> float:
+    def call(self, _method: str, workload: str, code: bytes) -> float:
         """Wait, and return a latency."""
         digest = hashlib.sha256(workload.encode() + code).digest()
         part = int.from_bytes(digest[4:8], "big") / 2**32
@@ -68,7 +68,7 @@ class WaitingBuilders:
         with open(path, "rb") as file:
             return file.read()
 
-    async def build(self, what: bytes, *_: object) -> tuple[Built, bytes]:
+    async def build(self, what: bytes, *_: object) -> Built:
         """Wait, and return code that the kernel decides."""
         from relaxtune.pipeline.tuning.measure.backend import Built
         from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
@@ -76,4 +76,4 @@ class WaitingBuilders:
 
         await asyncio.sleep(self.build_s)
         code = random.Random(hashlib.sha256(what).digest()).randbytes(PACKED_BYTES)
-        return Built(Status.OK, BuiltArtifact("", hashlib.sha256(code).hexdigest()), None, self.build_s), code
+        return Built(Status.OK, BuiltArtifact(code, hashlib.sha256(code).hexdigest()), None, self.build_s)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from relaxtune.pipeline.batch.cells import Cell
-from relaxtune.pipeline.batch.executors import Executors
 from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest
 from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.batch.worker import AheadWork, PrepareWork, Work
@@ -53,10 +52,13 @@ class WaitingMeasurer(ActorMeasurer):
         """Let the actor wait."""
         if self._stop.due:
             return Outcome(Unmeasured.STOPPED)
-        answer = self._ask(lambda: self._actor.measure.remote(spec.workload, self._store.find(artifact)))
-        if isinstance(answer, Outcome):
-            return answer
-        return Outcome(Status.OK, (answer,) * 3, environment=ENVIRONMENT)
+        answer = self._ask("measure", spec.workload, artifact.content)
+        if isinstance(answer, float):
+            return Outcome(Status.OK, (answer,) * 3, environment=ENVIRONMENT)
+        return answer if isinstance(answer, Outcome) else Outcome(Unmeasured.LOST)
+
+    def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> None:
+        """Do nothing: no final is held."""
 
 
 class BuildTask:
@@ -67,7 +69,7 @@ class BuildTask:
 
     def remote(self, *arguments: object) -> Any:
         """Hand a build to the next actor."""
-        return next(self._next).build.options(num_returns=2).remote(*arguments)
+        return next(self._next).build.remote(*arguments)
 
 
 class WaitingRayBuilder(RayBuilder):
@@ -95,14 +97,9 @@ class WaitingWorkers(CellWorkers):
     """
 
     def __init__(self, count: int, builders: Sequence[Any], paths: Sequence[Path], numbers: dict[str, int]) -> None:
-        self._count, self._paths, self._numbers = count, paths, numbers
+        self.count, self._paths, self._numbers = count, paths, numbers
         self._next = itertools.cycle(builders)
         self._finisher = ProcessPoolExecutor(_FINISHERS, multiprocessing.get_context("spawn"))
-
-    @property
-    def count(self) -> int:
-        """Imports at the same time."""
-        return self._count
 
     def submit(self, work: Work) -> Future[object]:
         """Wait for an import, or finish a cell in another process."""
@@ -133,7 +130,7 @@ class WaitingWorkers(CellWorkers):
         self._finisher.shutdown(cancel_futures=True)
 
 
-class WaitingExecutors(Executors):
+class WaitingExecutors:
     """Devices that wait."""
 
     def __init__(self, machine: Any, workers: CellWorkers) -> None:
@@ -147,7 +144,7 @@ class WaitingExecutors(Executors):
         """Return how many actors wait."""
         return self._workers.count
 
-    def backends(
+    def machine(
         self, target: ResolvedTarget, environment: Environment, options: TuningOptions, stop: StopSignal
     ) -> Any:
         """Start nothing: the actors are there."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_arms.arm import DeviceArm
 from benchmarks.gpu_arms.torch_models import outputs_of
-from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
+from relaxtune.pipeline.tuning.measure.device_lock import DeviceLock
 
 _WARMUP = 3
 
@@ -31,7 +31,7 @@ def graph_arm(module: nn.Module, inputs: Sequence[Tensor]) -> DeviceArm:
     return DeviceArm(graph.replay, torch.cuda.synchronize, lambda: outputs_of(module, returned))
 
 
-def inductor_arm(module: nn.Module, inputs: Sequence[Tensor], turn: DeviceTurn) -> DeviceArm:
+def inductor_arm(module: nn.Module, inputs: Sequence[Tensor], turn: DeviceLock) -> DeviceArm:
     """Return `torch.compile(mode="max-autotune")`, which keeps its own CUDA graph.
 
     Its inputs are declared to stay where they are, so that no run copies them. While it compares candidates on the
@@ -55,7 +55,7 @@ def inductor_arm(module: nn.Module, inputs: Sequence[Tensor], turn: DeviceTurn) 
     return DeviceArm(launch, torch.cuda.synchronize, lambda: outputs_of(module, last), notes=notes)
 
 
-def serialise_autotuning(turn: DeviceTurn) -> bool:
+def serialise_autotuning(turn: DeviceLock) -> bool:
     """Make inductor take the GPU's turn for each of its measurements; False where this torch has no such place."""
     from torch._inductor.runtime import benchmarking
 

@@ -30,7 +30,7 @@ from benchmarks.gpu_arms.ort_arm import ort_arm
 from benchmarks.gpu_arms.own_arm import own_arm
 from benchmarks.gpu_arms.timing import time_arms
 from benchmarks.gpu_arms.torch_arms import graph_arm, inductor_arm
-from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
+from relaxtune.pipeline.tuning.measure.device_lock import DeviceLock
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.tolerances import Tolerance, model_tolerance
 
@@ -71,7 +71,7 @@ def main() -> None:
 
 def prepare(case: Case, order: Order, emit: Emit) -> Prepared:
     """Return the arms of a case that gave the right result once, in the order of the request."""
-    turn = DeviceTurn(Path(order.lock))
+    turn = DeviceLock(Path(order.lock))
     proto = case.proto()
     weights, inputs = weights_of(proto), case.inputs()
     with turn:
@@ -111,7 +111,7 @@ def prepare(case: Case, order: Order, emit: Emit) -> Prepared:
     return prepared
 
 
-def _made(make: Callable[[], DeviceArm], name: str, turn: DeviceTurn) -> DeviceArm:
+def _made(make: Callable[[], DeviceArm], name: str, turn: DeviceLock) -> DeviceArm:
     # Inductor compiles on the CPU for a minute and takes the turn for its measurements itself.
     if name == INDUCTOR_ARM:
         return make()

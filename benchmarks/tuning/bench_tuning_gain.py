@@ -39,9 +39,8 @@ from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.report.ceilings import known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, judged
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
+from relaxtune.pipeline.tuning.measure.device_lock import DeviceLock
 from relaxtune.pipeline.tuning.options import Effort, options_for
-from relaxtune.pipeline.tuning.progress import SilentProgress
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase
 
@@ -86,14 +85,14 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
 
 def row(name: str, effort: Effort, asked: argparse.Namespace, turn: Path | None) -> Row:
     """Return what tuning a model at an effort gains; a model that fails is told in its row."""
-    taking_turns: AbstractContextManager[object] = DeviceTurn(turn) if turn is not None else nullcontext()
+    taking_turns: AbstractContextManager[object] = DeviceLock(turn) if turn is not None else nullcontext()
     began = time.monotonic()
     try:
         prepared = prepare_model(_requests(asked)[name])
         tuning = options_for(effort, None, asked.seconds)
         untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target)
         with TuningDatabase.open("sqlite://") as database, taking_turns:
-            tuned = tune_prepared(prepared, tuning, database, SilentProgress())
+            tuned = tune_prepared(prepared, tuning, database, None)
             kernels = _kernels(tuned, untuned.choices, database)
         made = compile_module(tuned.prepared.lowered, tuned.choices, prepared.target, like=untuned)
         with temporary_folder() as folder, taking_turns:

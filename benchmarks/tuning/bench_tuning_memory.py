@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from relaxtune.pipeline.choose.candidates import still_true_in  # noqa: E402
 from relaxtune.pipeline.environment import detect_environment  # noqa: E402
 from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402
+from relaxtune.pipeline.tuning.local.backend import Machine  # noqa: E402
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt  # noqa: E402
 from relaxtune.pipeline.tuning.measure.recipe import Buildable  # noqa: E402
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact  # noqa: E402
@@ -79,7 +81,7 @@ class Samples:
     def __init__(self) -> None:
         self.taken: list[tuple[int, int]] = []
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         """Take a sample when it is time."""
         if event.done % EVERY == 0:
             self.taken.append((event.done, resident_bytes()))
@@ -114,8 +116,7 @@ def main() -> None:
             still_true=still_true_in(database, target, environment),
             options=TuningOptions(trials=arguments.candidates, workers=2, finals=0, population=32),
             progress=samples,
-            builder=NoBuilder(Path(work)),
-            backend=WaitingBackend(environment, 1, 0.0),
+            machine=lambda *_: nullcontext(Machine(NoBuilder(Path(work)), WaitingBackend(environment, 1, 0.0))),
         )
     mib = [size / 2**20 for _, size in samples.taken]
     tenth = max(1, len(mib) // 10)

@@ -92,7 +92,7 @@ class Moments:
         """Note a candidate, at once in the file: an arm may be killed."""
         self._file.write(f"{self.now_s:.3f} {int(valid)}\n")
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         """Note a candidate of ours."""
         self.add(event.valid > self._valid)
         self._valid = event.valid

@@ -47,7 +47,7 @@ class Trajectory:
     def __init__(self) -> None:
         self.steps: list[tuple[str, float | None]] = []
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         """Keep what is told."""
         self.steps.append((event.task, event.best_us))
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 
 from relaxtune.pipeline.tuning.measure.backend import (
-    Capabilities,
     MeasureBackend,
     OnCompared,
     OnMeasured,
@@ -44,6 +43,8 @@ class WaitingBackend(MeasureBackend):
         Seconds that each takes its device.
     """
 
+    undisturbed = True
+
     def __init__(self, environment: Environment, devices: int, measure_s: float) -> None:
         self._environment = environment
         self._measure_s = measure_s
@@ -52,13 +53,6 @@ class WaitingBackend(MeasureBackend):
         self._threads = [threading.Thread(target=self._serve, args=(each,), daemon=True) for each in range(devices)]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it is taken for."""
-        return Capabilities(
-            self._environment.device_kind, self._environment.device_name, compares=False, undisturbed=True
-        )
 
     @property
     def busy_s(self) -> Mapping[str, float]:

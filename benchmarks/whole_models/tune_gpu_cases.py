@@ -45,7 +45,7 @@ from relaxtune.pipeline.jobs.compile_and_tune import compile_model, tune_model
 from relaxtune.pipeline.jobs.tuned_model import rerank_prepared, select_as_measured
 from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
-from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
+from relaxtune.pipeline.tuning.measure.device_lock import DeviceLock
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.tuning_db.store import TuningDatabase
@@ -147,7 +147,7 @@ def make_artifact(case: Case, arguments: argparse.Namespace) -> CompileResult:
 
 def _turn(arguments: argparse.Namespace) -> AbstractContextManager[object]:
     """Return what to hold while kernels are measured: nothing where no other process does."""
-    return DeviceTurn(arguments.turn) if arguments.turn is not None else nullcontext()
+    return DeviceLock(arguments.turn) if arguments.turn is not None else nullcontext()
 
 
 def _in_processes(cases: Sequence[Case], arguments: argparse.Namespace) -> int:

@@ -1,16 +1,17 @@
-"""The states of a batch's cells: written to the database, told as events, and heard of when others cancel."""
+"""The states of a batch's cells: written to the database, reported as events, and read again in case others cancel."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from relaxtune.pipeline.batch.cells import Cell
 from relaxtune.pipeline.batch.events import CandidateEvent, CellEvent, OnEvent
 from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener
+from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.tuning_db.batches import beat, list_cells, move_cell
 from relaxtune.tuning_db.cell_states import NO_FACTS, BatchHeldError, CellFacts, CellState, TransitionError
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, TuningDatabaseError
@@ -56,9 +57,9 @@ class Board:
         self._over = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="relaxtune-heartbeat", daemon=True)
         self.lost: BatchHeldError | None = None
-        # By task: the cells that have it, with its weight there. Then the best microseconds known of each task.
-        self._weights: dict[TaskOn, dict[str, int]] = {}
-        self._of_cell: dict[str, dict[TaskOn, int]] = {}
+        # Weights of the tasks of each cell, the cells of each task, and the best microseconds known of it.
+        self._weights: dict[str, dict[TaskOn, int]] = {}
+        self._cells_with: defaultdict[TaskOn, list[str]] = defaultdict(list)
         self._best_us: dict[TaskOn, float] = {}
 
     def __enter__(self) -> Board:
@@ -103,32 +104,25 @@ class Board:
     def arrived(self, one: CellTasks) -> None:
         """Note the tasks of a cell, for how fast its kernels are."""
         with self._lock:
-            arch = one.target.arch
-            own = self._of_cell[one.cell.name] = {(arch, task.workload_hash): task.weight for task in one.tasks}
-            for key, weight in own.items():
-                self._weights.setdefault(key, {})[one.cell.name] = weight
+            weights = {(one.target.arch, task.workload_hash): task.weight for task in one.tasks}
+            self._weights[one.cell.name] = weights
+            for key in weights:
+                self._cells_with[key].append(one.cell.name)
 
     def improved(self, arch: str, workload_hash: str, best_us: float) -> None:
         """Note the best latency of a task on a target, its fallback's included."""
         with self._lock:
             self._best_us[arch, workload_hash] = best_us
 
-    def progress_on(self, arch: str) -> ProgressListener:
-        """Return what listens to the tuning for a target."""
-        return _Listener(self, arch)
-
     def measured(self, arch: str, event: ProgressEvent) -> None:
         """Tell of a candidate of a target."""
+        kernels_ms = {}
         with self._lock:
-            key = (arch, event.workload_hash)
-            found = {name: self._kernels_ms(name) for name in self._weights.get(key, ())}
-            told = CandidateEvent(event, {name: ms for name, ms in found.items() if ms is not None})
-            self._on_event(told)
-
-    def _kernels_ms(self, name: str) -> float | None:
-        own = self._of_cell[name]
-        known = [weight * self._best_us[key] for key, weight in own.items() if key in self._best_us]
-        return sum(known) / 1e3 if len(known) == len(own) else None
+            for name in self._cells_with.get((arch, event.workload_hash), ()):
+                weights = self._weights[name]
+                if weights.keys() <= self._best_us.keys():
+                    kernels_ms[name] = sum(weight * self._best_us[task] for task, weight in weights.items()) / 1e3
+            self._on_event(CandidateEvent(event, kernels_ms))
 
     def _tell(self, event: CellEvent) -> None:
         with self._lock:
@@ -147,7 +141,9 @@ class Board:
             # The border of a thread: a database that is away for a while must not end the run.
             try:
                 beat(self._database, self._batch_id)
-                self._hear_cancelled()
+                for row in list_cells(self._database, self._batch_id):
+                    if row.state is CellState.CANCELLED and row.spec.name in self._events:
+                        self._tell(CellEvent(self._events[row.spec.name].cell, row.state, row.facts))
             except BatchHeldError as e:
                 self.lost = e
                 self.stop.request()
@@ -157,16 +153,3 @@ class Board:
             except TuningDatabaseError:
                 logger.exception("no heartbeat any more")
                 return
-
-    def _hear_cancelled(self) -> None:
-        for row in list_cells(self._database, self._batch_id):
-            if row.state is CellState.CANCELLED and row.spec.name in self._events:
-                self._tell(CellEvent(self._events[row.spec.name].cell, row.state, row.facts))
-
-
-class _Listener:
-    def __init__(self, board: Board, arch: str) -> None:
-        self._board, self._arch = board, arch
-
-    def candidate_measured(self, event: ProgressEvent) -> None:
-        self._board.measured(self._arch, event)

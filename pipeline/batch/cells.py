@@ -41,8 +41,8 @@ from relaxtune.schedules.targets import resolve_target
 CELLS_MAX = 10_000
 FOLDERS_MAX = 20_000
 
-#: Is given a line of progress, as often as there is one.
-Told = Callable[[str], None]
+#: Called with each line of progress.
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Cell:
     precision: str
     target: str
     importance: int  # How many times each call of its kernels counts.
-    limits: Limits  # What its artifact must keep.
+    limits: Limits  # Of its artifact.
     tags: tuple[str, ...]
     seed: int = 0  # Of the weights of a zoo model.
 
     @property
     def request(self) -> ModelRequest:
-        """What is asked of the pipeline."""
+        """The request to the pipeline."""
         return ModelRequest(
             source=self.source,
             shapes=_parse_shape(self.shape),
@@ -93,7 +93,7 @@ def _content_key(path: Path, _changed_ns: int, _size: int) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def list_cells(plan: Plan, tell: Told = lambda _: None) -> tuple[Cell, ...]:
+def list_cells(plan: Plan, tell: OnProgress = lambda _: None) -> tuple[Cell, ...]:
     """Return the cells of a plan, in its order. No model is loaded.
 
     Raises
@@ -128,8 +128,8 @@ def list_cells(plan: Plan, tell: Told = lambda _: None) -> tuple[Cell, ...]:
             if key in places:
                 line = plan.lines.find(places[key])
                 parts = (Path(cell.source).stem, cell.shape, cell.precision, cell.target)
-                told = f"{' '.join(filter(None, parts))} is there twice"
-                faults.append(plan.fault(place, f"{told}, also at line {line}; keep one of them"))
+                twice = " ".join(filter(None, parts))
+                faults.append(plan.fault(place, f"{twice} is there twice, also at line {line}; keep one of them"))
                 continue
             places[key] = place
             cells.append(cell)
@@ -170,7 +170,7 @@ def _given(limits: LimitsTable) -> dict[str, float]:
     return {name: float(value) for name, value in limits.model_dump().items() if value is not None}
 
 
-def _find_models(plan: Plan, text: str, tell: Told) -> list[str] | str:
+def _find_models(plan: Plan, text: str, tell: OnProgress) -> list[str] | str:
     """Return what a text of `models` names, or what is wrong with it."""
     if not text.endswith(".onnx") and "/" not in text:
         try:
@@ -187,7 +187,7 @@ def _find_models(plan: Plan, text: str, tell: Told) -> list[str] | str:
     return f"there is no file {path}{near or '; expected an .onnx file, relative to the plan, or a zoo name'}"
 
 
-def _matching(pattern: str, tell: Told) -> list[str] | str:
+def _matching(pattern: str, tell: OnProgress) -> list[str] | str:
     """Return the files that a pattern matches, or which limit it goes beyond. Folders are counted from `**/` on."""
     head, _, rest = pattern.partition("/**/")
     folders = glob.iglob(f"{head}/**/", recursive=True) if rest else ("",)
@@ -206,25 +206,21 @@ def _matching(pattern: str, tell: Told) -> list[str] | str:
 def _faults_of(plan: Plan, table: DefaultsTable, place: Place) -> list[str]:
     """Return what is wrong with shapes, buckets, precisions and targets."""
     found: list[str] = []
-    for shape in table.shapes or ():
-        try:
-            _parse_shape(shape)
-        except ModelError as e:
-            found.append(plan.fault((*place, "shapes"), str(e), shape))
-    for bucket in table.buckets or ():
-        try:
-            parse_bucket(bucket)
-        except ModelError as e:
-            found.append(plan.fault((*place, "buckets"), str(e), bucket))
+    parse: dict[str, Callable[[str], object]] = {
+        "shapes": _parse_shape,
+        "buckets": parse_bucket,
+        "targets": resolve_target,
+    }
+    for key, read in parse.items():
+        for text in getattr(table, key) or ():
+            try:
+                read(text)
+            except (ModelError, ScheduleError) as e:
+                found.append(plan.fault((*place, key), str(e), text))
     for precision in table.precisions or ():
         if precision not in PRECISIONS:
-            told = f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}"
-            found.append(plan.fault((*place, "precisions"), told + nearest(precision, PRECISIONS), precision))
-    for target in table.targets or ():
-        try:
-            resolve_target(target)
-        except ScheduleError as e:
-            found.append(plan.fault((*place, "targets"), str(e), target))
+            fault = f"unknown precision {precision!r}; expected one of {', '.join(PRECISIONS)}"
+            found.append(plan.fault((*place, "precisions"), fault + nearest(precision, PRECISIONS), precision))
     return found
 
 
@@ -237,9 +233,9 @@ def _unknown_inputs(plan: Plan, sources: Sequence[str], matrix: CellsTable, plac
         for preset in presets:
             known = [spec.name for spec in preset.inputs] + list_symbols(preset.inputs)
             for name in _parse_shape(shape).keys() - set(known):
-                told = f"{preset.name} has no input and no axis {name!r}; expected {', '.join(known)}"
-                told += nearest(name, known)
-                found.append(plan.fault((*(place if own else ("defaults",)), "shapes"), told, shape))
+                fault = f"{preset.name} has no input and no axis {name!r}; expected {', '.join(known)}"
+                fault += nearest(name, known)
+                found.append(plan.fault((*(place if own else ("defaults",)), "shapes"), fault, shape))
     return found
 
 

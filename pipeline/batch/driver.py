@@ -1,6 +1,6 @@
 """A plan carried out: its batch held in the database, each target's tasks tuned once, each cell accepted by itself.
 
-A cell that cannot be had, fails validation or misses a limit does not stop the others, unless that is asked for.
+A cell that cannot be imported, fails validation or misses a limit does not stop the others, unless `fail_fast` is set.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run_batch(
     fail_fast : bool
         Whether the first cell that is not accepted ends the run; the others stay queued.
     on_event : callable or None
-        Told of each state of each cell and of each candidate, from several threads, one at a time.
+        Called with each state of each cell and each candidate, from several threads, one at a time.
     cluster : str or None
         See `open_executors`.
     stop : StopSignal or None
@@ -156,13 +156,17 @@ def _drive(
 ) -> BatchResult:
     rows = {row.spec.name: row for row in batches.list_cells(database, batch.id)}
     known = {cell.name: (cell, rows[cell.name].state, rows[cell.name].facts) for cell in cells if cell.name in rows}
-    board = Board(database, batch.id, known, stop, on_event or _ignore, fail_fast=fail_fast)
+    board = Board(database, batch.id, known, stop, on_event or (lambda _: None), fail_fast=fail_fast)
     tuning: list[TuningSummary] = []
     outcome = "failed"
     try:
         with board, ctrl_c_requests(stop):
             for cell in cells:
-                _take_unchanged(board, database, cell, rows[cell.name].spec.key)
+                queued = board.state(cell) is CellState.QUEUED
+                same = find_unchanged(database, rows[cell.name].spec.key) if queued else None
+                if same is not None:
+                    note = f"nothing changed since it was accepted at {same.updated_at:%Y-%m-%d %H:%M} UTC"
+                    board.move(cell, CellState.DONE, replace(same.facts, seconds=0.0), note)
             groups = group_targets(cells)
             found: dict[int, TuningSummary] = {}
 
@@ -194,19 +198,6 @@ def _drive(
             batches.finish_batch(database, batch.id, outcome)
 
 
-def _ignore(event: BatchEvent) -> None:
-    """Do nothing."""
-
-
-def _take_unchanged(board: Board, database: TuningDatabase, cell: Cell, key: str) -> None:
-    if board.state(cell) is not CellState.QUEUED:
-        return
-    same = find_unchanged(database, key)
-    if same is not None:
-        told = f"nothing changed since it was accepted at {same.updated_at:%Y-%m-%d %H:%M} UTC"
-        board.move(cell, CellState.DONE, replace(same.facts, seconds=0.0), told)
-
-
 def _carry_out(
     plan: Plan,
     batch: Batch,
@@ -227,22 +218,13 @@ def _carry_out(
             board.move(cell, CellState.FAILED, CellFacts(error=not_here(target)))
         return None
     options = group_options(plan, len(group), every, executors.count_devices(target))
-    job_id = ""
-
-    def begun(started: str) -> None:
-        nonlocal job_id
-        job_id = started
+    # The job, once it has begun.
+    job_ids: list[str] = []
 
     def request_of(cell: Cell) -> FinishRequest:
+        out = (plan.out / cell.name).absolute()
         return FinishRequest(
-            cell,
-            plan.name,
-            batch.id,
-            plan.database,
-            (plan.out / cell.name).absolute(),
-            options,
-            plan.table.samples,
-            job_id,
+            cell, plan.name, batch.id, plan.database, out, options, plan.table.samples, "".join(job_ids)
         )
 
     feed = CellFeed(left, board, database, executors.workers(target), request_of, trials_of(plan, every))
@@ -252,11 +234,11 @@ def _carry_out(
             (),
             options,
             database,
-            board.progress_on(target.arch),
-            machine=executors.backends,
+            partial(board.measured, target.arch),
+            machine=executors.machine,
             feed=feed,
             stop=StopSignal(within=board.stop),
-            on_job=begun,
+            on_job=job_ids.append,
         )
     except InterruptedEarlyError:
         return None
@@ -264,8 +246,8 @@ def _carry_out(
         logger.warning("%s: nothing could be tuned: %s", target.arch, error)
         feed.fail_rest(error)
         return None
-    told = (target.arch, len(summary.tasks), len(left), summary.candidates)
-    logger.info("%s: %d tasks of %d cells, %d candidates", *told)
+    counts = (len(summary.tasks), len(left), summary.candidates)
+    logger.info("%s: %d tasks of %d cells, %d candidates", target.arch, *counts)
     feed.finish_rest()
     return summary
 
@@ -283,7 +265,7 @@ def side_by_side(parts: Sequence[Callable[[], None]], stop: StopSignal) -> None:
     def do(part: Callable[[], None]) -> None:
         try:
             part()
-        except BaseException as e:  # the border of a thread: the caller is told
+        except BaseException as e:  # the border of a thread: the caller raises it
             errors.append(e)
             stop.request()
 
@@ -298,9 +280,9 @@ def side_by_side(parts: Sequence[Callable[[], None]], stop: StopSignal) -> None:
 
 
 class BatchRun:
-    """A plan to carry out: begun when it is iterated over, or when its result is asked for.
+    """A plan to carry out: it begins when it is iterated over, or with `result`.
 
-    A loop that is left, by `break` or by Ctrl-C, ends the run: what is finished is kept.
+    A loop that is left, by `break` or by Ctrl-C, ends the run: finished cells are kept.
     """
 
     def __init__(self, plan: Plan, *, fail_fast: bool = False, cluster: str | None = None) -> None:

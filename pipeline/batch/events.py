@@ -1,4 +1,4 @@
-"""What a batch tells while it goes on, and what it returns."""
+"""Events and result of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CellEvent:
     Attributes
     ----------
     facts
-        What is known of it by now.
+        The facts so far.
     note
         Why nothing had to be done, "" where something had.
     """
@@ -66,7 +66,7 @@ OnEvent = Callable[[BatchEvent], None]
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What became of a plan: its cells in the plan's order, and the tuning run of each target that had one.
+    """The result of a plan: its cells in the plan's order, and the tuning run of each target that had one.
 
     A cell that is still `queued` was not reached; `relaxtune batch resume` takes it up.
     """
@@ -83,7 +83,7 @@ class BatchResult:
 
     @property
     def exit_code(self) -> int:
-        """What the command line returns: 0 where every cell was accepted, 3 where a validation failed, else 1."""
+        """The exit code of the command: 0 where every cell was accepted, 3 where a validation failed, else 1."""
         if any(one.facts.validated is False for one in self.cells):
             return ValidationFailedError.exit_code
         return int(self.accepted < len(self.cells))

@@ -5,7 +5,8 @@
     waiting ── import ──▶ arrived ── its tasks settled ──▶ settled ── compile, compare, validate ──▶ over
 
 On a GPU other processes import and finish (`workers`), while tasks of other cells are built and measured; they hold the
-device's turn while they time something. What a cell's tuning does not change, they make while it is tuned. On a CPU
+device's lock while they time something. Parts of an artifact that tuning does not change are
+built while the cell is tuned. On a CPU
 measuring must be alone: the tuning thread itself imports all cells first, and finishes one at moments in which nothing
 is built or measured.
 """
@@ -21,13 +22,11 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell
-from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest, finish_cell, told
-from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell
+from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest, error_text, finish_cell
+from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell, weighted
 from relaxtune.pipeline.batch.worker import AheadWork, FinishWork, PrepareWork
 from relaxtune.pipeline.batch.workers import CellWorkers
-from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.admission import Arrival
 from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
 from relaxtune.tuning_db.store import TuningDatabase
@@ -42,13 +41,13 @@ class CellFeed:
     Parameters
     ----------
     cells : sequence of Cell
-        What is still to be done.
+        The cells to do.
     board : Board
         Where their states are kept.
     workers : CellWorkers or None
-        What imports and finishes cells beside the tuning; None leaves it to the tuning thread.
+        Import and finish cells while others are tuned; None leaves it to the tuning thread.
     request_of : callable
-        Returns what finishes a cell; asked when its tasks are settled.
+        Returns the request to finish a cell, once its tasks are settled.
     trials_of : callable
         See `TrialsOf`.
     """
@@ -93,7 +92,7 @@ class CellFeed:
             return [*arrivals, *self._take_imported(self._workers)]
         if idle and self._waiting:
             cell = self._waiting.popleft()
-            return [*arrivals, self._arrival(cell, self._prepare(cell))]
+            return [*arrivals, self._arrival(cell, prepare_cell(cell) if self._begin(cell) else None)]
         if idle and self._settled_cells:
             self._finish_here(self._settled_cells.popleft())
             return [*arrivals, Arrival()]
@@ -137,14 +136,11 @@ class CellFeed:
         """Let all cells that are not over fail."""
         left = [*(cell for cell, _ in self._tuning.values()), *self._importing.values(), *self._waiting]
         for cell in [*left, *self._settled_cells, *self._finishing.values()]:
-            self._board.move(cell, CellState.FAILED, CellFacts(error=told(error)))
+            self._board.move(cell, CellState.FAILED, CellFacts(error=error_text(error)))
 
     def _begin(self, cell: Cell) -> bool:
         state = self._board.state(cell)
         return not state.over and (state is not CellState.QUEUED or self._board.move(cell, CellState.IMPORTING))
-
-    def _prepare(self, cell: Cell) -> CellTasks | CellFault | None:
-        return prepare_cell(cell) if self._begin(cell) else None
 
     def _take_imported(self, workers: CellWorkers) -> list[Arrival]:
         self._take_finished()
@@ -156,9 +152,7 @@ class CellFeed:
         for future in [one for one in self._importing if one.done()]:
             cell = self._importing.pop(future)
             error = future.exception()
-            found = (
-                CellFault(cell, PipelineError(last_line(error))) if isinstance(error, Exception) else future.result()
-            )
+            found = CellFault(cell, last_line(error)) if isinstance(error, Exception) else future.result()
             if isinstance(found, CellTasks | CellFault):
                 arrivals.append(self._arrival(cell, found))
         return arrivals
@@ -176,7 +170,7 @@ class CellFeed:
 
     def _arrival(self, cell: Cell, found: CellTasks | CellFault | None) -> Arrival:
         """Return the tasks of an imported cell; none of one that failed or was cancelled."""
-        # Whether the target can be measured was asked of the executors: this process may have no such device.
+        # The executors know whether the target can be measured: this process may have no such device.
         if isinstance(found, CellFault):
             self._board.move(cell, CellState.FAILED, CellFacts(error=found.note))
         elif found is not None and self._board.move(cell, CellState.TUNING):
@@ -191,24 +185,23 @@ class CellFeed:
             if hashes:
                 self._tuning[cell.name] = (cell, set(hashes))
                 if self._workers is not None:
-                    # Whatever goes wrong with it is told when the cell is finished.
+                    # Its errors come again when the cell is finished.
                     self._workers.submit(AheadWork(cell, self._request_of(cell).samples))
             else:
                 self._settle(cell)
-            tasks = tuple(_weighted(task, cell) for task in found.tasks)
+            tasks = tuple(weighted(task, cell) for task in found.tasks)
             return Arrival(tasks, self._trials_of(cell, part), starts=found.starts)
-        # What a cell that failed would have had of a budget goes to the others.
+        # The budget of a cell that failed goes to the others.
         return Arrival(trials=self._trials_of(cell, 0.0))
 
     def _drop_over(self) -> frozenset[str]:
         """Leave cells that were cancelled; return the tasks that only they had."""
         gone = [name for name, (cell, _) in self._tuning.items() if self._board.state(cell).over]
-        left = self._tuning.keys() - set(gone)
+        dropped = {task for name in gone for task in self._hashes.pop(name)}
         for name in gone:
             del self._tuning[name]
-        dropped = frozenset().union(*(self._hashes.pop(name) for name in gone)) if gone else frozenset[str]()
-        wanted = frozenset().union(*(self._hashes[name] for name in left)) if gone else frozenset[str]()
-        return dropped - wanted
+        wanted = {task for name in self._tuning for task in self._hashes[name]} if dropped else set()
+        return frozenset(dropped - wanted)
 
     def _settle(self, cell: Cell) -> None:
         if self._workers is None:
@@ -229,14 +222,9 @@ class CellFeed:
 
 
 def _seen(found: FinishedCell) -> FinishedCell:
-    """Return what came of a cell; it failed where its artifact is on another machine."""
+    """Return a finished cell; it failed where its artifact is on another machine."""
     artifact = found.facts.artifact
     if artifact is None or Path(artifact).is_dir():
         return found
     why = f"{artifact} was written on another node; put the plan's folder `out` on a file system that all nodes share"
     return FinishedCell(CellState.FAILED, replace(found.facts, error=why, artifact=None))
-
-
-def _weighted(task: TuningTask, cell: Cell) -> TuningTask:
-    functions = {cell.name: tuple(name for names in task.functions.values() for name in names)}
-    return replace(task, weight=task.weight * cell.importance, functions=functions)

@@ -53,7 +53,7 @@ class ReadyCell:
 
 @dataclass(frozen=True)
 class FinishedCell:
-    """What came of a cell; `stage_s` are the seconds of what was done for it."""
+    """The result of a cell; `stage_s` are the seconds of its stages."""
 
     state: CellState
     facts: CellFacts
@@ -63,7 +63,7 @@ class FinishedCell:
 def finish_cell(
     request: FinishRequest,
     database: TuningDatabase,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
     on_validating: Callable[[], None] | None = None,
     ready: ReadyCell | None = None,
 ) -> FinishedCell:
@@ -71,22 +71,22 @@ def finish_cell(
 
     Parameters
     ----------
-    turn : context manager or None
+    lock : context manager or None
         Held while something is timed.
     on_validating : callable or None
         Called when the database says that the cell is being validated.
     ready : ReadyCell or None
-        What was made of the cell while it was tuned; the rest is made now.
+        The parts of the cell built while it was tuned; the rest is built now.
 
     Raises
     ------
     TuningDatabaseError
-        The database cannot be had. Whatever else goes wrong is the cell's own, and in what is returned.
+        The database is gone. All other errors are the cell's own, and in the result.
     """
     began = time.monotonic()
     try:
         with timed_stages() as stage_s:
-            found = _finish(request, database, turn, on_validating or (lambda: None), ready)
+            found = _finish(request, database, lock, on_validating or (lambda: None), ready)
             found = replace(found, stage_s=stage_s)
     except TransitionError as error:
         found = FinishedCell(error.state, CellFacts())
@@ -94,19 +94,19 @@ def finish_cell(
         raise
     except Exception as error:  # a cell's own: it must not end the others
         log_fault(request.cell, error)
-        found = FinishedCell(CellState.FAILED, CellFacts(error=told(error)))
+        found = FinishedCell(CellState.FAILED, CellFacts(error=error_text(error)))
     return replace(found, facts=replace(found.facts, seconds=time.monotonic() - began))
 
 
-def told(error: Exception) -> str:
-    """Return what an error says, else its type."""
+def error_text(error: Exception) -> str:
+    """Return the message of an error, else its type."""
     return str(error) or type(error).__name__
 
 
 def _finish(
     request: FinishRequest,
     database: TuningDatabase,
-    turn: AbstractContextManager[object] | None,
+    lock: AbstractContextManager[object] | None,
     on_validating: Callable[[], None],
     ready: ReadyCell | None,
 ) -> FinishedCell:
@@ -135,19 +135,19 @@ def _finish(
     try:
         database.record_job_tasks(job.id, [job_task(task) for task in prepared.tasks])
         nothing = TuningSummary((), 0.0, {}, interrupted=False)
-        tuned = select_tuned(prepared, request.options, database, request.tuned_by, nothing, turn)
-        asked = TuneRequest(request.database, request.options, samples=request.samples, limits=cell.limits)
-        made = finish_tuned(
+        tuned = select_tuned(prepared, request.options, database, request.tuned_by, nothing, lock)
+        tune_request = TuneRequest(request.database, request.options, samples=request.samples, limits=cell.limits)
+        result = finish_tuned(
             prepared,
             tuned,
-            asked,
+            tune_request,
             database,
             request.out,
-            turn=turn,
+            turn=lock,
             on_compiled=compiled,
             beforehand=None if ready is None else ready.beforehand,
         )
-        found = _found(made)
+        found = _found(result)
         outcome = found.state.value
     except Exception as error:
         outcome = f"failed: {type(error).__name__}"
@@ -157,20 +157,20 @@ def _finish(
     return replace(found, facts=replace(found.facts, job_id=job.id))
 
 
-def _found(made: TuneResult) -> FinishedCell:
-    validation, directory = made.compiled.validation, made.compiled.directory
-    reasons = [made.missed] if made.missed else []
+def _found(result: TuneResult) -> FinishedCell:
+    validation, directory = result.compiled.validation, result.compiled.directory
+    reasons = [result.missed] if result.missed else []
     if validation is not None and not validation.passed:
         try:
             validation.raise_if_failed()
         except ValidationFailedError as error:
             reasons.append(str(error))
-    medians = {} if made.shipping is None else {arm.name: arm.median_ms for arm in made.shipping.report.arms}
+    medians = {} if result.shipping is None else {arm.name: arm.median_ms for arm in result.shipping.report.arms}
     facts = CellFacts(
         error="; ".join(reasons) or None,
-        model=made.compiled.manifest.model,
+        model=result.compiled.manifest.model,
         artifact=str(directory),
-        artifact_key=artifact_of(made.compiled.manifest, directory).key,
+        artifact_key=artifact_of(result.compiled.manifest, directory).key,
         size_bytes=sum(path.stat().st_size for path in directory.iterdir()),
         validated=None if validation is None else validation.passed,
         untuned_ms=medians.get(UNTUNED_ARM),

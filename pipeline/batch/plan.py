@@ -101,7 +101,7 @@ class _Table(BaseModel):
 
 
 class LimitsTable(_Table):
-    """What an artifact must keep to be accepted; see `pipeline.validate.acceptance.Limits`."""
+    """Limits of an accepted artifact; see `pipeline.validate.acceptance.Limits`."""
 
     max_latency_ms: float | None = Field(default=None, gt=0)
     max_slowdown: float | None = Field(default=None, ge=0)
@@ -110,7 +110,7 @@ class LimitsTable(_Table):
 
 
 class BudgetTable(_Table):
-    """What tuning may take, over the whole plan."""
+    """The budget of tuning, over the whole plan."""
 
     seconds: float | None = Field(default=None, gt=0)
     candidates: int | None = Field(default=None, gt=0)
@@ -123,7 +123,7 @@ class BudgetTable(_Table):
 
 
 class DefaultsTable(_Table):
-    """What a `[[cells]]` table has that does not say it itself."""
+    """Defaults of the `[[cells]]` tables."""
 
     # Each as `--shape` has it: `input_ids=1x128`. `""` keeps the model's own.
     shapes: list[str] | None = Field(default=None, min_length=1)
@@ -187,10 +187,10 @@ class Plan:
         text = self.table.database
         return DatabaseUrl.of(text if "://" in text else self.path.parent / text)
 
-    def fault(self, place: Sequence[str | int], told: str, value: object = None) -> str:
+    def fault(self, place: Sequence[str | int], fault: str, value: object = None) -> str:
         """Return a line of a `PlanError`: where, which key, what."""
         line = self.lines.find(place, value)
-        return f"{self.path}:{line}: {_shown(place)}: {told}" if place else f"{self.path}:{line}: {told}"
+        return f"{self.path}:{line}: {_shown(place)}: {fault}" if place else f"{self.path}:{line}: {fault}"
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -212,7 +212,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def parse_plan(path: Path, text: str) -> Plan:
-    """Return the plan that a file's text is; what is relative in it is relative to the file.
+    """Return the plan of a file's text; its relative paths are relative to the file.
 
     Raises
     ------
@@ -232,7 +232,7 @@ def parse_plan(path: Path, text: str) -> Plan:
         return Plan(path, PlanTable.model_validate(data), lines, text)
     except ValidationError as e:
         plan = Plan(path, PlanTable.model_construct(), lines)
-        raise plan_error(plan.fault(one["loc"], _told(one), one.get("input")) for one in e.errors()) from e
+        raise plan_error(plan.fault(one["loc"], _describe(one), one.get("input")) for one in e.errors()) from e
 
 
 def plan_error(faults: Iterable[str]) -> PlanError:
@@ -246,8 +246,8 @@ def nearest(text: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _told(error: ErrorDetails) -> str:
-    """Return what is wrong, what was expected, and what is near."""
+def _describe(error: ErrorDetails) -> str:
+    """Return the message of a fault: got, expected, and a near name."""
     place, given = error["loc"], hide_secrets(repr(error["input"]))
     if error["type"] == "extra_forbidden":
         known = _keys_at(place)

@@ -1,4 +1,4 @@
-"""What a batch will take, by what the database knows: nothing is measured, and nothing is written.
+"""The cost of a batch before it runs, by the records of the database; nothing is measured or written.
 
 A plan for another machine's GPU is predicted too, by the jobs that were run there.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
-from relaxtune.pipeline.batch.cells import Cell, Told, list_cells
+from relaxtune.pipeline.batch.cells import Cell, OnProgress, list_cells
 from relaxtune.pipeline.batch.plan import Plan
 from relaxtune.pipeline.batch.tasks import (
     CellFault,
@@ -48,7 +48,7 @@ _CELLS_EACH = 4
 
 @dataclass(frozen=True)
 class History:
-    """What jobs of one target took, by the database; None where it has none."""
+    """The time of earlier jobs of one target; None where the database has none."""
 
     # Seconds of tuning for each candidate of a search, over all tuning jobs that ended.
     candidate_s: float | None = None
@@ -81,7 +81,7 @@ class Preview:
     groups: tuple[GroupPreview, ...]
 
 
-def preview(plan: Plan, tell: Told = lambda _: None) -> Preview:
+def preview(plan: Plan, tell: OnProgress = lambda _: None) -> Preview:
     """Return what a plan would do; models that were not before are imported and lowered, nothing is measured.
 
     `tell` is given lines of progress.
@@ -93,7 +93,9 @@ def preview(plan: Plan, tell: Told = lambda _: None) -> Preview:
     """
     cells = lower_cells(list_cells(plan, tell), LoweredBefore(cache_folder("plans")), tell)
     groups = group_cells([one for one in cells if isinstance(one, LoweredCell)])
-    with _open(plan) as database:
+    path = parse_location(plan.database).path
+    missing = path is not None and not path.exists()
+    with nullcontext() if missing else open_databases([plan.database], mode=Mode.READ_ONLY, create=False) as database:
         shown = [
             _preview_group(plan, group, options, database)
             for group, options in zip(groups, share_budget(plan, groups), strict=True)
@@ -102,9 +104,9 @@ def preview(plan: Plan, tell: Told = lambda _: None) -> Preview:
 
 
 def lower_cells(
-    cells: Sequence[Cell], before: LoweredBefore, tell: Told = lambda _: None
+    cells: Sequence[Cell], before: LoweredBefore, tell: OnProgress = lambda _: None
 ) -> list[LoweredCell | CellFault]:
-    """Return what is known of cells' tasks, or what stops each; what was not lowered before is, and is kept.
+    """Return the tasks of cells, or the error of each; cells that were not lowered before are lowered and kept.
 
     A plan that is interrupted keeps what it came to.
     """
@@ -155,25 +157,11 @@ def prepare_cells(
         ):
             futures = [workers.submit(LookWork(tuple(group))) for group in groups]
             for group, future in zip(groups, futures, strict=True):
-                take(_answers(group, future))
+                try:
+                    take(cast("list[CellTasks | CellFault]", future.result()))
+                except PipelineError as error:
+                    take([CellFault(cell, str(error)) for cell in group])
     return [found[cell.name] for cell in cells]
-
-
-def _answers(cells: Sequence[Cell], future: Future[object]) -> list[CellTasks | CellFault]:
-    try:
-        found = future.result()
-    except PipelineError as error:
-        return [CellFault(cell, error) for cell in cells]
-    if not isinstance(found, list):
-        raise TypeError(f"expected the tasks of {len(cells)} cells, got {type(found).__name__}")
-    return found
-
-
-def _open(plan: Plan) -> TuningDatabase | nullcontext[None]:
-    path = parse_location(plan.database).path
-    if path is not None and not path.exists():
-        return nullcontext()
-    return open_databases([plan.database], mode=Mode.READ_ONLY, create=False)
 
 
 def _preview_group(
@@ -189,15 +177,10 @@ def _preview_group(
     history = read_history(database, group)
     candidates = 0 if ended else options.trials
     cells = None if history.cell_s is None else history.cell_s * len(group.cells)
-    seconds = _tuning_seconds(candidates, options.time_budget_s, history.candidate_s)
+    by_rate = None if candidates is None or history.candidate_s is None else candidates * history.candidate_s
+    limits = [0.0] if ended else [one for one in (by_rate, options.time_budget_s) if one is not None]
+    seconds = min(limits, default=None)
     return GroupPreview(group, options, records, min(ended, default=None), candidates, seconds, cells, history)
-
-
-def _tuning_seconds(candidates: int | None, budget_s: float | None, candidate_s: float | None) -> float | None:
-    if candidates == 0:
-        return 0.0
-    by_rate = None if candidates is None or candidate_s is None else candidates * candidate_s
-    return min((one for one in (by_rate, budget_s) if one is not None), default=None)
 
 
 def read_history(database: TuningDatabase, group: TaskGroup) -> History:
@@ -210,14 +193,10 @@ def read_history(database: TuningDatabase, group: TaskGroup) -> History:
     candidates = sum(counts.values())
     return History(
         sum(map(_wall_s, measured)) / candidates if candidates else None,
-        _mean([_wall_s(job) for job in cells]),
+        sum(map(_wall_s, cells)) / len(cells) if cells else None,
         len(measured) + len(cells),
     )
 
 
 def _wall_s(job: Job) -> float:
     return (job.finished_at - job.started_at).total_seconds() if job.finished_at is not None else 0.0
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

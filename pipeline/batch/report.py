@@ -38,11 +38,12 @@ def batch_body(
 ) -> Markup:
     """Return the tables of a batch, and folded sections on its artifacts, without opening one."""
     cells, attempts = list_cells(database, batch.id), list_attempts(database, batch.id)
+    slowest_ms = max((max(one.facts.untuned_ms or 0.0, one.facts.shipped_ms or 0.0) for one in cells), default=0.0)
     return render(
         "batch.html",
         batch=batch,
         facts=_facts(batch, cells),
-        cells=table(_CELL_COLUMNS, [_cell(cell, _slowest(cells)) for cell in cells], _LEFT),
+        cells=table(_CELL_COLUMNS, [_cell(cell, slowest_ms) for cell in cells], _LEFT),
         attempts=table(_ATTEMPT_COLUMNS, [*map(_attempt, attempts)], _LEFT),
         sections=sections,
         left_out=left_out,
@@ -65,10 +66,6 @@ def _facts(batch: Batch, cells: Sequence[BatchCell]) -> list[tuple[str, str]]:
     if shipped:
         facts.append(("all models, untuned and tuned", f"{untuned:.4g} and {shipped:.4g} ms"))
     return facts
-
-
-def _slowest(cells: Sequence[BatchCell]) -> float:
-    return max((max(cell.facts.untuned_ms or 0.0, cell.facts.shipped_ms or 0.0) for cell in cells), default=0.0)
 
 
 def _cell(cell: BatchCell, slowest_ms: float) -> tuple[object, ...]:

@@ -1,11 +1,13 @@
-"""What the cells of a plan are made of: their tuning tasks, those that several cells have once."""
+"""The tuning tasks of the cells of a plan, each once for all cells that have it."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from relaxtune.models.errors import ModelError
 from relaxtune.pipeline.batch.cells import Cell, source_key
@@ -25,6 +27,8 @@ from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Environment, TargetKey, content_key
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=TaskFacts)
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,7 @@ class CellFault:
     """A cell whose model cannot be loaded, imported or lowered."""
 
     cell: Cell
-    error: Exception
-
-    @property
-    def note(self) -> str:
-        """What stops it."""
-        return str(self.error) or type(self.error).__name__
+    note: str  # The message of the error.
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class TaskGroup:
 
     @property
     def target(self) -> ResolvedTarget:
-        """What all of them are compiled for."""
+        """The target of all cells."""
         return self.cells[0].target
 
     @property
@@ -118,7 +117,7 @@ def prepare_cell(
         prepared = prepare_model(cell.request, importing)
     except Exception as error:  # a cell's own: it must not end the others
         log_fault(cell, error)
-        return CellFault(cell, error)
+        return CellFault(cell, str(error) or type(error).__name__)
     if keep is not None:
         keep(prepared)
     note = note_of(prepared.target, prepared.environment)
@@ -148,9 +147,9 @@ def group_targets(cells: Sequence[Cell]) -> list[tuple[ResolvedTarget, list[Cell
 
 def group_cells(cells: Sequence[LoweredCell]) -> tuple[TaskGroup, ...]:
     """Return the cells by target, in their order, with their tasks merged."""
-    groups: dict[TargetKey, list[LoweredCell]] = {}
+    groups: defaultdict[TargetKey, list[LoweredCell]] = defaultdict(list)
     for one in cells:
-        groups.setdefault(target_key(one.target), []).append(one)
+        groups[target_key(one.target)].append(one)
     return tuple(TaskGroup(tuple(group), merge_tasks(group)) for group in groups.values())
 
 
@@ -160,16 +159,21 @@ def merge_tasks(cells: Sequence[LoweredCell]) -> tuple[TaskFacts, ...]:
     taken: set[str] = set()
     for one in cells:
         for task in one.tasks:
-            functions = {one.cell.name: tuple(name for names in task.functions.values() for name in names)}
-            weight = task.weight * one.cell.importance
+            of_cell = weighted(task, one.cell)
             known = found.get(task.workload_hash)
             if known is None:
                 name = unique_name(task.name, taken)
                 taken.add(name)
-                found[task.workload_hash] = replace(task, name=name, weight=weight, functions=functions)
+                found[task.workload_hash] = replace(of_cell, name=name)
             else:
-                found[task.workload_hash] = known.joined(replace(task, weight=weight, functions=functions))
+                found[task.workload_hash] = known.joined(of_cell)
     return tuple(sorted(found.values(), key=lambda t: (-t.weight * t.flops, -t.weight * t.bytes, t.name)))
+
+
+def weighted(task: T, cell: Cell) -> T:
+    """Return a task as a cell has it: its weight times the cell's importance, and its functions by the cell's name."""
+    functions = {cell.name: tuple(name for names in task.functions.values() for name in names)}
+    return replace(task, weight=task.weight * cell.importance, functions=functions)
 
 
 def group_options(plan: Plan, cells: int, every: int, devices: int = 1) -> TuningOptions:
@@ -232,10 +236,10 @@ def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions
 
 def group_job(plan: Plan, cells: Sequence[Cell], target: ResolvedTarget, environment: Environment) -> TuningJob:
     """Return the tuning job of a target's cells: all of the plan, so that a resumed batch goes on with the same."""
-    asked = [[source_key(cell.source), cell.shape, list(cell.buckets), cell.precision, cell.seed] for cell in cells]
+    models = [[source_key(cell.source), cell.shape, list(cell.buckets), cell.precision, cell.seed] for cell in cells]
     return TuningJob(
         model=f"batch {plan.name}",
-        model_sha256=content_key(sorted(asked, key=str)),
+        model_sha256=content_key(sorted(models, key=str)),
         target=target,
         environment=environment,
         request={"source": str(plan.path), "target": cells[0].target, "cells": len(cells)},

@@ -1,7 +1,7 @@
-"""What need not be done again: cells as they were lowered before, and cells that were accepted.
+"""Results of earlier runs that are used again: lowered cells, and accepted cells.
 
-An accepted cell stays where source, options and code are the same, and no record is better since. What a cell was
-lowered to is kept for the next `batch plan`, in a file named by all that its tasks follow from: the content of its
+An accepted cell stays where source, options and code are the same, and no record is better since. The tasks of a
+lowered cell are kept for the next `batch plan`, in a file named by all that its tasks follow from: the content of its
 model, its shape, precision and target, and the code here. It holds facts as JSON, no code and no weights.
 """
 
@@ -11,10 +11,12 @@ import contextlib
 import hashlib
 import importlib.metadata
 import logging
+import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -33,7 +35,7 @@ from relaxtune.pipeline.tasks.task import TaskFacts
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import find_done
 from relaxtune.tuning_db.cell_states import BatchCell
-from relaxtune.tuning_db.records import RecordFilter, Status, TargetKey, content_key
+from relaxtune.tuning_db.records import RecordFilter, Status, content_key
 from relaxtune.tuning_db.store import TuningDatabase
 
 logger = logging.getLogger(__name__)
@@ -42,17 +44,17 @@ logger = logging.getLogger(__name__)
 _CODE = ("models", "pipeline", "schedules")
 NOT_OF_ARTIFACTS = ("pipeline/cli", "pipeline/dashboard", "pipeline/registry", "pipeline/report")
 _SUFFIXES = frozenset({".py", ".c", ".h"})
-# A file that no plan asked for in so many days is removed.
+# A file that no plan has read in so many days is removed.
 _KEPT_DAYS = 30
 
 
 def cell_key(plan: Plan, cell: Cell, out: Path) -> str:
     """Return the content key of all that decides what a cell's artifact is, records aside."""
     table = plan.table
-    asked = {**asdict(cell), "source": source_key(cell.source), "tags": None, "importance": None, "name": None}
+    request = {**asdict(cell), "source": source_key(cell.source), "tags": None, "importance": None, "name": None}
     target = target_key(resolve_target(cell.target)).key
     budget = table.budget.model_dump()
-    return content_key([asked, target, table.effort, table.samples, table.seed, budget, str(out), code_key()])
+    return content_key([request, target, table.effort, table.samples, table.seed, budget, str(out), code_key()])
 
 
 @cache
@@ -79,56 +81,32 @@ def find_unchanged(database: TuningDatabase, key: str) -> BatchCell | None:
     if found is None:
         return None
     cell, moment = found
-    if cell.facts.job_id is None or not _is_intact(cell):
+    if cell.facts.job_id is None or cell.facts.artifact is None:
         return None
-    return None if _has_better_records(database, cell.facts.job_id, moment) else cell
-
-
-def _is_intact(cell: BatchCell) -> bool:
-    if cell.facts.artifact is None:
-        return False
     directory = Path(cell.facts.artifact)
     try:
-        return artifact_of(load_manifest(directory), directory).key == cell.facts.artifact_key
+        intact = artifact_of(load_manifest(directory), directory).key == cell.facts.artifact_key
     except ArtifactError:
-        return False
+        return None
+    return cell if intact and not _has_better_records(database, cell.facts.job_id, moment) else None
 
 
 def _has_better_records(database: TuningDatabase, job_id: str, moment: datetime) -> bool:
     """Whether some task of a job has a faster record since `moment` than any before."""
     job = database.get_job(job_id)
     hashes = [task.workload_hash for task in database.list_job_tasks(job_id)]
-    before, since = (_best(database, job.target, hashes, newer, moment) for newer in (False, True))
-    return any(latency < before.get(workload, float("inf")) for workload, latency in since.items())
+    valid = RecordFilter(target_kind=job.target.kind, arch=job.target.arch, status=Status.OK)
+    before: defaultdict[str, float] = defaultdict(lambda: math.inf)
+    since: defaultdict[str, float] = defaultdict(lambda: math.inf)
+    for place, best in ((replace(valid, until=moment), before), (replace(valid, since=moment), since)):
+        for record in database.list_known(place, workload_hashes=hashes):
+            if record.latency_us is not None:
+                best[record.workload_hash] = min(record.latency_us, best[record.workload_hash])
+    return any(latency_us < before[workload] for workload, latency_us in since.items())
 
 
-def _best(
-    database: TuningDatabase, target: TargetKey, hashes: list[str], newer: bool, moment: datetime
-) -> Mapping[str, float]:
-    span = RecordFilter(
-        target_kind=target.kind,
-        arch=target.arch,
-        status=Status.OK,
-        since=moment if newer else None,
-        until=None if newer else moment,
-    )
-    best: dict[str, float] = {}
-    for record in database.list_known(span, workload_hashes=hashes):
-        if record.latency_us is not None:
-            best[record.workload_hash] = min(record.latency_us, best.get(record.workload_hash, float("inf")))
-    return best
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """What is kept of a cell."""
-
-    model: str
-    model_sha256: str
-    tasks: tuple[TaskFacts, ...]
-
-
-_ADAPTER = TypeAdapter(_Kept)
+# Name and sha256 of a cell's model, and its tasks.
+_KEPT = TypeAdapter(tuple[str, str, tuple[TaskFacts, ...]])
 _FACTS = tuple(one.name for one in fields(TaskFacts))
 
 
@@ -148,7 +126,7 @@ class LoweredBefore:
         """Return a cell as it was lowered before; None where it was not, or what is there cannot be read."""
         path = self._path(cell)
         try:
-            kept = _ADAPTER.validate_json(path.read_bytes())
+            model, sha256, tasks = _KEPT.validate_json(path.read_bytes())
             os.utime(path)
         except FileNotFoundError:
             return None
@@ -157,9 +135,7 @@ class LoweredBefore:
             return None
         target = resolve_target(cell.target)
         environment = detect_environment(target)
-        return LoweredCell(
-            cell, kept.model, kept.model_sha256, target, environment, kept.tasks, note_of(target, environment)
-        )
+        return LoweredCell(cell, model, sha256, target, environment, tasks, note_of(target, environment))
 
     def keep(self, cells: Sequence[LoweredCell]) -> None:
         """Keep what cells were lowered to; a folder that cannot be written only costs the time another time."""
@@ -169,13 +145,13 @@ class LoweredBefore:
                 facts = tuple(TaskFacts(**{name: getattr(task, name) for name in _FACTS}) for task in one.tasks)
                 path = self._path(one.cell)
                 staged = path.with_suffix(f".{os.getpid()}")
-                staged.write_bytes(_ADAPTER.dump_json(_Kept(one.model, one.model_sha256, facts)))
+                staged.write_bytes(_KEPT.dump_json((one.model, one.model_sha256, facts)))
                 staged.replace(path)
         except OSError as e:
             logger.warning("lowered cells cannot be kept for the next `batch plan`: %s", e)
 
     def remove_old(self) -> None:
-        """Remove what no plan asked for in a month."""
+        """Remove files that no plan has read in a month."""
         for path in self._folder.glob("*"):
             # Another plan may remove it too.
             with contextlib.suppress(FileNotFoundError):
@@ -184,7 +160,7 @@ class LoweredBefore:
 
     def _path(self, cell: Cell) -> Path:
         target = resolve_target(cell.target)
-        asked = [source_key(cell.source), Path(cell.source).stem, cell.shape, list(cell.buckets), cell.precision]
+        model = [source_key(cell.source), Path(cell.source).stem, cell.shape, list(cell.buckets), cell.precision]
         versions = [importlib.metadata.version(name) for name in ("onnx", "onnx-ir")]
-        key = content_key([*asked, cell.seed, str(target.target), repr(target.limits), versions, code_key()])
+        key = content_key([*model, cell.seed, str(target.target), repr(target.limits), versions, code_key()])
         return self._folder / f"{key}.json"

@@ -1,4 +1,4 @@
-"""What imports, compiles, compares and validates cells beside the tuning of others: a process here or on a node."""
+"""Imports, compiles, compares and validates cells while others are tuned, in a process here or on a node."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from relaxtune.pipeline.tuning.ray.child_actor import PackedWork
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell
     from relaxtune.pipeline.batch.finishing import FinishRequest, ReadyCell
-    from relaxtune.pipeline.batch.tasks import CellFault, CellTasks
     from relaxtune.pipeline.prepare import PreparedModel
 
 WORKER_MODULE = "relaxtune.pipeline.batch.worker"
 
+#: Cores for each worker, which imports and compiles while other processes build.
+CORES_EACH = 2
 # Models are kept for their cells' end while so much of the machine's memory is left.
 _MEMORY_LEFT = 0.5
 
@@ -52,28 +55,27 @@ class LookWork:
 class AheadWork:
     """An imported cell to get ready for its end while it is tuned: what tuning does not change is made and kept.
 
-    The answer is whether it was. `threads` are ONNX Runtime's.
+    The answer is whether it was.
     """
 
     cell: Cell
     samples: int
-    threads: int | None = None
 
 
 @dataclass(frozen=True)
 class FinishWork:
     """A cell to finish; the answer is a `FinishedCell`.
 
-    `turns` and `device` name the lock to hold while something is timed; None where nothing else is.
+    `locks` and `device` name the lock to hold while something is timed; None where nothing else is.
     """
 
     request: FinishRequest
-    turns: Path | None = None
+    locks: Path | None = None
     device: str = ""
 
     @property
     def cell(self) -> Cell:
-        """What is finished."""
+        """The cell."""
         return self.request.cell
 
 
@@ -99,39 +101,39 @@ class CellWorker:
         self._ready: dict[str, ReadyCell] = {}
 
     def answer(self, request: object) -> object:
-        """Do what is asked for, in this process."""
+        """Answer a request, in this process."""
         from relaxtune.pipeline.batch.finishing import finish_cell
         from relaxtune.pipeline.batch.tasks import CellTasks, prepare_alike, prepare_cell
         from relaxtune.pipeline.jobs.compile_and_tune import make_beforehand
-        from relaxtune.pipeline.tuning.measure.device_turn import turn_of
+        from relaxtune.pipeline.tuning.measure.device_lock import lock_of
         from relaxtune.tuning_db.store import TuningDatabase
 
         if isinstance(request, PackedWork):
             work = pickle.loads(request.work)
             if isinstance(work, FinishWork):
-                work = replace(work, turns=request.turns, device=request.device)
+                work = replace(work, locks=request.locks, device=request.device)
             found = placed(self.answer(work))
             if not request.keep:
                 self._ready.clear()
             return pickle.dumps(found)
         if isinstance(request, PrepareWork):
-            tasks = _sendable(prepare_cell(request.cell, partial(self._keep, request.cell)))
+            tasks = prepare_cell(request.cell, partial(self._keep, request.cell))
             return tasks.with_starts() if isinstance(tasks, CellTasks) else tasks
         if isinstance(request, LookWork):
-            return [_sendable(one) for one in prepare_alike(request.cells)]
+            return prepare_alike(request.cells)
         if isinstance(request, AheadWork):
             ready = self._ready.get(request.cell.name)
             if ready is None or memory_left() < _MEMORY_LEFT:
                 self._ready.pop(request.cell.name, None)
                 return False
-            beforehand = make_beforehand(ready.prepared, request.samples, request.threads)
+            beforehand = make_beforehand(ready.prepared, request.samples, CORES_EACH)
             self._ready[request.cell.name] = replace(ready, beforehand=beforehand)
             return True
         if not isinstance(request, FinishWork):
             raise TypeError(f"expected work on a cell, got {type(request).__name__}")
         ready = self._ready.pop(request.cell.name, None)
-        turn = nullcontext() if request.turns is None else closing(turn_of(request.turns, request.device))
-        with TuningDatabase.open(request.request.database, create=False) as database, turn as held:
+        lock = nullcontext() if request.locks is None else closing(lock_of(request.locks, request.device))
+        with TuningDatabase.open(request.request.database, create=False) as database, lock as held:
             return finish_cell(request.request, database, held, ready=ready)
 
     def _keep(self, cell: Cell, model: PreparedModel) -> None:
@@ -140,14 +142,6 @@ class CellWorker:
         # Cells come faster than they are got ready: all models of a plan would fill the memory.
         if memory_left() >= _MEMORY_LEFT:
             self._ready[cell.name] = ReadyCell(model)
-
-
-def _sendable(found: CellTasks | CellFault) -> CellTasks | CellFault:
-    """Return an answer; errors of some kinds do not survive the way to another process, their text does."""
-    from relaxtune.pipeline.batch.tasks import CellFault
-    from relaxtune.pipeline.errors import PipelineError
-
-    return CellFault(found.cell, PipelineError(found.note)) if isinstance(found, CellFault) else found
 
 
 def placed(found: object) -> object:
@@ -162,10 +156,6 @@ def placed(found: object) -> object:
 
 
 def memory_left() -> float:
-    """Return the share of the machine's memory that is left; 0 where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0.0
-    kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
-    return kib.get("MemAvailable", 0) * 1024 / (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"))
+    """Return the share of the machine's memory that is left."""
+    memory = psutil.virtual_memory()
+    return float(memory.available / memory.total)

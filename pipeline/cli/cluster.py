@@ -25,7 +25,7 @@ def check(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Say what each node has, and what it lacks or has in another version. Exits 1 when something is wrong."""
-    from relaxtune.pipeline.tuning.ray.check import check_cluster
+    from relaxtune.pipeline.tuning.ray.cluster import check_cluster
 
     found = check_cluster(address)
     columns = {

@@ -146,7 +146,7 @@ def tune(
         compare_s=search.compare_seconds,
     )
     with ConsoleProgress(stderr_console()) as progress:
-        result = tune_model(request, asked, artifact.directory(model), progress=progress)
+        result = tune_model(request, asked, artifact.directory(model), progress=progress.show)
     _print_tuned(result, output_format)
     _raise_if_invalid(result.compiled)
 

@@ -83,10 +83,10 @@ def _rank(count: int, doubt: float) -> int:
 LEAST_GAIN = 0.003
 
 # The fewest blocks that can leave a doubt below 2 %.
-_FEWEST_BLOCKS = 6
+FEWEST_BLOCKS = 6
 # Blocks before the first look, runs of each arm in a block, and whether an untimed run precedes each timed one: the
 # first plan that fits the seconds, else the last.
-_BEGINNINGS = ((16, 4, True), (8, 4, True), (8, 2, True), (8, 1, False), (_FEWEST_BLOCKS, 1, False))
+_BEGINNINGS = ((16, 4, True), (8, 4, True), (8, 2, True), (8, 1, False), (FEWEST_BLOCKS, 1, False))
 _GROUPS, _FEWEST_GROUPS = 32, 8
 # Runs of each arm in a block: as many as take this long, up to a limit.
 _BLOCK_SECONDS = 0.03
@@ -145,7 +145,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What came of an experiment."""
+    """The result of an experiment."""
 
     contrasts: Mapping[str, Contrast]  # Of each arm that was judged, by name.
     arms: Mapping[str, ArmResult]  # The latencies of all arms, in the order taken; the baseline comes first.
@@ -162,7 +162,7 @@ class Experiment:
 def run_experiment(
     load: Callable[[], Mapping[str, Arm]], question: Question, *, unjudged: Collection[str] = (), reload: bool = False
 ) -> Experiment:
-    """Return what is known of arms beside a baseline.
+    """Return how arms compare with a baseline.
 
     Parameters
     ----------
@@ -234,7 +234,7 @@ def decide(
     question : Question
         The border, and how sure the answer must be.
     out_of_time : callable
-        Whether no more blocks may begin; asked after the fewest that can give bounds.
+        Whether no more blocks may begin; called after the fewest that can give bounds.
     """
     rows: list[Mapping[str, float]] = []
     done = 0
@@ -243,7 +243,7 @@ def decide(
         late = False
         while len(rows) < blocks and not late:
             rows.append(block())
-            late = len(rows) >= _FEWEST_BLOCKS and out_of_time()
+            late = len(rows) >= FEWEST_BLOCKS and out_of_time()
         doubt = question.doubt * share / max(1, len(rows[0]))
         contrasts = {name: _contrast([row[name] for row in rows], question.border, doubt) for name in rows[0]}
         if all(one.side is not Side.UNSURE for one in contrasts.values()) or blocks == looks[-1] or late:
@@ -293,7 +293,7 @@ def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
         rounds_s.append(sum(arm.run_ms for arm in report.arms) / 1e3)
     round_s = min(rounds_s[1:])
     if round_s < _QUICK * seconds:
-        # What an arm takes to settle may be much more than its run (a peer in another process).
+        # To settle may take an arm much longer than its run (a peer in another process).
         started = time.perf_counter()
         measure(arms, runs=2, warmup=0, mirrored=True)
         round_s = max(round_s, (time.perf_counter() - started) / 4)

@@ -43,7 +43,7 @@ from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResul
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
 from relaxtune.pipeline.tasks.sizes_of_tables import sizes_text
 from relaxtune.pipeline.tuning.options import search_seconds
-from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress, UntilTheEnd
+from relaxtune.pipeline.tuning.progress import OnCandidate, UntilTheEnd
 from relaxtune.pipeline.validate.acceptance import FAILED, NO_LIMITS, Limits, check_key, settle, validate_written
 from relaxtune.pipeline.validate.reference import Reference
 from relaxtune.pipeline.validate.validation import sample_inputs
@@ -124,7 +124,7 @@ def compile_model(
 
 
 def tune_model(
-    request: ModelRequest, tune_request: TuneRequest, out: Path, *, progress: ProgressListener | None = None
+    request: ModelRequest, tune_request: TuneRequest, out: Path, *, progress: OnCandidate | None = None
 ) -> TuneResult:
     """Import, tune, compile, validate and export a model: the main job.
 
@@ -141,7 +141,7 @@ def tune_model(
     check_destination(out)
     check_key(tune_request.sign)
     urls = [tune_request.database, *tune_request.shared]
-    began, beforehand, progress = time.monotonic(), None, progress or SilentProgress()
+    began, beforehand, progress = time.monotonic(), None, progress
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)
@@ -156,7 +156,7 @@ def tune_model(
             follows_s = now - before + compare_s * tune_request.benchmark
             tuning = replace(tune_request.tuning, reserved_s=now - began + follows_s)
             tune_request = replace(tune_request, tuning=tuning, compare_s=compare_s)
-            progress = UntilTheEnd(progress, follows_s)
+            progress = None if progress is None else UntilTheEnd(progress, follows_s)
             logger.info(
                 "time budget %.0f s: %.0f s are over, %.0f s are for the search, about %.0f s to compile, compare and "
                 "validate", budget_s, now - began, search_seconds(tuning), follows_s

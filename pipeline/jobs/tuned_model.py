@@ -34,7 +34,7 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.admission import TaskFeed
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
-from relaxtune.pipeline.tuning.progress import ProgressListener
+from relaxtune.pipeline.tuning.progress import OnCandidate
 from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment, Route
@@ -74,7 +74,7 @@ class TunedModel:
 
 
 def tune_prepared(
-    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, progress: ProgressListener
+    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, progress: OnCandidate | None
 ) -> TunedModel:
     """Tune a model, then look inside it where the options say so; all findings are recorded.
 
@@ -214,7 +214,7 @@ def _tune_forms(
     model: MeasuredModel,
     tuning: TuningOptions,
     database: TuningDatabase,
-    progress: ProgressListener,
+    progress: OnCandidate | None,
 ) -> TunedModel:
     """Tune a model, in all its forms where the options say so."""
     others = other_forms(prepared) if tuning.norm_forms else {}
@@ -253,7 +253,7 @@ def _tune(
     tasks: Sequence[TuningTask],
     tuning: TuningOptions,
     database: TuningDatabase,
-    progress: ProgressListener,
+    progress: OnCandidate | None,
 ) -> tuple[str, TuningSummary]:
     job = TuningJob(
         model=prepared.model.name,
@@ -271,7 +271,7 @@ def tune_tasks(
     tasks: Sequence[TuningTask],
     tuning: TuningOptions,
     database: TuningDatabase,
-    progress: ProgressListener,
+    progress: OnCandidate | None,
     *,
     machine: OpenMachine | None = None,
     feed: TaskFeed | None = None,

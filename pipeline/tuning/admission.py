@@ -21,10 +21,9 @@ from relaxtune.pipeline.tuning.resume import (
 )
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch, return_freed_memory
-from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.pipeline.tuning.search.warm_start import WarmStart
-from relaxtune.pipeline.tuning.task_start import TaskStart
+from relaxtune.pipeline.tuning.task_start import OFFERED_ROUTES, TaskStart
 from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 from relaxtune.schedules.search.space import make_space
 from relaxtune.schedules.targets import ResolvedTarget
@@ -34,6 +33,7 @@ from relaxtune.tuning_db.store import TuningDatabase
 
 # Parents of the first round, from the records of earlier runs.
 _SEEDS = 64
+_ROUND_MIN = 4
 _FEED_WAIT_S = 0.2
 # Freed memory is given back after so many new tasks: a cell comes as bytes, then as objects, and much of both is freed.
 _RETURN_EVERY = 256
@@ -111,7 +111,14 @@ class Admission:
         self._database, self._options = database, options
         self._job_id, self._still_true, self._feed = job_id, still_true, feed
         self._cost_model = FastCostModel(WARMUP_CANDIDATES, options.seed)
-        self._warm_start = WarmStart(self._cost_model, database, target, environment, options, self._is_measured)
+        self._warm_start = WarmStart(
+            self._cost_model,
+            database,
+            target,
+            environment,
+            options,
+            lambda workload_hash: self.tasks.get(workload_hash).best_us is not None,
+        )
         self._known: dict[str, Sequence[TuningRecord]] = {}
         self._models = 0
         self._returned_at = 0
@@ -122,6 +129,14 @@ class Admission:
         to_do = [state for state in self.tasks.states if not state.left_alone]
         unknown = any(state.before_us is None for state in to_do)
         return unknown or bool(to_do and (self.trials is None or self.spent < self.trials))
+
+    @property
+    def round_size(self) -> int:
+        """Candidates of a round: fewer when the trials would not give every task one."""
+        size = self._options.trials_per_iteration
+        return (
+            size if self.trials is None else max(1, min(size, max(_ROUND_MIN, self.trials // max(1, len(self.tasks)))))
+        )
 
     def await_work(self, feed: TaskFeed, due: Callable[[], bool]) -> bool:
         """Take tasks from a feed until there is anything to measure; False if the run is due to end before."""
@@ -207,7 +222,13 @@ class Admission:
         """Give new tasks the candidates of templates and the best decisions of near shapes."""
         states = [state for state in states if not state.left_alone]
         for state in states:
-            state.templates = self._templates(state)
+            known_us = {
+                record.decision: record.latency_us
+                for record in self._known.pop(state.task.workload_hash)
+                if record.route in OFFERED_ROUTES
+            }
+            if state.start.offers:
+                state.templates = TemplateSearch(state.start.offers, known_us, thorough=self._options.all_templates)
         if self._options.warm_start_s and self._options.mode is not Mode.FORCE and states:
             since = time.monotonic()
             known = {state.task.workload_hash for state in states if state.known}
@@ -217,16 +238,6 @@ class Admission:
                 if state.templates is not None:
                     state.templates.prefer(best.parameters)
             self.seconds["search"] += time.monotonic() - since
-
-    def _templates(self, state: TaskState) -> TemplateSearch | None:
-        known = self._known.pop(state.task.workload_hash)
-        if not state.start.offers:
-            return None
-        known_us = {record.decision: record.latency_us for record in known if record.route in OFFERED_ROUTES}
-        return TemplateSearch(state.start.offers, known_us, thorough=self._options.all_templates)
-
-    def _is_measured(self, workload_hash: str) -> bool:
-        return self.tasks.get(workload_hash).best_us is not None
 
     def new_search(self, state: TaskState, threads: int) -> TaskSearch:
         """Return the search of a task, which begins with the records of the database."""

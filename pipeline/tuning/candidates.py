@@ -6,6 +6,8 @@
         └───────────────────┴──▶ FAILED: its own fault; a record keeps the status
                             └──▶ LOST: a fault of the machine, or the run ended first; never recorded
 
+A lost candidate is built and measured once more, wherever it was lost: on this machine, a node or the way there.
+
 A candidate is a value. Threads of builders and backends answer with its next state, through one inbox that only the
 tuning thread reads. The threads share nothing else.
 """
@@ -15,11 +17,9 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.tuning.measure.recipe import Buildable
 
 _US_PER_S = 1e6
-# Measurements of a candidate at most: a fault of the machine may have ended the first.
-_ATTEMPTS_MAX = 2
 
 
 class State(StrEnum):
@@ -71,7 +69,10 @@ class Candidate:
     module: Buildable | None = None  # The scheduled module, or its recipe; None once it is recorded.
     schedule: ms.MeasureCandidate | None = None  # MetaSchedule's candidate, which the search learns from.
     purpose: Purpose = Purpose.KERNEL
-    spec: WorkloadSpec | None = None  # The workload, from the moment it is handed in.
+    # The workload, and what it is built for, from the moment it is handed in.
+    spec: WorkloadSpec | None = None
+    target: tvm.target.Target | None = None
+    retried: bool = False  # It was lost once, and is built and measured again.
     state: State = State.PROPOSED
     # From its build and its measurement on.
     artifact: BuiltArtifact | None = None
@@ -87,7 +88,7 @@ class Candidate:
 
     @property
     def workload(self) -> WorkloadSpec:
-        """What it computes; it must be handed in."""
+        """Its workload; it must be handed in."""
         if self.spec is None:
             raise UsageError(f"a candidate of route {self.route} was never handed in: it has no workload.")
         return self.spec
@@ -172,14 +173,14 @@ class Evaluator:
     builder, backend : Builder, MeasureBackend
         Where candidates are built and measured.
     target : Target
-        What is compiled for.
+        The target of the kernels.
     exclusive : bool
         Measure only while nothing is built: on a CPU, building would disturb the clock.
 
     Attributes
     ----------
     inbox
-        What arrives for the tuning thread; other threads may put events of their own.
+        Events for the tuning thread; other threads may put events of their own.
     pending
         Candidates that are handed in and not finished.
     """
@@ -199,7 +200,6 @@ class Evaluator:
         self._waiting: list[Candidate] = []
         # Workload and sha256 of the binary -> candidates with it, of which the first is being measured.
         self._measuring: dict[tuple[str, str], list[Candidate]] = {}
-        self._attempts: Counter[tuple[str, str]] = Counter()
         self._known: dict[tuple[str, str], Outcome] = {}
 
     @property
@@ -222,12 +222,12 @@ class Evaluator:
         self._building += len(candidates)
         self.pending += len(candidates)
         for one in candidates:
-            if one.module is None:
-                raise UsageError(f"a candidate of route {one.route} has no module to build.")
-            self.builder.submit(one.module, target or self._target, partial(self._put_built, one))
+            self._build(replace(one, target=target or self._target))
 
-    def _put_built(self, candidate: Candidate, built: Built) -> None:
-        self.inbox.put(candidate.built(built))
+    def _build(self, candidate: Candidate) -> None:
+        if candidate.module is None or candidate.target is None:
+            raise UsageError(f"a candidate of route {candidate.route} has no module to build.")
+        self.builder.submit(candidate.module, candidate.target, lambda built: self.inbox.put(candidate.built(built)))
 
     def take(self, timeout_s: float) -> list[object] | None:
         """Return what arrived next: finished candidates, or another event; None when nothing did within the time.
@@ -258,6 +258,7 @@ class Evaluator:
         else:
             self._building -= 1
             (self._waiting if candidate.state is State.BUILT else finished).append(candidate)
+        finished = [one for one in finished if not self._retries(one)]
         if not (self.exclusive and self._building):
             waiting, self._waiting = self._waiting, []
             for one in waiting:
@@ -273,35 +274,34 @@ class Evaluator:
             return [candidate.like_twin(self._known[key])]
         twins = self._measuring.setdefault(key, [])
         twins.append(candidate)
-        if len(twins) == 1:
-            self._send(candidate)
-        return []
-
-    def _send(self, candidate: Candidate) -> None:
-        if candidate.artifact is not None:
-            self._attempts[_code_of(candidate)] += 1
+        if len(twins) == 1 and candidate.artifact is not None:
             self.backend.submit(
                 candidate.artifact, candidate.workload, lambda outcome: self.inbox.put(candidate.measured(outcome))
             )
+        return []
+
+    def _retries(self, candidate: Candidate) -> bool:
+        """Build and measure a candidate again that was lost for the first time; return whether that is so."""
+        if candidate.outcome is None or candidate.outcome.status is not Unmeasured.LOST or candidate.retried:
+            return False
+        if candidate.artifact is not None:
+            self.builder.discard(candidate.artifact)
+        again = replace(candidate, state=State.PROPOSED, artifact=None, outcome=None, retried=True)
+        self._building += 1
+        self._build(again.handed_in(candidate.workload))
+        return True
 
     def _after_measurement(self, candidate: Candidate) -> list[Candidate]:
-        """Return a measured candidate and its twins; a lost measurement is tried again."""
+        """Return a measured candidate and its twins. Twins of a lost one are not lost: the next of them is measured."""
         key, outcome = _code_of(candidate), candidate.outcome
-        twins = self._measuring.pop(key)
-        if outcome is None or outcome.status is not Unmeasured.LOST:
-            self._attempts.pop(key)
-            if outcome is not None and outcome.status is Status.OK:
-                self._known[key] = outcome
-            return [candidate, *(one.like_twin(outcome) for one in twins[1:] if outcome is not None)]
-        if self._attempts[key] < _ATTEMPTS_MAX:
-            self._measuring[key] = twins
-            self._send(twins[0])
-            return []
-        # Its twins are not lost with it: the next of them is measured.
-        self._attempts.pop(key)
-        for one in twins[1:]:
-            self._measure(one)
-        return [candidate]
+        twins = self._measuring.pop(key)[1:]
+        if outcome is None or outcome.status is Unmeasured.LOST:
+            for one in twins:
+                self._measure(one)
+            return [candidate]
+        if outcome.status is Status.OK:
+            self._known[key] = outcome
+        return [candidate, *(one.like_twin(outcome) for one in twins)]
 
 
 def _code_of(candidate: Candidate) -> tuple[str, str]:

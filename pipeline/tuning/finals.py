@@ -2,8 +2,9 @@
 
 The best of many candidates is in part the luckiest, and clocks drift between the first and the last. So those that are
 near the best are checked again on both sets of values, then timed alternately in one process on the same arguments.
-These measurements are recorded. The newest measurement of a decision counts; earlier ones of other decisions count as
-if they had drifted as much (`drift`).
+It is an experiment (`pipeline.experiment`) whose blocks are one latency of each, in the measuring process. These
+measurements are recorded, and name the winner. The newest measurement of a decision counts; earlier ones of other
+decisions count as if they had drifted as much (`drift`).
 """
 
 from __future__ import annotations
@@ -35,21 +36,59 @@ class Final:
     outcomes: Sequence[Outcome] | None
 
 
-def hold_final(
-    state: TaskState, backend: MeasureBackend, rounds: int, stop: StopSignal, on_held: Callable[[Final], None]
-) -> bool:
-    """Hand in the final of a task, with so many latencies of each contender; return whether it needs one.
+class Finals:
+    """The finals of a run.
 
-    It needs none if the user stopped the run. `on_held` is called with the final, in another thread.
+    Parameters
+    ----------
+    rounds : int
+        Latencies of each finalist, at most.
+    on_held : callable
+        Called with each final, in another thread.
+
+    Attributes
+    ----------
+    running
+        Finals that are handed in and not taken yet.
     """
-    fresh = state.final_of != state.valid
-    state.final_of = state.valid
-    finalists = list_finalists(state)
-    artifacts = [one.artifact for one in finalists if one.artifact is not None]
-    if stop.requested or not (fresh and rounds and state.spec and len(artifacts) > 1 and backend.capabilities.compares):
-        return False
-    backend.compare(artifacts, state.spec, rounds, lambda outcomes: on_held(Final(state, finalists, outcomes)))
-    return True
+
+    def __init__(
+        self,
+        backend: MeasureBackend,
+        recorder: Recorder,
+        rounds: int,
+        stop: StopSignal,
+        on_held: Callable[[Final], None],
+    ) -> None:
+        self._backend, self._recorder, self._rounds = backend, recorder, rounds
+        self._stop, self._on_held = stop, on_held
+        self.running = 0
+
+    def hold(self, state: TaskState) -> bool:
+        """Hand in the final of a task; return whether it needs one. It needs none if the user stopped the run."""
+        fresh = state.final_of != state.valid
+        state.final_of = state.valid
+        finalists = list_finalists(state)
+        artifacts = [one.artifact for one in finalists if one.artifact is not None]
+        if self._stop.requested or not (fresh and self._rounds and state.spec and len(artifacts) > 1):
+            return False
+        self.running += 1
+        self._backend.compare(
+            artifacts, state.spec, self._rounds, lambda outcomes: self._on_held(Final(state, finalists, outcomes))
+        )
+        return True
+
+    def take(self, final: Final) -> None:
+        """Name the winner of a task anew and record the outcomes of its final."""
+        self.running -= 1
+        state, outcomes = final.state, final.outcomes
+        if outcomes is None or any(isinstance(one.status, Unmeasured) for one in outcomes):
+            return
+        again = [replace(one, outcome=outcome) for one, outcome in zip(final.finalists, outcomes, strict=True)]
+        _name_winner(state, final.finalists, again)
+        for one, outcome in zip(again, outcomes, strict=True):
+            self._recorder.add(state.task, one)
+            state.seconds += outcome.duration_s
 
 
 def list_finalists(state: TaskState) -> list[Candidate]:
@@ -68,18 +107,6 @@ def list_finalists(state: TaskState) -> list[Candidate]:
         for one in kept
         if (one.latency_us or 0.0) <= limit_us or (one.route is Route.FALLBACK and (one.fastest_us or 0.0) <= best_us)
     ]
-
-
-def take_final(final: Final, recorder: Recorder) -> None:
-    """Name the winner of a task anew and record the outcomes of its final."""
-    state, outcomes = final.state, final.outcomes
-    if outcomes is None or any(isinstance(one.status, Unmeasured) for one in outcomes):
-        return
-    again = [replace(one, outcome=outcome) for one, outcome in zip(final.finalists, outcomes, strict=True)]
-    _name_winner(state, final.finalists, again)
-    for one, outcome in zip(again, outcomes, strict=True):
-        recorder.add(state.task, one)
-        state.seconds += outcome.duration_s
 
 
 def _name_winner(state: TaskState, finalists: Sequence[Candidate], again: Sequence[Candidate]) -> None:

@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
 from relaxtune.pipeline.printable import last_line
@@ -24,13 +23,13 @@ from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.admission import Admission, TaskFeed
 from relaxtune.pipeline.tuning.beginnings import FIRST_INFORMED, Beginnings
 from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator, Purpose, State
-from relaxtune.pipeline.tuning.finals import Final, hold_final, take_final
+from relaxtune.pipeline.tuning.finals import Final, Finals
 from relaxtune.pipeline.tuning.measure.backend import Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.progress import ProgressEvent, ProgressListener, estimate_left
-from relaxtune.pipeline.tuning.search.evolution import Proposal, SearchPool, SearchRequest, TaskSearch
-from relaxtune.pipeline.tuning.search.template_candidates import OFFERED_ROUTES
+from relaxtune.pipeline.tuning.progress import OnCandidate, ProgressEvent, estimate_left
+from relaxtune.pipeline.tuning.search.evolution import Proposal, SearchPool, SearchRequest
+from relaxtune.pipeline.tuning.task_start import OFFERED_ROUTES
 from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.schedules.search.space import find_refusal
 from relaxtune.schedules.targets import ResolvedTarget
@@ -42,7 +41,6 @@ logger = logging.getLogger(__name__)
 _WAIT_S = 0.2
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
 _EMPTY_ROUNDS_MAX = 2
-_ROUND_MIN = 4
 # Share of a round that must be back before the model learns from it and its task goes on.
 _QUORUM = 0.75
 # So many candidates lost one after another are no accident.
@@ -53,6 +51,7 @@ _LEFT_OUT = 2
 _FEWER = 0.8
 # Tasks searched at the same time, where that disturbs no measurement.
 _SEARCHES_MAX = 4
+_USED_UP = "the candidates of the run are used up"
 
 
 class TuningLoop:
@@ -72,13 +71,12 @@ class TuningLoop:
         evaluator: Evaluator,
         target: ResolvedTarget,
         options: TuningOptions,
-        progress: ProgressListener,
+        progress: OnCandidate | None,
         stop: StopSignal,
         feed: TaskFeed | None,
     ) -> None:
         self._admission, self._tasks, self._recorder = admission, admission.tasks, admission.recorder
         self._evaluator = evaluator
-        self._target = target
         self._options = options
         self._progress = progress
         self._stop = stop
@@ -92,7 +90,7 @@ class TuningLoop:
         )
         # Candidates of the run: in flight, valid, failed, and lost one after another.
         self._in_flight = self._valid = self._failed = self._lost = 0
-        self._finals = 0
+        self._finals = Finals(evaluator.backend, self._recorder, options.finals, stop, evaluator.inbox.put)
         self._began_s = time.monotonic()
         self._flushed_s = 0.0
         # Rounds that were left when tasks were last left out.
@@ -124,16 +122,24 @@ class TuningLoop:
             self._take_back(0)
             self._listen()
             self._end_early()
-            state = self._tasks.choose(self._in_flight_max) if self._has_room() and self._remaining != 0 else None
+            in_flight_max = (1 - _QUORUM) * self._admission.round_size
+            state = self._tasks.choose(in_flight_max) if self._has_room() and self._remaining else None
             if state is not None:
                 self._propose(state)
             elif not self._idle:
                 self._take_back(_WAIT_S)
-            elif self._feed is not None and self._arriving:
+            elif self._feed is None:
+                break
+            elif self._feed.arriving:
                 with span("driver: wait for cells"):
                     self._feed.wait(_WAIT_S)
-            elif self._feed is None or not self._end_all():
-                break
+            else:
+                # Nothing is left to choose.
+                self._tasks.close(_USED_UP)
+                settled = self._tasks.take_settled()
+                self._hold_finals(settled)
+                if not settled:
+                    break
         # When the run is stopped, most candidates come back unmeasured.
         while self._evaluator.pending or (self._searches.running and not self._stop.due):
             self._take_back(_WAIT_S)
@@ -145,23 +151,23 @@ class TuningLoop:
     def _propose(self, state: TaskState) -> None:
         """Hand in the next candidates of a task: those of templates first, then of the search."""
         if state.templates is not None and not state.templates.done:
-            self._propose_templates(state, self._round_size)
+            self._propose_templates(state, self._admission.round_size)
         elif Route.METASCHEDULE not in self._options.routes:
-            self._tasks.end(state, "no search was asked for")
+            self._tasks.end(state, "the routes have no search")
         elif (refusal := find_refusal(state.task.mod["main"])) is not None:
             self._tasks.end(state, f"no search: {refusal.reason}")
         else:
             self._search(state)
 
     def _propose_templates(self, state: TaskState, wanted: int) -> None:
-        size = self._at_most(wanted)
+        size = int(min(wanted, self._remaining))
         if state.templates is not None and size:
             self._hand_in(state, state.templates.propose(size))
 
     def _search(self, state: TaskState) -> None:
         """Let the search of a task learn and propose; the proposal arrives in the inbox."""
         begins_near = bool(state.near.traces) and not state.near_begun
-        size = self._at_most(FIRST_INFORMED if begins_near else self._round_size)
+        size = int(min(FIRST_INFORMED if begins_near else self._admission.round_size, self._remaining))
         state.near_begun = state.searching = True
         self._tasks.changed(state)
         lessons, state.lessons = state.lessons, []
@@ -169,16 +175,13 @@ class TuningLoop:
             SearchRequest(
                 state.task.workload_hash,
                 size,
-                partial(self._search_of, state),
+                lambda: state.search or self._admission.new_search(state, self._search_threads),
                 lessons,
                 state.near.traces,
                 # The other thread must not see it change.
                 frozenset(state.decided),
             )
         )
-
-    def _search_of(self, state: TaskState) -> TaskSearch:
-        return state.search or self._admission.new_search(state, self._search_threads)
 
     def _take_proposal(self, proposal: Proposal) -> None:
         """Hand in the candidates of a search."""
@@ -240,8 +243,7 @@ class TuningLoop:
             case Proposal():
                 self._take_proposal(event)
             case Final():
-                self._finals -= 1
-                take_final(event, self._recorder)
+                self._finals.take(event)
                 self._tasks.changed(event.state)
                 # A task that was taken up meanwhile is reported when it is over again.
                 self._report_settled([event.state] if event.state.over else [])
@@ -317,11 +319,13 @@ class TuningLoop:
         self._report_progress(state)
 
     def _report_progress(self, state: TaskState) -> None:
+        if self._progress is None:
+            return
         now, done = time.monotonic(), self._valid + self._failed
         budget_left = None if self._stop.deadline is None else max(0.0, self._stop.deadline - now)
         trials = self._admission.trials
         total = None if trials is None else max(trials - self._admission.spent, done)
-        self._progress.candidate_measured(
+        self._progress(
             ProgressEvent(
                 state.task.name,
                 done,
@@ -360,36 +364,23 @@ class TuningLoop:
     def _end_early(self) -> None:
         """End tasks whose share of the remaining candidates is zero; their models can then be compiled."""
         remaining = self._remaining
-        if remaining is None or self._feed is None or self._feed.arriving:
+        if math.isinf(remaining) or self._feed is None or self._feed.arriving:
             return
         if remaining == 0 and not self._searches.running:
             # A search may find fewer candidates than it was to propose; other tasks take the rest.
-            self._tasks.close("the candidates of the run are used up")
-        rounds = math.ceil(_LEFT_OUT * remaining / self._round_size)
+            self._tasks.close(_USED_UP)
+        rounds = math.ceil(_LEFT_OUT * remaining / self._admission.round_size)
         ends_early = not self._evaluator.exclusive and not self._beginnings.due
         if ends_early and rounds < min(len(self._tasks), _FEWER * self._rounds_left):
             self._rounds_left = rounds
             self._tasks.end_left_out(rounds)
 
-    def _end_all(self) -> bool:
-        """End all open tasks, since nothing is left to choose; return whether there was one."""
-        self._tasks.close("the candidates of the run are used up")
-        settled = self._tasks.take_settled()
-        self._hold_finals(settled)
-        return bool(settled)
-
     def _hold_finals(self, settled: Sequence[TaskState]) -> None:
         """Hand in the finals of settled tasks; report the tasks that need none."""
-        done = []
-        for state in settled:
-            if hold_final(state, self._evaluator.backend, self._options.finals, self._stop, self._evaluator.inbox.put):
-                self._finals += 1
-            else:
-                done.append(state)
-        self._report_settled(done)
+        self._report_settled([state for state in settled if not self._finals.hold(state)])
 
     def _await_finals(self) -> None:
-        while self._finals:
+        while self._finals.running:
             self._take_back(_WAIT_S)
 
     def _report_settled(self, states: Sequence[TaskState]) -> None:
@@ -403,39 +394,18 @@ class TuningLoop:
     # Limits.
 
     @property
-    def _remaining(self) -> int | None:
-        """Candidates that may still be handed in; None without a limit."""
+    def _remaining(self) -> float:
+        """Candidates that may still be handed in; infinite without a limit."""
         trials = self._admission.trials
         if trials is None:
-            return None
+            return math.inf
         taken = self._admission.spent + self._valid + self._failed + self._in_flight + self._searches.promised
         return max(0, trials - taken)
 
     @property
-    def _round_size(self) -> int:
-        """Candidates of a round: fewer when the trials would not give every task one."""
-        size, trials = self._options.trials_per_iteration, self._admission.trials
-        if trials is None:
-            return size
-        return max(1, min(size, max(_ROUND_MIN, trials // max(1, len(self._tasks)))))
-
-    @property
-    def _in_flight_max(self) -> float:
-        """Candidates of a task that may be in flight when it proposes again."""
-        return (1 - _QUORUM) * self._round_size
-
-    def _at_most(self, wanted: int) -> int:
-        remaining = self._remaining
-        return wanted if remaining is None else min(wanted, remaining)
-
-    @property
     def _idle(self) -> bool:
         """Whether nothing is built, measured or searched for."""
-        return not (self._evaluator.pending or self._searches.running or self._finals)
-
-    @property
-    def _arriving(self) -> bool:
-        return self._feed is not None and self._feed.arriving
+        return not (self._evaluator.pending or self._searches.running or self._finals.running)
 
     def _has_room(self) -> bool:
         if self._evaluator.exclusive:

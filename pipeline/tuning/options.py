@@ -1,4 +1,4 @@
-"""What a tuning run is asked for, by itself or by a level of effort, and what it returns. Imports nothing of TVM."""
+"""Options of a tuning run, by themselves or by a level of effort, and its results. Imports nothing of TVM."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SEARCHED_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE, Route.LIBRARY})
 
 @dataclass(frozen=True)
 class TuningOptions:
-    """What a tuning run is asked for."""
+    """Options of a tuning run."""
 
-    # Candidates over all tasks, fallbacks not counted; None leaves it to the time budget. Those that an interrupted run
-    # of the same job recorded count, but for mode `force`.
+    # Candidates over all tasks, fallbacks not counted; None leaves it to the time budget. Candidates of an interrupted
+    # run of the same job count, but for mode `force`.
     trials: int | None = 256
     # Seconds after which no candidate is started and those being built are given up; None sets no limit.
     time_budget_s: float | None = None
@@ -62,7 +62,7 @@ class TuningOptions:
     # Build and measure at the same time; None does so where that disturbs no clock, as on a GPU, and not on a CPU.
     overlap: bool | None = None
     # Compute what the candidates of large tasks are compared with on the GPU, by its default schedule; the CPU, which
-    # takes seconds for some, is asked only when a candidate differs.
+    # takes seconds for some, computes only when a candidate differs.
     device_references: bool = True
     # Routes that may offer candidates; without `metaschedule` nothing is searched, without `template` none is tried.
     routes: frozenset[Route] = SEARCHED_ROUTES & DEFAULT_ROUTES
@@ -77,7 +77,7 @@ class Effort(StrEnum):
     THOROUGH = "thorough"
 
 
-#: What each level is made of; everything else is the default of `TuningOptions`.
+#: The options of each level; all others are the defaults of `TuningOptions`.
 LEVELS: Mapping[Effort, TuningOptions] = {
     # A first look: the kernels that take most of the time, one or two rounds each.
     Effort.QUICK: TuningOptions(trials=64, population=32, min_gain=0.005, finals=5, warm_start_s=2.0),
@@ -103,7 +103,7 @@ def search_seconds(options: TuningOptions) -> float | None:
 
 
 def options_for(effort: Effort, trials: int | None, time_budget_s: float | None) -> TuningOptions:
-    """Return the options of a level with the limits asked for.
+    """Return the options of a level with other limits.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def options_for(effort: Effort, trials: int | None, time_budget_s: float | None)
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """What came of one task."""
+    """The result of one task."""
 
     task: TuningTask
     # Candidates measured in this run, the fallback not counted.
@@ -148,7 +148,7 @@ class TaskSummary:
 
 @dataclass(frozen=True)
 class TuningSummary:
-    """What came of a tuning run."""
+    """The result of a tuning run."""
 
     tasks: tuple[TaskSummary, ...]
     seconds: float
@@ -156,7 +156,7 @@ class TuningSummary:
     # process), `queue` (a built candidate waited for the device), `measure`, `database`. They overlap, so that their
     # sum may be more than the whole.
     seconds_by_phase: Mapping[str, float]
-    interrupted: bool  # The user stopped the run; what was finished is recorded and in here.
+    interrupted: bool  # The user stopped the run; its finished candidates are recorded and counted here.
     restarts: int = 0  # Build and measuring processes of this machine that were replaced: killed, crashed, or worn.
 
     @property

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,9 +41,9 @@ def estimate_left(done: int, total: int | None, elapsed_s: float, budget_left_s:
     Parameters
     ----------
     done, total : int
-        Candidates finished and asked for; `total` is None where only time limits the run.
+        Candidates finished and allowed; `total` is None where only time limits the run.
     elapsed_s : float
-        What the finished ones took.
+        The time of the finished ones.
     budget_left_s : float or None
         Until the time budget ends.
     """
@@ -50,31 +51,21 @@ def estimate_left(done: int, total: int | None, elapsed_s: float, budget_left_s:
     return min((left for left in (by_rate, budget_left_s) if left is not None), default=None)
 
 
-class ProgressListener(Protocol):
-    """Told of every finished candidate, from the thread that tunes; what it raises ends the run."""
-
-    def candidate_measured(self, event: ProgressEvent) -> None:
-        """Take note of a finished candidate."""
-
-
-class SilentProgress:
-    """A listener that says nothing."""
-
-    def candidate_measured(self, event: ProgressEvent) -> None:
-        """Do nothing."""
+#: Called with every finished candidate, from the thread that tunes; an error that it raises ends the run.
+OnCandidate = Callable[[ProgressEvent], None]
 
 
 @dataclass(frozen=True)
 class UntilTheEnd:
     """Counts what follows the search in the seconds left of events."""
 
-    progress: ProgressListener
+    progress: OnCandidate
     follows_s: float
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         """Hand on a finished candidate."""
         left = None if event.seconds_left is None else event.seconds_left + self.follows_s
-        self.progress.candidate_measured(replace(event, seconds_left=left))
+        self.progress(replace(event, seconds_left=left))
 
 
 class ConsoleProgress:
@@ -114,7 +105,7 @@ class ConsoleProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def show(self, event: ProgressEvent) -> None:
         """Show a finished candidate."""
         if self._bar is not None and self._row is not None:
             self._bar.update(self._row, completed=event.done, total=event.total, description=describe(event))
@@ -127,7 +118,7 @@ class ConsoleProgress:
 
 
 def describe(event: ProgressEvent) -> str:
-    """Return what an event says beside the count."""
+    """Return an event as text, without the count."""
     best = "nothing valid yet" if event.best_us is None else f"best {event.best_us:.1f} us"
     left = "" if event.seconds_left is None else f", about {_duration(event.seconds_left)} left"
     return f"{short(event.task)}: {best}; {event.valid} valid, {event.failed} failed{left}"

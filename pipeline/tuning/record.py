@@ -105,11 +105,8 @@ class Recorder:
 
         All tasks given to `start` are read at once, with the first of them.
         """
-        if task.workload_hash in self._unread:
-            self._read_known()
-        return self._known.get(task.workload_hash, [])
-
-    def _read_known(self) -> None:
+        if task.workload_hash not in self._unread:
+            return self._known.get(task.workload_hash, [])
         began = time.monotonic()
         place = RecordFilter(
             target_kind=self._target.kind,
@@ -124,6 +121,7 @@ class Recorder:
             if same_device and versions_match(self._environment, record.environment, record.route):
                 self._known.setdefault(record.workload_hash, []).append(record)
         self._seconds["database"] += time.monotonic() - began
+        return self._known.get(task.workload_hash, [])
 
     def add(self, task: TuningTask, candidate: Candidate) -> Candidate:
         """Keep a finished candidate for the next `flush` and return it as recorded; a lost one leaves no record."""

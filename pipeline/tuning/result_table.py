@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import fields
 
 from rich.table import Table
 
@@ -31,7 +31,7 @@ def summary_table(summary: TuningSummary) -> Table:
             str(task.weight),
             f"{task.valid}/{task.failed}",
             _number(task.before_us, ".1f"),
-            _number(task.after_us, ".1f") + _spread(task),
+            _number(task.after_us, ".1f") + ("" if task.spread is None else f" ±{50 * task.spread:.0f}%"),
             _number(task.speedup, ".2f", "x"),
             f"{100 * task.share:.1f}%",
             note(task),
@@ -42,7 +42,7 @@ def summary_table(summary: TuningSummary) -> Table:
 def headline(summary: TuningSummary) -> str:
     """Return one line about the whole run: candidates, rate, and the sum of a model's kernels, each timed alone.
 
-    What the model itself takes is measured apart (`choose.shipping`): kernels beside others take another time.
+    The model itself is measured apart (`choose.shipping`): among others, a kernel takes another time.
     """
     if not summary.tasks:
         return (
@@ -50,12 +50,12 @@ def headline(summary: TuningSummary) -> str:
             "sizes (--dim), or sizes that get code of their own (--bucket)"
         )
     before = sum(task.weight * (task.before_us or math.inf) for task in summary.tasks if task.after_us is not None)
-    told = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"
+    default = f"{before / 1e3:.3f} ms" if math.isfinite(before) else "unknown"
     after = sum(task.weight * task.after_us for task in summary.tasks if task.after_us is not None)
     stopped = ", interrupted" if summary.interrupted else ""
     return (
         f"{summary.candidates} candidates in {summary.seconds:.1f} s ({summary.candidates_per_s:.2f}/s){stopped}; "
-        f"kernels timed alone, of one inference: {told} by default schedules, {after / 1e3:.3f} ms at best"
+        f"kernels timed alone, of one inference: {default} by default schedules, {after / 1e3:.3f} ms at best"
     )
 
 
@@ -68,7 +68,7 @@ def phases(summary: TuningSummary) -> str:
 
 def note(task: TaskSummary) -> str:
     """Return why a task was skipped or ended, how its candidates failed, what was known of it."""
-    parts = [told for told in (task.skipped, task.ended) if told]
+    parts = [reason for reason in (task.skipped, task.ended) if reason]
     parts += [f"{count} {status.value}" for status, count in task.failures.items() if count]
     if task.known and not task.skipped:
         parts.append(f"{task.known} known")
@@ -95,38 +95,19 @@ def to_data(summary: TuningSummary) -> dict[str, object]:
     }
 
 
-def to_json(summary: TuningSummary) -> str:
-    """Return `to_data` as JSON text."""
-    return json.dumps(to_data(summary), indent=2)
-
-
 def _task_fields(task: TaskSummary) -> dict[str, object]:
+    values = {field.name: getattr(task, field.name) for field in fields(task)}
     return {
+        **values,
         "task": task.task.name,
         "workload_hash": task.task.workload_hash,
         "family": task.task.family,
         "onnx_nodes": list(task.task.onnx_nodes),
         "route": task.route.value if task.route else None,
-        "weight": task.weight,
-        "valid": task.valid,
-        "failed": task.failed,
         "failures": {status.value: task.failures.get(status, 0) for status in Status if status is not Status.OK},
-        "known": task.known,
-        "before_us": task.before_us,
-        "after_us": task.after_us,
         "speedup": task.speedup,
-        "share": task.share,
-        "spread": task.spread,
-        "seconds": task.seconds,
-        "skipped": task.skipped,
-        "ended": task.ended,
-        "last_error": task.last_error,
     }
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def _spread(task: TaskSummary) -> str:
-    return "" if task.spread is None else f" ±{50 * task.spread:.0f}%"

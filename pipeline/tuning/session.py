@@ -18,10 +18,9 @@ from relaxtune.pipeline.tuning.candidates import Evaluator
 from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.loop import TuningLoop
-from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary, search_seconds
-from relaxtune.pipeline.tuning.progress import ProgressListener, SilentProgress
+from relaxtune.pipeline.tuning.progress import OnCandidate
 from relaxtune.pipeline.tuning.tasks import summarise
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
@@ -44,10 +43,8 @@ def tune(
     environment: Environment,
     options: TuningOptions,
     job_id: str | None = None,
-    progress: ProgressListener | None = None,
+    progress: OnCandidate | None = None,
     still_true: StillTrue,
-    builder: Builder | None = None,
-    backend: MeasureBackend | None = None,
     machine: OpenMachine | None = None,
     feed: TaskFeed | None = None,
     stop: StopSignal | None = None,
@@ -57,23 +54,21 @@ def tune(
     Parameters
     ----------
     tasks : sequence of TuningTask
-        What to tune.
+        The tasks.
     target, environment : ResolvedTarget, Environment
-        What is compiled for, and the machine that measures.
+        The target of the kernels, and the machine that measures.
     database : TuningDatabase
         Where records are read and written.
     options : TuningOptions
         Limits, seeds and mode.
     job_id : str or None
         A job of the database, to which the records belong.
-    progress : ProgressListener or None
-        Told of every finished candidate.
+    progress : callable or None
+        Called with every finished candidate.
     still_true : callable
         Leaves out stale records of earlier runs: `pipeline.choose.candidates.still_true_in`.
-    builder, backend : optional
-        Others than the processes of this machine, for example of a cluster; they are not closed here.
     machine : callable or None
-        Starts another builder and backend than this machine's; the run ends them.
+        Starts another builder and backend than this machine's, such as a cluster's; the run ends them.
     feed : TaskFeed or None
         Gives more tasks while the run goes on, and candidates for them; `options.trials` then limits nothing.
     stop : StopSignal or None
@@ -90,8 +85,11 @@ def tune(
     UsageError
         Neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
     """
-    _check(options)
-    if backend is None and machine is None:
+    if options.trials is None and options.time_budget_s is None:
+        raise UsageError("A tuning run needs a limit: expected trials or time_budget_s, got neither.")
+    if options.mode is Mode.READ_ONLY:
+        raise UsageError("A tuning run records what it measures: expected mode tune or force, got read-only.")
+    if machine is None:
         choose_devices(target, options.devices)
     if Route.LIBRARY in options.routes:
         for library in VENDOR_LIBRARIES:
@@ -106,11 +104,7 @@ def tune(
         stack.enter_context(ctrl_c_requests(stop))
 
         def start() -> Machine:
-            if builder is not None and backend is not None:
-                return Machine(builder, backend)
-            if machine is not None:
-                return stack.enter_context(machine(target, environment, options, stop))
-            return stack.enter_context(this_machine(target, environment, options, stop, builder, backend))
+            return stack.enter_context((machine or this_machine)(target, environment, options, stop))
 
         # Models are imported while the next seconds go by, and processes start while models are imported.
         arrivals = () if feed is None or stop.due else feed.take(idle=False)
@@ -120,16 +114,14 @@ def tune(
             register_intrinsics()
         if feed is None:
             admission.admit(Arrival(tuple(tasks), options.trials))
-            has_work = admission.has_work
         else:
             admission.admit_before(feed, arrivals)
-            has_work = admission.has_work or admission.await_work(feed, lambda: stop.due)
-        if has_work:
+        if admission.has_work or (feed is not None and admission.await_work(feed, lambda: stop.due)):
             started = started or start()
-            overlap = options.overlap if options.overlap is not None else started.backend.capabilities.undisturbed
+            overlap = options.overlap if options.overlap is not None else started.backend.undisturbed
             evaluator = Evaluator(started.builder, started.backend, target.target, exclusive=not overlap)
             try:
-                TuningLoop(admission, evaluator, target, options, progress or SilentProgress(), stop, feed).run(began)
+                TuningLoop(admission, evaluator, target, options, progress, stop, feed).run(began)
             except KeyboardInterrupt:
                 if stop.requested:
                     raise
@@ -172,10 +164,3 @@ def require_valid(summary: TuningSummary) -> None:
         f"The last error was: {last.strip().splitlines()[-1]}. Run `relaxtune doctor`, give more --trials or a longer "
         "--time-budget, or look at the failed records with `relaxtune db query --status`."
     )
-
-
-def _check(options: TuningOptions) -> None:
-    if options.trials is None and options.time_budget_s is None:
-        raise UsageError("A tuning run needs a limit: expected trials or time_budget_s, got neither.")
-    if options.mode is Mode.READ_ONLY:
-        raise UsageError("A tuning run records what it measures: expected mode tune or force, got read-only.")

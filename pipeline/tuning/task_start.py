@@ -7,9 +7,10 @@ thread that tunes has some milliseconds of work with a task.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 import tvm
 from tvm import tirx
@@ -18,12 +19,14 @@ from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
+from relaxtune.pipeline.tuning.measure.recipe import Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
-from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
+from relaxtune.schedules.registry import LIBRARIES, TEMPLATES, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.base import Template
 from relaxtune.schedules.tir.blocks import written_params
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from relaxtune.schedules.tir.matmul import recognise_matmul
@@ -35,6 +38,9 @@ logger = logging.getLogger(__name__)
 # An unscheduled PrimFunc runs at about 0.3 GFLOP/s; beyond this the reference has the CPU's fallback schedule, which
 # shares nothing with MetaSchedule's.
 _PLAIN_FLOPS_MAX = 1e8
+_MAKERS: Mapping[Route, Mapping[str, Template]] = {Route.TEMPLATE: TEMPLATES, Route.LIBRARY: LIBRARIES}
+# The routes whose candidates are parameters, known before anything is measured.
+OFFERED_ROUTES = frozenset(_MAKERS)
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,29 @@ class TaskStart:
     @cached_property
     def reference(self) -> PackedModule:
         """A module for the host, whose results candidates are compared with."""
-        return _reference(self.task, host_target(self.target))
+        if self.task.flops <= _PLAIN_FLOPS_MAX:
+            return self.task.packed
+        try:
+            return PackedModule.of(apply_fallback(self.task.mod, host_target(self.target)))
+        except ScheduleError as e:
+            logger.warning("the reference of task %s is unscheduled: %s", self.task.name, e)
+            return self.task.packed
 
     @cached_property
     def spec(self) -> WorkloadSpec:
         """The arguments and tolerances of candidates, without the reference."""
-        return _spec(self.task)
+        func = self.task.mod["main"]
+        return WorkloadSpec(
+            workload=self.task.workload_hash,
+            arguments=argument_specs(func),
+            outputs=written_params(func),
+            index_ranges=self.task.index_ranges,
+            tolerance=kernel_tolerance(func),
+            masks=padding_masks(func),
+            partial_sums=partial_sums_of_rows(func),
+            column_sums=column_sums_of_weights(func),
+            own_tolerances=own_tolerances(func),
+        )
 
     @cached_property
     def fallback(self) -> FallbackSchedule | str:
@@ -90,31 +113,6 @@ def host_target(target: ResolvedTarget) -> tvm.target.Target:
     return target.target.host if target.target.host is not None else target.target
 
 
-def _reference(task: TuningTask, host: tvm.target.Target) -> PackedModule:
-    if task.flops <= _PLAIN_FLOPS_MAX:
-        return task.packed
-    try:
-        return PackedModule.of(apply_fallback(task.mod, host))
-    except ScheduleError as e:
-        logger.warning("the reference of task %s is unscheduled: %s", task.name, e)
-        return task.packed
-
-
-def _spec(task: TuningTask) -> WorkloadSpec:
-    func = task.mod["main"]
-    return WorkloadSpec(
-        workload=task.workload_hash,
-        arguments=argument_specs(func),
-        outputs=written_params(func),
-        index_ranges=task.index_ranges,
-        tolerance=kernel_tolerance(func),
-        masks=padding_masks(func),
-        partial_sums=partial_sums_of_rows(func),
-        column_sums=column_sums_of_weights(func),
-        own_tolerances=own_tolerances(func),
-    )
-
-
 def own_tolerances(func: tirx.PrimFunc) -> Mapping[int, KernelTolerance]:
     """Return the tolerances of statistics and partial sums of rows, by the positions of those outputs.
 
@@ -130,3 +128,27 @@ def own_tolerances(func: tirx.PrimFunc) -> Mapping[int, KernelTolerance]:
     if matmul.partials is not None:
         own[matmul.partials.output] = replace(kernel_tolerance(func, matmul.partials.output), quantities=COUNT)
     return own
+
+
+def template_candidates(
+    task: TuningTask, target: ResolvedTarget, routes: Collection[Route] = (Route.TEMPLATE,)
+) -> list[Candidate]:
+    """Return what templates and libraries offer for a task, the most promising first.
+
+    They alternate, so that a short run measures the first of each.
+
+    Parameters
+    ----------
+    routes : collection of Route
+        Routes outside `OFFERED_ROUTES` offer nothing here.
+    """
+    offers: list[list[Candidate]] = []
+    for route, makers in _MAKERS.items():
+        if route not in routes:
+            continue
+        found, refused = list_candidates(task.mod["main"], target, makers)
+        for reason in refused:
+            logger.debug("task %s: %s", task.name, reason)
+        decisions = [parameters.to_json() for parameters in found]
+        offers.append([Candidate(route, one, Recipe(task.packed, target, one)) for one in decisions])
+    return [one for rank in zip_longest(*offers) for one in rank if one is not None]

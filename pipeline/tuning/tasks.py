@@ -1,4 +1,4 @@
-"""The tasks of a tuning run: what is known of each, and which of them is next."""
+"""The tasks of a tuning run, and the choice of the next one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HOPELESS = 2.0
 _SECONDS_MIN = 1e-3
 # How the reason begins where a task ended for what it promises.
 SETTLED = "settled"
-# What the choice of a task depends on: with a row for each, a choice among 20,000 is a few vector operations.
+# Inputs to the choice of a task: with a row for each, a choice among 20,000 is a few vector operations.
 _ROW = np.dtype(
     [
         ("us", float),  # Of all its calls in one inference, with the best kernel known.
@@ -200,7 +200,7 @@ class Tasks:
     Parameters
     ----------
     target : ResolvedTarget or None
-        What is compiled for; it may bound what a search can reach. None leaves that aside.
+        The target of the kernels; it may bound the reach of a search. None leaves that aside.
     min_gain : float
         A task ends when a round of it promises less than this part of a model's kernel time.
 

@@ -11,8 +11,8 @@ from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.local.devices import choose_devices, pinned
 from relaxtune.pipeline.tuning.local.measuring_process import MEASURE_MODULE, MeasuringProcess
-from relaxtune.pipeline.tuning.measure.backend import Builder, Capabilities, MeasureBackend
-from relaxtune.pipeline.tuning.measure.device_turn import turn_of
+from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend
+from relaxtune.pipeline.tuning.measure.device_lock import lock_of
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
@@ -33,11 +33,11 @@ class LocalBackend(SideBySide):
     devices : sequence of str
         TVM's names, such as `cpu:0` or `cuda:1`; each gets a process of its own, pinned to it.
     environment : Environment
-        What outcomes are stamped with; all devices are of its model.
+        Of all outcomes; all devices are of its model.
     options, timeout_s, stop, seed, server
         See `MeasuringProcess`.
-    turns : Path or None
-        The folder of the devices' turns (`DeviceTurn`), where other processes time something on them too.
+    locks : Path or None
+        The folder of the devices' locks (`DeviceLock`), where other processes time something on them too.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class LocalBackend(SideBySide):
         stop: StopSignal | None = None,
         seed: int = 0,
         server: Forks | None = None,
-        turns: Path | None = None,
+        locks: Path | None = None,
     ) -> None:
         options, stop = options or MeasureOptions(), stop or StopSignal()
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(temporary_folder()))
-            turns_held = [
-                None if turns is None else stack.enter_context(contextlib.closing(turn_of(turns, one)))
+            locks_held = [
+                None if locks is None else stack.enter_context(contextlib.closing(lock_of(locks, one)))
                 for one in devices
             ]
             self.processes = [
@@ -71,16 +71,13 @@ class LocalBackend(SideBySide):
                             directory,
                             server,
                             name=one,
-                            turn=held,
+                            lock=held,
                         )
                     )
                 )
-                for one, held in zip(devices, turns_held, strict=True)
+                for one, held in zip(devices, locks_held, strict=True)
             ]
-            capabilities = Capabilities(
-                environment.device_kind, environment.device_name, undisturbed=environment.device_kind != "cpu"
-            )
-            super().__init__(self.processes, capabilities)
+            super().__init__(self.processes, undisturbed=environment.device_kind != "cpu")
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -91,7 +88,7 @@ class LocalBackend(SideBySide):
 
 @dataclass(frozen=True)
 class Machine:
-    """What builds and what measures."""
+    """A builder and a backend."""
 
     builder: Builder
     backend: MeasureBackend
@@ -110,11 +107,12 @@ def this_machine(
     environment: Environment,
     options: TuningOptions,
     stop: StopSignal,
-    builder: Builder | None = None,
     backend: MeasureBackend | None = None,
-    turns: Path | None = None,
+    locks: Path | None = None,
 ) -> Iterator[Machine]:
-    """Start build and measuring processes, those that are not given, and end them; `turns` is as in `LocalBackend`.
+    """Start build and measuring processes and end them; `locks` is as in `LocalBackend`.
+
+    A `backend` that is given is not closed here.
 
     Raises
     ------
@@ -131,11 +129,10 @@ def this_machine(
             # CUDA, which TVM initialises in the server, works in no process forked from it.
             forks = server if target.kind != "cuda" else None
             devices = choose_devices(target, options.devices)
-            own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks, turns)
+            own = LocalBackend(devices, environment, measure, options.run_timeout_s, stop, options.seed, forks, locks)
             backend = stack.enter_context(contextlib.closing(own))
-        if builder is None:
-            # Started last and so ended first: what it builds goes to the backend.
-            limits = BuilderLimits(timeout_s=options.build_timeout_s)
-            pool = BuildPool(options.workers or physical_cores(), directory, limits, stop, server)
-            builder = stack.enter_context(contextlib.closing(pool))
+        # Started last and so ended first: what it builds goes to the backend.
+        limits = BuilderLimits(timeout_s=options.build_timeout_s)
+        pool = BuildPool(options.workers or physical_cores(), directory, limits, stop, server)
+        builder = stack.enter_context(contextlib.closing(pool))
         yield Machine(builder, backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.workers.fork_server import Forks
 from relaxtune.pipeline.workers.limits import Limit, Limits
 from relaxtune.pipeline.workers.machine_faults import is_of_the_machine
@@ -36,7 +34,7 @@ _NICENESS = 5
 
 @dataclass(frozen=True)
 class BuilderLimits:
-    """What a build may use."""
+    """Limits of a build."""
 
     timeout_s: float = 30.0  # Seconds for one candidate; its process is killed after that.
     # A process is replaced after that many builds, or when it holds that much memory afterwards: LLVM and TVM keep some
@@ -61,7 +59,7 @@ class BuildPool(Builder):
     stop : StopSignal
         When it is due, all builds are reported as stopped, those in flight too.
     server : Forks or None
-        What forks the processes, which is not closed here; without one each is started afresh.
+        Forks the processes, and is not closed here; without one each is started afresh.
     """
 
     def __init__(
@@ -129,11 +127,6 @@ class BuildPool(Builder):
                 on_built(Built(status, error=str(error)))
 
         self._pool.submit(lambda worker: self._build(worker, request)).add_done_callback(answer)
-
-    def discard(self, artifact: BuiltArtifact) -> None:
-        """Remove an artifact's file."""
-        with contextlib.suppress(OSError):
-            Path(str(artifact.content)).unlink()
 
     def close(self) -> None:
         """End all processes; candidates that are not built are reported as stopped."""

@@ -15,22 +15,21 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tvm
 
+from relaxtune.pipeline.experiment.experiment import FEWEST_BLOCKS, Question, decide
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.requests import (
-    CompareReply,
     CompareRequest,
     MeasureReply,
     MeasureRequest,
     ReferenceRequest,
     WarmRequest,
-    check_seeds,
     outputs_file,
-    reference_file,
 )
 from relaxtune.pipeline.tuning.measure.arguments import (
     ArgumentSpec,
@@ -53,6 +52,8 @@ from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_
 from relaxtune.pipeline.tvm_runtime.threads import set_threads
 
 _ENTRY = "main"
+# Whether a finalist is faster than another one at all. The rounds are planned, whatever they take.
+_FASTER = Question(border=0.0, doubt=0.05, seconds=math.inf)
 # Arguments stay allocated, since tasks are measured in turns: up to this share of a GPU's memory, and of the host's.
 _KEPT_SHARE = 4
 # Of the host's at most: many GPUs have a process each.
@@ -61,7 +62,7 @@ _KEPT_HOST_MAX = 8 << 30
 
 @dataclass(frozen=True)
 class _Held:
-    """A reference output on the device, and how far an element may be off beside what is relative to it."""
+    """A reference output on the device, and the absolute part of its tolerance."""
 
     expected: tvm.runtime.Tensor
     absolute: float
@@ -96,7 +97,7 @@ class _Workload:
 
     @property
     def sets(self) -> int:
-        """Sets of arguments on the device, one for the outputs that are kept beside them."""
+        """Sets of arguments on the device, one for the outputs that are kept too."""
         return 1 + len(self.copies) + (1 if self.untouched or self.held else 0)
 
 
@@ -119,7 +120,7 @@ def start() -> Callable[[object], object]:
             case ReferenceRequest():
                 return measurer.make_references(request.measurement, on_host=request.on_host)
             case MeasureRequest():
-                return measurer.measure(request)
+                return (measurer.measure(request),)
             case CompareRequest():
                 return measurer.compare(request)
         raise TypeError(f"expected a request to measure, got {type(request).__name__}")
@@ -150,7 +151,7 @@ class _Measurer:
             return False
         device = tvm.device(request.device if spec.reference_on_device and not on_host else "cpu:0")
         function = _load_code(str(reference.content), request)[_ENTRY]
-        for seed in check_seeds(request):
+        for seed in request.seeds:
             workload = self._workload(request, seed, tvm.device(request.device))
             with span("reference: compute", spec.workload):
                 tensors = _tensors(workload.arrays, spec.arguments, device)
@@ -170,7 +171,7 @@ class _Measurer:
         device = tvm.device(request.device)
         with span("load", request.spec.workload):
             module = _load_code(request.artifact, request)
-        timed_seed, fresh_seed = check_seeds(request)
+        timed_seed, fresh_seed = request.seeds
         workload = self._workload(request, timed_seed, device)
         elapsed, mismatch = self._run_and_compare(module, workload, request, timed_seed, device)
         if mismatch is not None:
@@ -189,32 +190,34 @@ class _Measurer:
             workload.best_s = median
         return MeasureReply(tuple(seconds), None)
 
-    def compare(self, request: CompareRequest) -> CompareReply:
-        """Check candidates of one workload on two sets of values and time them alternately."""
-        loaded: list[_Loaded | None] = []
+    def compare(self, request: CompareRequest) -> tuple[MeasureReply, ...]:
+        """Check candidates of one workload on two sets of values; time them alternately until the fastest is sure."""
+        timers: dict[int, Callable[[], list[float]]] = {}
         mismatches: list[str | None] = []
-        for one in request.measurements:
+        for place, one in enumerate(request.measurements):
             device = tvm.device(one.device)
             module = _load_code(one.artifact, one)
-            timed_seed, fresh_seed = check_seeds(one)
+            timed_seed, fresh_seed = one.seeds
             workload = self._workload(one, timed_seed, device)
             _, mismatch = self._run_and_compare(module, workload, one, timed_seed, device)
-            mismatch = mismatch or self._compare_fresh(module, one, fresh_seed, device)
-            mismatches.append(mismatch)
-            loaded.append(None if mismatch is not None else self._load(module, workload, one, device))
-        numbers = [
-            settled_row(each.timer, each.number_for, min(each.timer(1, 2)), 1)[0] if each is not None else 0
-            for each in loaded
-        ]
-        seconds: list[list[float]] = [[] for _ in loaded]
+            mismatches.append(mismatch or self._compare_fresh(module, one, fresh_seed, device))
+            if mismatches[-1] is None:
+                loaded = self._load(module, workload, one, device)
+                number, _ = settled_row(loaded.timer, loaded.number_for, min(loaded.timer(1, 2)), 1)
+                timers[place] = partial(loaded.timer, number, 1)
+        seconds: list[list[float]] = [[] for _ in mismatches]
+
+        def block() -> dict[str, float]:
+            """Time each arm once, every second time backwards; return the logarithms of their ratios to the first."""
+            first, *others = timers
+            for place in timers if len(seconds[first]) % 2 == 0 else reversed(timers):
+                seconds[place] += timers[place]()
+            return {str(place): math.log(seconds[place][-1] / seconds[first][-1]) for place in others}
+
         with span("time", request.measurements[0].spec.workload):
-            for _ in range(request.rounds):
-                for candidate, number, raw in zip(loaded, numbers, seconds, strict=True):
-                    if candidate is not None:
-                        raw += candidate.timer(number, 1)
-        return CompareReply(
-            tuple(MeasureReply(tuple(raw), mismatch) for raw, mismatch in zip(seconds, mismatches, strict=True))
-        )
+            if timers:
+                decide(block, tuple(sorted({min(FEWEST_BLOCKS, request.rounds), request.rounds})), _FASTER)
+        return tuple(MeasureReply(tuple(raw), mismatch) for raw, mismatch in zip(seconds, mismatches, strict=True))
 
     def _load(
         self, module: tvm.runtime.Module, workload: _Workload, request: MeasureRequest, device: tvm.runtime.Device
@@ -282,7 +285,7 @@ class _Measurer:
             module[_ENTRY](*workload.tensors)
             device.sync()
         elapsed = time.perf_counter() - began
-        path = reference_file(request, seed)
+        path = request.reference_file(seed)
         if path is None:
             return elapsed, None
         with span("check", request.spec.workload):

@@ -13,15 +13,11 @@ from typing import TypeVar
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.local.devices import Device
 from relaxtune.pipeline.tuning.local.requests import (
-    CompareReply,
     CompareRequest,
     MeasureReply,
     MeasureRequest,
     ReferenceRequest,
     WarmRequest,
-    check_seeds,
-    may_appeal,
-    reference_file,
 )
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured, place
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
@@ -62,7 +58,7 @@ class MeasuringProcess:
     device : Device
         The device, and what pins a process to it.
     environment : Environment
-        What outcomes are stamped with.
+        Of all outcomes.
     options : MeasureOptions
         How candidates are timed.
     timeout_s : float
@@ -74,12 +70,12 @@ class MeasuringProcess:
     directory : Path
         Where artifacts are written that come as bytes.
     server : Forks or None
-        What forks the process, which is not closed here; without one it is started afresh.
+        Forks the process, and is not closed here; without one the process is started afresh.
     references : Path or None
         Where references that come as bytes are written, and what they compute; None is `directory`.
     name : str or None
         Of the device outside of its process; None is its name in there.
-    turn : context manager or None
+    lock : context manager or None
         Held while the device is used, where other processes time something on it too.
     """
 
@@ -96,10 +92,10 @@ class MeasuringProcess:
         *,
         references: Path | None = None,
         name: str | None = None,
-        turn: AbstractContextManager[object] | None = None,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self.device = device
-        self._turn = turn or nullcontext()
+        self._lock = lock or nullcontext()
         self.name = name or device.name
         # One for all devices of this machine.
         self.host = ""
@@ -132,7 +128,7 @@ class MeasuringProcess:
         return self._worker.restarts
 
     def ready(self) -> bool:
-        """Set the device up the first time; a failure comes again, and is told, with the first candidate."""
+        """Set the device up the first time; the first candidate reports a failure."""
         if not self._warm:
             self._warm = True
             with span(f"{self.name}: start"):
@@ -142,7 +138,7 @@ class MeasuringProcess:
         return not self._closed
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
-        """Compute a workload's reference; a failure is told with the first candidate."""
+        """Compute a workload's reference; the first candidate reports a failure."""
         with self._using("reference", spec):
             if not self._stop.due:
                 self._outcome_of(lambda: self._make_references(self.request("", spec)))
@@ -153,35 +149,34 @@ class MeasuringProcess:
             if self._stop.due:
                 return _STOPPED
             began = time.monotonic()
-            answer = self._outcome_of(lambda: self._measure(artifact, spec))
-        outcome = _outcome(answer) if isinstance(answer, MeasureReply) else answer
+            answer = self._outcome_of(lambda: self._check([artifact], spec))
+        outcome = answer if isinstance(answer, Outcome) else _outcome(answer[0])
         return replace(outcome, duration_s=time.monotonic() - began, environment=self._environment)
 
     def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> list[Outcome] | None:
         """Check and time candidates of one workload alternately; None when they could not all be run.
 
-        A failure tells nothing about which candidate failed: each of them ran before. It may be asked after the
-        deadline.
+        A failure does not say which candidate failed: each of them ran before. The deadline does not forbid it.
         """
         with self._using("final", spec):
             began = time.monotonic()
-            answer = self._outcome_of(lambda: self._compare(artifacts, spec, rounds))
-        if not isinstance(answer, CompareReply):
+            answer = self._outcome_of(lambda: self._check(artifacts, spec, rounds))
+        if isinstance(answer, Outcome):
             if answer.status is not Unmeasured.STOPPED:
                 logger.warning("the final contenders could not be timed alternately: %s", answer.error)
             return None
         share_s = (time.monotonic() - began) / len(artifacts)
         return [
             replace(_outcome(reply), duration_s=share_s, environment=self._environment, resources=artifact.resources)
-            for reply, artifact in zip(answer.replies, artifacts, strict=True)
+            for reply, artifact in zip(answer, artifacts, strict=True)
         ]
 
     @contextmanager
     def _using(self, stage: str, spec: WorkloadSpec) -> Iterator[None]:
-        """Hold the device's turn; the spans say what waited for it and what used it."""
+        """Hold the device's lock; the spans say what waited for it and what used it."""
         with ExitStack() as stack:
-            with span(f"{self.name}: turn", spec.workload):
-                stack.enter_context(self._turn)
+            with span(f"{self.name}: lock", spec.workload):
+                stack.enter_context(self._lock)
             with span(f"{self.name}: {stage}", spec.workload):
                 yield
 
@@ -191,53 +186,58 @@ class MeasuringProcess:
         spec = replace(spec, reference=reference, host_reference=host)
         return MeasureRequest(path, self.device.name, spec, self._options, self._seed)
 
-    def _measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> MeasureReply:
-        request = self.request(str(place(artifact, self._directory).content), spec)
-        self._make_references(request)
-        appeals = may_appeal(request)
-        reply = self._ask(request, self._timeout_s, MeasureReply)
-        if reply.mismatch is not None and appeals and self._appeal(request):
-            reply = self._ask(request, self._timeout_s, MeasureReply)
-        return reply
+    def _check(
+        self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int | None = None
+    ) -> tuple[MeasureReply, ...]:
+        """Check and time one candidate, or several alternately in so many rounds; a reply for each."""
+        with self._placed(artifacts) as paths:
+            requests = tuple(self.request(path, spec) for path in paths)
+            self._make_references(requests[0])
+            request = requests[0] if rounds is None else CompareRequest(requests, rounds)
+            timeout_s, appeals = self._timeout_s * len(requests), requests[0].may_appeal
+            replies: tuple[MeasureReply, ...] = self._ask(request, timeout_s, tuple)
+            if appeals and any(one.mismatch is not None for one in replies) and self._appeal(requests[0]):
+                replies = self._ask(request, timeout_s, tuple)
+            return replies
 
-    def _compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> CompareReply:
-        requests = [self.request(str(place(one, self._directory).content), spec) for one in artifacts]
-        self._make_references(requests[0])
-        asked, timeout_s = CompareRequest(tuple(requests), rounds), self._timeout_s * len(requests)
-        appeals = may_appeal(requests[0])
-        reply = self._ask(asked, timeout_s, CompareReply)
-        if appeals and any(one.mismatch is not None for one in reply.replies) and self._appeal(requests[0]):
-            reply = self._ask(asked, timeout_s, CompareReply)
-        return reply
+    @contextmanager
+    def _placed(self, artifacts: Sequence[BuiltArtifact]) -> Iterator[list[str]]:
+        """Give the files of artifacts; those written here are removed."""
+        try:
+            yield [str(place(one, self._directory).content) for one in artifacts]
+        finally:
+            for one in artifacts:
+                if isinstance(one.content, bytes):
+                    (self._directory / f"{one.sha256}.so").unlink(missing_ok=True)
 
     def _make_references(self, request: MeasureRequest) -> None:
         """Have the reference outputs computed if they are not there."""
-        if all(path is None or path.exists() for path in (reference_file(request, s) for s in check_seeds(request))):
+        if all(path is None or path.exists() for path in map(request.reference_file, request.seeds)):
             return
         try:
             self._ask(ReferenceRequest(request), _REFERENCE_TIMEOUT_S, bool)
         except _NoAnswerError as e:
-            told = f"{NO_REFERENCE}: {e.outcome.error}"
+            error = f"{NO_REFERENCE}: {e.outcome.error}"
             # A reference for which memory is too small is no fact about a kernel, and yet its task cannot be tuned.
             lost = isinstance(e.outcome.status, Unmeasured)
-            if lost and not is_of_memory(told):
+            if lost and not is_of_memory(error):
                 raise
             status = Unmeasured.LOST if lost else Status.RUN_ERROR
-            raise _NoAnswerError(Outcome(status, error=told, no_reference=True)) from e
+            raise _NoAnswerError(Outcome(status, error=error, no_reference=True)) from e
 
     def _appeal(self, request: MeasureRequest) -> bool:
         """Have the CPU compute the references that the device computed until now; return whether they are there."""
         workload = request.spec.workload
         if workload in self._final:
             return False
-        if not may_appeal(request):
+        if not request.may_appeal:
             # The process of another device has just had them computed.
             return True
-        made = self._outcome_of(lambda: self._ask(ReferenceRequest(request, on_host=True), _APPEAL_TIMEOUT_S, bool))
-        if made is True:
+        computed = self._outcome_of(lambda: self._ask(ReferenceRequest(request, on_host=True), _APPEAL_TIMEOUT_S, bool))
+        if computed is True:
             return True
         self._final.add(workload)
-        reason = made.error if isinstance(made, Outcome) else "it has none"
+        reason = computed.error if isinstance(computed, Outcome) else "it has none"
         logger.warning("what differs from the device's reference counts as wrong: the CPU computed none: %s", reason)
         return False
 

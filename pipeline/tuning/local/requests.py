@@ -19,6 +19,27 @@ class MeasureRequest:
     options: MeasureOptions
     seed: int
 
+    @property
+    def seeds(self) -> tuple[int, int]:
+        """The seed of the values that a candidate is timed with, and of those that a new best is checked with."""
+        return self.seed, self.seed + 1
+
+    def reference_file(self, seed: int) -> Path | None:
+        """Return the file of the reference outputs for a seed, None where nothing is compared.
+
+        The CPU's outputs count once they were computed for a candidate that differed from the device's.
+        """
+        host, spec = self.spec.host_reference, self.spec
+        if host is not None and outputs_file(host, seed).exists():
+            return outputs_file(host, seed)
+        return None if spec.reference is None else outputs_file(spec.reference, seed)
+
+    @property
+    def may_appeal(self) -> bool:
+        """Whether the reference is the device's, and the CPU may compute another one."""
+        host = self.spec.host_reference
+        return host is not None and not all(outputs_file(host, seed).exists() for seed in self.seeds)
+
 
 @dataclass(frozen=True)
 class WarmRequest:
@@ -52,40 +73,6 @@ class MeasureReply:
     mismatch: str | None
 
 
-@dataclass(frozen=True)
-class CompareReply:
-    """A reply for each candidate compared, in order."""
-
-    replies: tuple[MeasureReply, ...]
-
-
-def reference_file(request: MeasureRequest, seed: int) -> Path | None:
-    """Return where the reference outputs for one seed are kept, or None when nothing is compared.
-
-    The CPU's outputs count once a candidate has appealed from the device's.
-    """
-    on_host = host_reference_file(request, seed)
-    if on_host is not None and on_host.exists():
-        return on_host
-    return None if request.spec.reference is None else outputs_file(request.spec.reference, seed)
-
-
 def outputs_file(reference: BuiltArtifact, seed: int) -> Path:
-    """Return where the outputs that a reference computes for one seed are kept."""
+    """Return the file of the outputs that a reference computes for a seed."""
     return Path(f"{reference.content!s}.{seed}.pickle")
-
-
-def host_reference_file(request: MeasureRequest, seed: int) -> Path | None:
-    """Return where the CPU's outputs are kept once a candidate has appealed; None where it cannot appeal."""
-    return None if request.spec.host_reference is None else outputs_file(request.spec.host_reference, seed)
-
-
-def may_appeal(request: MeasureRequest) -> bool:
-    """Whether a candidate is compared with what the device computed, and the CPU can still be asked."""
-    files = [host_reference_file(request, seed) for seed in check_seeds(request)]
-    return any(path is not None and not path.exists() for path in files)
-
-
-def check_seeds(request: MeasureRequest) -> tuple[int, int]:
-    """Return the seed of the values that a candidate is timed with, and of those that a new best is checked with."""
-    return request.seed, request.seed + 1

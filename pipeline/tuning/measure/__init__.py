@@ -1,1 +1,1 @@
-"""What a measurement is: requests, arguments, timing, checks of results, causes of failure."""
+"""Measurements: requests, arguments, timing, checks of results, causes of failure."""

@@ -4,7 +4,7 @@ The logits of GPT-2 are 400 MB; to copy them back and to compare them on the hos
 a kernel takes less than a millisecond and hands back 512 numbers.
 
 The kernel says "right" or "ask the host". It accepts what `pipeline.tuning.measure.wrong_result` accepts, with bounds
-narrower by `_MARGIN`, more than its float32 arithmetic and the host's can differ by. Whatever it doubts is copied back
+narrower by `_MARGIN`, more than its float32 arithmetic and the host's can differ by. A doubtful output is copied back
 and judged by the host against the reference in its file. So every verdict and every message is the host's, and a kernel
 that overwrote the reference on the device cannot have the next one refused.
 """

@@ -1,4 +1,4 @@
-"""What a builder is given: a scheduled module, or the recipe of one.
+"""The input of a builder: a scheduled module, or the recipe of one.
 
 A template takes 30 to 150 ms to make a kernel, and a kernel takes as long to pickle. A recipe is small, and the process
 that compiles the kernel makes it: the thread that tunes hands in ten times as many candidates a second.
@@ -21,7 +21,7 @@ class Recipe:
     """A kernel that a template or a library makes of a function."""
 
     mod: PackedModule  # The module with the unscheduled function as `main`; all candidates of a task share the bytes.
-    target: ResolvedTarget  # What the kernel is made for.
+    target: ResolvedTarget  # The target of the kernel.
     decision: str  # The parameters, as they are recorded.
 
     def make(self) -> tvm.ir.IRModule:

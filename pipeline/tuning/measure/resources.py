@@ -1,4 +1,4 @@
-"""The resources that a kernel takes of a GPU: registers, shared memory and spills, told by compiler and launch."""
+"""The resources that a kernel takes of a GPU: registers, shared memory and spills, from the compiler and the launch."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 
 @dataclass(frozen=True)
 class Resources:
-    """What the kernels of one candidate take; None where it is not known, as on a CPU."""
+    """Resources of the kernels of one candidate; None where unknown, as on a CPU."""
 
     registers: int | None = None  # Of a thread, of the kernel that takes most.
     smem_bytes: int | None = None  # Shared memory of a block, static and dynamic, of the kernel that takes most.
     # Bytes that a thread stores to and loads from local memory for want of registers, over all kernels.
     spill_bytes: int | None = None
-    kernel_hash: str | None = None  # What was built (`pipeline.codegen.kernel_hash`), on a CPU too.
+    kernel_hash: str | None = None  # Of the built kernel (`pipeline.codegen.kernel_hash`), on a CPU too.
 
 
 NO_RESOURCES = Resources()
 
 
 def parse_compiler_log(log: str, dynamic_bytes: int = 0) -> Resources:
-    """Return what ptxas told with `-v`.
+    """Return the figures that ptxas printed with `-v`.
 
     Parameters
     ----------
     log : str
         The compiler's log; one without ptxas' figures gives unknowns.
     dynamic_bytes : int
-        Shared memory asked for at launch, which ptxas does not know.
+        Shared memory requested at launch, which ptxas does not know.
     """
     registers = [int(count) for count in _REGISTERS.findall(log)]
     if not registers:

@@ -3,10 +3,10 @@
     submit ── waiting work ──▶ a thread for each place of a device ── Measurer ──▶ outcome
 
 A device keeps a workload's arguments, which take it up to a second to make. So it goes on with the workloads that it
-began, then begins others, and takes those of other devices only when it would be idle. What a task begins with, and its
-final, come before further candidates, in the order of the tasks: so the first tasks are done first.
+began, then begins others, and takes those of other devices only when it would be idle. The first work and the final of
+a task come before further candidates, in the order of the tasks: so the first tasks are done first.
 
-What a device is, a process of this machine or an actor of a cluster, is the `Measurer`'s business.
+A `Measurer` is a process of this machine, or an actor of a cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from itertools import islice
 from typing import Protocol
 
 from relaxtune.pipeline.tuning.measure.backend import (
-    Capabilities,
     MeasureBackend,
     OnCompared,
     OnMeasured,
@@ -51,7 +50,7 @@ class Measurer(Protocol):
         ...
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
-        """Compute a workload's reference; a failure is told with the first candidate."""
+        """Compute a workload's reference; the first candidate reports a failure."""
         ...
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
@@ -81,7 +80,7 @@ class _Work:
     rank: tuple[int, int]
 
 
-# What a task begins with: its reference, first proposals and fallback.
+# Of a task: its reference, first proposals and fallback.
 _FIRST_WORK = 4
 # The home of workloads that no device has begun.
 _NO_HOME = 0
@@ -160,20 +159,20 @@ class SideBySide(MeasureBackend):
     ----------
     measurers : sequence of Measurer
         The devices; they are closed with this backend.
-    capabilities : Capabilities
-        What they are.
+    undisturbed : bool
+        See `MeasureBackend`.
     depth : int
-        Things given to one device at a time: what is on the way to it when it becomes free. It does them one by one.
+        Work given to one device at a time: the next is on its way while one is done.
     """
 
-    def __init__(self, measurers: Sequence[Measurer], capabilities: Capabilities, depth: int = 1) -> None:
+    def __init__(self, measurers: Sequence[Measurer], undisturbed: bool, depth: int = 1) -> None:
         self._measurers = tuple(measurers)
-        self._capabilities = capabilities
+        self.undisturbed = undisturbed
         self._changed = threading.Condition()
         self._waiting = WaitingWork()
         # Workload -> its place among all, and how much work it had.
         self._places: dict[str, int] = {}
-        self._asked: Counter[str] = Counter()
+        self._put_counts: Counter[str] = Counter()
         self._count = 0
         # Host and workload. A workload's first work on a host computes its reference; other devices do other work.
         self._preparing: set[tuple[str, str]] = set()
@@ -188,11 +187,6 @@ class SideBySide(MeasureBackend):
         self._alive = len(self._threads)
         for thread in self._threads:
             thread.start()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """What it measures on."""
-        return self._capabilities
 
     @property
     def capacity(self) -> int:
@@ -247,9 +241,9 @@ class SideBySide(MeasureBackend):
             refused = Outcome(Unmeasured.STOPPED, error="the backend is closed") if self._closed else self._broken
             if refused is None:
                 place = self._places.setdefault(workload, len(self._places))
-                self._asked[workload] += 1
+                self._put_counts[workload] += 1
                 self._count += 1
-                first = last or self._asked[workload] <= _FIRST_WORK
+                first = last or self._put_counts[workload] <= _FIRST_WORK
                 rank = (0, place) if first else (1, self._count)
                 self._waiting.put(_Work(workload, do, fail, rank))
                 held = any(name == workload for _, name in self._preparing)

@@ -28,11 +28,11 @@ _LOOK_S, _LOOKS_BUSY, _LOOKS_MAX = 0.1, 15, 50
 _EXIT_INTERRUPTED = 130
 # Asks the main thread for a sign of life. Python's own default is to ignore it.
 _PROBE = signal.SIGURG
-# What the watcher reads when a handler's KeyboardInterrupt was lost, and the seconds until it sends the signal again.
+# The watcher reads this when a handler's KeyboardInterrupt was lost. The seconds until it sends the signal again.
 _LOST, _AGAIN_S = 0, 0.02
 # Seconds in which an interrupt ends the command. After them it comes again, at most so often; then the process ends.
 _LEAVES_S, _TIMES_MAX = 5.0, 4
-# The signal that C code hears when Python's own handler was told of one; Linux has no use for it. Its number is also
+# The signal that C code hears after Python's own handler got one; Linux has no use for it. Its number is also
 # the seconds until the process ends, unless a thread of Python reads of the signal before: see `_end_without_python`.
 _UNHEARD = signal.Signals(16)  # SIGSTKFLT
 # By then the handler of `_UNHEARD` has run, on whichever thread: its alarm can be taken back.
@@ -42,14 +42,14 @@ _KEPT = b"interrupted, and still going on: the process ends at once; the next ru
 
 
 class StopSignal:
-    """Tells whether a tuning run has to end: the user asked for it, or the deadline has passed.
+    """Tells whether a tuning run has to end: by request of the user, or since its deadline has passed.
 
     Parameters
     ----------
     deadline : float or None
         On the clock of `time.monotonic`.
     within : StopSignal or None
-        What this run is a part of: the user asks for the end of both, and each has its own deadline.
+        The run that this one is a part of: the user stops both, and each has its own deadline.
     """
 
     def __init__(self, deadline: float | None = None, within: StopSignal | None = None) -> None:
@@ -63,7 +63,7 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether the user asked for the end."""
+        """Whether the user requested the end."""
         return self._requested.is_set()
 
     @property
@@ -82,7 +82,7 @@ def ctrl_c_requests(stop: StopSignal) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.requested:
             raise KeyboardInterrupt
-        logger.warning("stopping: what is finished is kept; press Ctrl-C again to stop at once")
+        logger.warning("stopping: finished work is kept; press Ctrl-C again to stop at once")
         stop.request()
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -162,8 +162,13 @@ def signals_end_native_code() -> Iterator[None]:
                 time.sleep(_AGAIN_S)
                 signal.pthread_kill(main, signal.SIGINT)
                 continue
-            if number[0] not in (signal.SIGINT, signal.SIGTERM) or _is_first():
+            if number[0] not in (signal.SIGINT, signal.SIGTERM):
                 continue
+            if _patient:
+                _patient[-1].signals += 1
+                if _patient[-1].signals == 1:
+                    # The first signal of a run that ends in order.
+                    continue
             alive.clear()
             if not _shows_life(alive, main):
                 end(_NATIVE)
@@ -216,11 +221,3 @@ def _shows_life(alive: threading.Event, main: int) -> bool:
         if computed >= _LOOKS_BUSY * _LOOK_S:
             return False
     return False
-
-
-def _is_first() -> bool:
-    """Return whether a signal is the first of a run that ends in order."""
-    if not _patient:
-        return False
-    _patient[-1].signals += 1
-    return _patient[-1].signals == 1

@@ -1,4 +1,4 @@
-"""What is known of a workload where its candidates are measured: arguments, reference, tolerances."""
+"""A workload where its candidates are measured: arguments, reference, tolerances."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 class BuiltArtifact:
     """A compiled kernel: a shared object with the function `main`."""
 
-    content: bytes | str  # Its bytes, or the URI where they lie; a path is a file of the machine that built it.
+    # The path of a file of the machine that built it, or its bytes, packed (`measure.backend.pack`).
+    content: bytes | str
     sha256: str  # Of its bytes, in hexadecimal digits.
-    resources: Resources = NO_RESOURCES  # What its kernels take of a GPU, told by the compiler.
+    resources: Resources = NO_RESOURCES  # Of its kernels on a GPU, from the compiler.
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """What the candidates of one workload are called and compared with."""
+    """Arguments and reference of the candidates of one workload."""
 
     workload: str  # Workload hash: candidates of one workload share arguments, reference and the best time so far.
     arguments: tuple[ArgumentSpec, ...]  # Shape and dtype of every parameter.

@@ -18,8 +18,8 @@ def find_mismatch(output: np.ndarray, expected: np.ndarray, accepted: KernelTole
     """
     if accepted.quantities > 1:
         alone = replace(accepted, quantities=1)
-        told = [find_mismatch(output[..., i], expected[..., i], alone) for i in range(accepted.quantities)]
-        return next((f"[..., {i}]: {one}" for i, one in enumerate(told) if one is not None), None)
+        found = [find_mismatch(output[..., i], expected[..., i], alone) for i in range(accepted.quantities)]
+        return next((f"[..., {i}]: {one}" for i, one in enumerate(found) if one is not None), None)
     if expected.dtype.kind in "iub":
         wrong = output != expected
         if not wrong.any() or _is_one_step(output, expected, wrong, accepted.steps):
@@ -53,7 +53,7 @@ def _is_one_step(output: np.ndarray, expected: np.ndarray, wrong: np.ndarray, pa
 
 
 def absolute_bound(expected: np.ndarray, accepted: KernelTolerance) -> float:
-    """Return how far every element may be off beside what is relative to it; 0 for integers."""
+    """Return the absolute part of the tolerance of every element; 0 for integers."""
     if expected.dtype.kind in "iub":
         return 0.0
     want = expected.reshape(-1)

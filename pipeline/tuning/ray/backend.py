@@ -6,22 +6,19 @@ import logging
 import pickle
 import threading
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Future
 from types import ModuleType
 from typing import Any
 
 from relaxtune.pipeline.errors import MeasuringBrokenError
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
-from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace
+from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, Reservation
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
-from relaxtune.pipeline.tuning.ray.reservation import Reservation
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +42,19 @@ class ActorMeasurer:
         Of a `MeasuringActor`.
     name : str
         For logs and figures, until the host is known.
-    store : ArtifactStore
-        Where artifacts are kept.
     stop : StopSignal
-        What is in flight is given up when the user stops the run; a deadline lets it finish.
+        A call in flight is given up when the user stops the run; a deadline lets it finish.
     away_s : float
         Seconds that the actor may be away. It is waited for again as long as one of its `peers` is there.
     """
 
-    def __init__(
-        self, ray: ModuleType, actor: Any, name: str, store: ArtifactStore, stop: StopSignal, away_s: float = AWAY_S
-    ) -> None:
-        self._ray, self._actor, self._store, self._stop = ray, actor, store, stop
+    def __init__(self, ray: ModuleType, actor: Any, name: str, stop: StopSignal, away_s: float = AWAY_S) -> None:
+        self._ray, self._actor, self._stop = ray, actor, stop
         self.name, self.host, self.restarts = name, "", 0
         self._away_s = away_s
         self._lock = threading.Lock()
         self._there = False
-        # What is asked of an actor that is lost meanwhile says nothing of the next one.
+        # A call to an actor that is lost meanwhile says nothing about the next actor.
         self._life = 0
         self._left = threading.Event()
         self.peers: Sequence[ActorMeasurer] = ()
@@ -78,21 +71,21 @@ class ActorMeasurer:
             began = time.monotonic()
             # When the run is stopped, what waits for the device is answered at once.
             while not (self._there or self._left.is_set() or self._stop.due):
-                asked = self._actor.begin.remote()
+                begun = self._actor.begin.remote()
                 try:
-                    while not self._ray.wait([asked], timeout=_POLL_S)[0]:
+                    while not self._ray.wait([begun], timeout=_POLL_S)[0]:
                         if self._left.is_set() or self._stop.due:
                             return not self._left.is_set()
                         if time.monotonic() - began > self._away_s:
-                            told = (
+                            why = (
                                 f"no device for {self.name} in {self._away_s:g} s: its node is lost, or others use it "
-                                "(`ray status` shows what is asked for and what is there)"
+                                "(`ray status` shows requests and resources)"
                             )
                             if not any(one._there for one in self.peers):
-                                raise MeasuringBrokenError(told)
-                            logger.warning("%s; the other devices go on, and it joins them when it is back", told)
+                                raise MeasuringBrokenError(why)
+                            logger.warning("%s; the other devices go on, and it joins them when it is back", why)
                             began = time.monotonic()
-                    self.host = self._ray.get(asked)
+                    self.host = self._ray.get(begun)
                     self._there = True
                 except self._ray.exceptions.ActorUnavailableError:
                     time.sleep(_POLL_S)
@@ -103,42 +96,26 @@ class ActorMeasurer:
             return not self._left.is_set()
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
-        """Compute a workload's reference; a failure is told with the first candidate."""
+        """Compute a workload's reference; the first candidate reports a failure."""
         if not self._stop.due:
-            self._ask(lambda: self._actor.prepare_reference.remote(_light(spec), *self._references(spec)))
+            self._ask("prepare_reference", spec)
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
         """Check and time a candidate."""
         # Since this thread last looked, another one may have lost the actor.
         if self._stop.due or not self.ready():
             return _STOPPED
-        answer = self._ask(
-            lambda: self._actor.measure.remote(
-                _bare(artifact), _light(spec), self._store.find(artifact), *self._references(spec)
-            )
-        )
-        if isinstance(answer, Outcome):
-            return answer
-        outcome, _ = answer
-        return outcome if isinstance(outcome, Outcome) else _STOPPED
+        answer = self._ask("measure", artifact, spec)
+        return answer if isinstance(answer, Outcome) else _STOPPED
 
     def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> Sequence[Outcome] | None:
-        """Check candidates of one workload and time them alternately; after a loss once more on what is there then."""
+        """Check candidates of one workload and time them alternately; after a loss once more on the next actor."""
         for _ in range(2):
             if not self._there:
                 break
-            answer = self._ask(
-                lambda: self._actor.compare.remote(
-                    [_bare(one) for one in artifacts],
-                    _light(spec),
-                    rounds,
-                    *self._references(spec),
-                    *(self._store.find(one) for one in artifacts),
-                )
-            )
+            answer = self._ask("compare", artifacts, spec, rounds)
             if not isinstance(answer, Outcome):
-                found, _ = answer
-                return found if isinstance(found, list) else None
+                return answer if isinstance(answer, list) else None
             if answer.status is not Unmeasured.LOST or not self.ready():
                 break
         return None
@@ -154,11 +131,8 @@ class ActorMeasurer:
             self._ray.wait([self._actor.leave.remote()], timeout=_LEAVE_S)
         self._ray.kill(self._actor)
 
-    def _references(self, spec: WorkloadSpec) -> tuple[Any, Any]:
-        return self._store.find(spec.reference), self._store.find(spec.host_reference)
-
-    def _ask(self, call: Any) -> Any:
-        """Return the actor's answer, or as an outcome why there is none.
+    def _ask(self, method: str, *arguments: object) -> object:
+        """Return what a method of the actor's `MeasuringProcess` returns, or as an outcome why there is nothing.
 
         Raises
         ------
@@ -167,9 +141,9 @@ class ActorMeasurer:
         """
         exceptions = self._ray.exceptions
         life = self._life
-        # A future waits without asking Ray again and again: with a hundred threads that would be most of their work.
-        answer = call().future()
         try:
+            # A future waits without polling Ray: with a hundred threads that would be most of their work.
+            answer: Future[object] = self._actor.call.remote(method, *arguments).future()
             while True:
                 try:
                     return answer.result(timeout=_POLL_S)
@@ -199,12 +173,12 @@ class RayBackend(SideBySide):
 
     Parameters
     ----------
-    ray, store, stop
+    ray, stop
         See `ActorMeasurer`.
     place : MeasuringPlace
-        Which devices.
+        The devices.
     settings : ActorSettings
-        What each actor is made with.
+        Of each actor.
     reservation : Reservation or None
         Of the devices, where actors for other work use them too.
     """
@@ -214,38 +188,19 @@ class RayBackend(SideBySide):
         ray: ModuleType,
         place: MeasuringPlace,
         settings: ActorSettings,
-        store: ArtifactStore,
         stop: StopSignal,
         reservation: Reservation | None = None,
     ) -> None:
         environment = place.environment
-        made = ray.remote(max_restarts=-1, max_task_retries=0)(MeasuringActor)
-        asked = [
+        actor = ray.remote(max_restarts=-1, max_task_retries=0)(MeasuringActor)
+        options = [
             place.actor if reservation is None else reservation.measuring(number) for number in range(place.devices)
         ]
-        actors = [made.options(**one).remote(pickle.dumps(settings)) for one in asked]
+        actors = [actor.options(**one).remote(pickle.dumps(settings)) for one in options]
         measurers = [
-            ActorMeasurer(ray, actor, f"{environment.device_name} {number}", store, stop)
+            ActorMeasurer(ray, actor, f"{environment.device_name} {number}", stop)
             for number, actor in enumerate(actors)
         ]
         for one in measurers:
             one.peers = measurers
-        capabilities = Capabilities(environment.device_kind, environment.device_name, undisturbed=place.undisturbed)
-        super().__init__(measurers, capabilities, depth=_DEPTH)
-
-
-def new_run() -> str:
-    """Return a name for a tuning run that no other has."""
-    return f"ray-{uuid.uuid4().hex[:12]}"
-
-
-def _bare(artifact: BuiltArtifact) -> BuiltArtifact:
-    """Return an artifact without its content, which goes beside it."""
-    return replace(artifact, content="")
-
-
-def _light(spec: WorkloadSpec) -> WorkloadSpec:
-    reference = None if spec.reference is None else _bare(spec.reference)
-    return replace(
-        spec, reference=reference, host_reference=None if spec.host_reference is None else _bare(spec.host_reference)
-    )
+        super().__init__(measurers, place.undisturbed, depth=_DEPTH)

@@ -17,7 +17,6 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.temporary import temporary_folder
-from relaxtune.pipeline.tuning.ray.objects import packed
 from relaxtune.pipeline.workers.child import leave_out_torch
 
 if TYPE_CHECKING:
@@ -27,27 +26,27 @@ if TYPE_CHECKING:
 _pools: dict[bytes, BuildPool] = {}
 
 
-def build(what: bytes, target: bytes, limits: bytes, forks: str = "") -> tuple[Built, bytes]:
-    """Return what came of a build, and the artifact's bytes apart from it, packed; `limits` are pickled too.
+def build(what: bytes, target: bytes, limits: bytes, forks: str = "") -> Built:
+    """Return a finished build, whose artifact holds its bytes; `limits` are pickled too.
 
     `forks` names the run whose server on this host forks the build process.
     """
     leave_out_torch()
-    from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured
+    from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured, pack
 
     done: SimpleQueue[Built] = SimpleQueue()
     try:
         _pool(limits, forks).submit_pickled(what, target, done.put)
         built = done.get()
         if built.artifact is None:
-            return built, b""
+            return built
         path = Path(str(built.artifact.content))
-        code = packed(path.read_bytes())
+        code = pack(path.read_bytes())
         path.unlink()
     except OSError as e:
         # The node's disk is full, or no process can be started.
-        return Built(Unmeasured.LOST, error=str(e)), b""
-    return replace(built, artifact=replace(built.artifact, content="")), code
+        return Built(Unmeasured.LOST, error=str(e))
+    return replace(built, artifact=replace(built.artifact, content=code))
 
 
 def warm(limits: bytes, forks: str = "") -> None:

@@ -7,7 +7,7 @@ import pickle
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,15 +18,11 @@ from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.ray.build_task import build, warm
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 
 logger = logging.getLogger(__name__)
 
-# Ray builds again, elsewhere, what was lost with a node or a worker; it does so too when the bytes are lost later.
-_RETRIES = 3
-# What found no room in an object store is built again so often, after so long each time.
+# A build that found no room in an object store is tried again so often, after so long each time.
 _FULL_MAX = 60
 _FULL_WAIT_S = 5.0
 _POLL_S = 0.1
@@ -36,13 +32,12 @@ _STOPPED = Built(Unmeasured.STOPPED, error="the run was stopped")
 
 @dataclass(eq=False)
 class _Job:
-    """A build on its way: what `build` is given, Ray's references to the answer and the code, and who waits for it."""
+    """A build on its way: what `build` is given, Ray's reference to the answer, and who waits for it."""
 
     what: bytes
     target: bytes
     on_built: OnBuilt
     answer: Any = None
-    code: Any = None
     full: int = 0
     again_at: float | None = None
 
@@ -54,8 +49,6 @@ class RayBuilder(Builder):
     ----------
     ray : module
         Ray, connected to the cluster.
-    store : ArtifactStore
-        Where artifacts are kept.
     limits : BuilderLimits
         Time and memory of a build.
     stop : StopSignal
@@ -69,7 +62,6 @@ class RayBuilder(Builder):
     def __init__(
         self,
         ray: ModuleType,
-        store: ArtifactStore,
         limits: BuilderLimits,
         stop: StopSignal,
         reserved: float = 0.0,
@@ -77,17 +69,16 @@ class RayBuilder(Builder):
     ) -> None:
         super().__init__()
         self._ray = ray
-        self._store = store
         self._limits = pickle.dumps(limits)
         self._stop = stop
         self._reserved = reserved
         self._forks = forks
-        self._task = ray.remote(num_cpus=1, num_returns=2, max_retries=_RETRIES)(build)
+        # A build that is lost with its node or worker is the `Evaluator`'s to try again, as on one machine.
+        self._task = ray.remote(num_cpus=1, max_retries=0)(build)
         self._lock = threading.Lock()
         self._jobs: set[_Job] = set()
-        self._targets: dict[int, tuple[tvm.target.Target, bytes]] = {}
         self._closed = threading.Event()
-        self._capacity, self._asked = 1, 0.0
+        self._capacity, self._counted_s = 1, 0.0
         # Every core's worker imports what it needs while the first candidates are made; a lost one does so later.
         start = ray.remote(num_cpus=1, max_retries=0)(warm)
         self._warming = [start.remote(self._limits, self._forks) for _ in range(self.capacity)]
@@ -97,8 +88,8 @@ class RayBuilder(Builder):
     @property
     def capacity(self) -> int:
         """CPUs of the living nodes, less those that measure."""
-        if time.monotonic() - self._asked > _CAPACITY_EVERY_S or not self._asked:
-            self._asked = time.monotonic()
+        if time.monotonic() - self._counted_s > _CAPACITY_EVERY_S or not self._counted_s:
+            self._counted_s = time.monotonic()
             self._capacity = max(1, int(self._ray.cluster_resources().get("CPU", 0) - self._reserved))
         return self._capacity
 
@@ -112,15 +103,11 @@ class RayBuilder(Builder):
         if self._closed.is_set() or self._stop.due:
             on_built(_STOPPED)
             return
-        job = _Job(pickle.dumps(what), self._pickled(target), on_built)
+        job = _Job(pickle.dumps(what), pickle.dumps(target), on_built)
         with self._lock:
             self._jobs.add(job)
         self.clock.enter()
         self._start(job)
-
-    def discard(self, artifact: BuiltArtifact) -> None:
-        """Let Ray forget an artifact's bytes."""
-        self._store.drop(artifact)
 
     def close(self) -> None:
         """Cancel what is not built; it is reported as stopped."""
@@ -130,7 +117,7 @@ class RayBuilder(Builder):
 
     def _start(self, job: _Job) -> None:
         job.again_at = None
-        job.answer, job.code = self._task.remote(job.what, job.target, self._limits, self._forks)
+        job.answer = self._task.remote(job.what, job.target, self._limits, self._forks)
         job.answer.future().add_done_callback(lambda future: self._answered(job, future))
 
     def _answered(self, job: _Job, future: Future[Built]) -> None:
@@ -152,8 +139,6 @@ class RayBuilder(Builder):
                 return
             self._jobs.discard(job)
         self.clock.leave()
-        if built.artifact is not None:
-            built = replace(built, artifact=replace(built.artifact, content=self._store.keep(job.code)))
         job.on_built(built)
 
     def _watch(self) -> None:
@@ -165,13 +150,6 @@ class RayBuilder(Builder):
             for job in due:
                 self._start(job)
 
-    def _pickled(self, target: tvm.target.Target) -> bytes:
-        """Return a target's bytes; all candidates of a run have one of two."""
-        found = self._targets.get(id(target))
-        if found is None or found[0] is not target:
-            found = self._targets[id(target)] = (target, pickle.dumps(target))
-        return found[1]
-
     def _give_up(self) -> None:
         with self._lock:
             left = list(self._jobs)
@@ -181,7 +159,7 @@ class RayBuilder(Builder):
 
 
 def _built(future: Future[Built]) -> Built:
-    """Return what came of a build; whatever Ray itself reports is no fault of the candidate."""
+    """Return a finished build; an error of Ray itself is no fault of the candidate."""
     error = future.exception()
     if error is None:
         return future.result()

@@ -24,7 +24,7 @@ class PackedWork:
 
     work: bytes
     # The folder and the name of the lock to hold while something is timed; None where nothing else is.
-    turns: Path | None = None
+    locks: Path | None = None
     device: str = ""
     keep: bool = True  # Whether the child may keep what later work of the same cell needs.
 
@@ -53,24 +53,24 @@ class WorkingActor:
     Parameters
     ----------
     module : str
-        What its child runs.
+        The module that its child runs.
     forks : str
         The run whose server on this host forks the child; where there is none, it is started afresh.
     run : str
-        Names the folder of the devices' turns.
+        Names the folder of the devices' locks.
     cores : int
         Threads that its libraries start.
     """
 
     def __init__(self, module: str, forks: str, run: str, cores: int) -> None:
         self._stack = ExitStack()
-        self._turns = self._stack.enter_context(shared_folder(run))
+        self._locks = self._stack.enter_context(shared_folder(run))
         self._worker = Worker(module, {"OMP_NUM_THREADS": str(cores)}, server=join_server(forks), gpu=True)
         self._worker.start()
 
     def answer(self, work: bytes) -> object:
         """Do pickled work."""
-        return answer_by(self._worker, PackedWork(work, self._turns, own_gpu()))
+        return answer_by(self._worker, PackedWork(work, self._locks, own_gpu()))
 
 
 _workers: dict[tuple[str, str], Worker] = {}

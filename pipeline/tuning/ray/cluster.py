@@ -1,13 +1,15 @@
 """A Ray cluster as this project sees it: its nodes, what each has, and which of them measure for a target.
 
-Ray places builders and actors, starts them again and finds out which nodes are lost. Here is only what it is asked for.
+Ray places builders and actors, starts them again and finds out which nodes are lost. This file says what it needs for
+that.
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
@@ -16,7 +18,7 @@ from relaxtune.pipeline.environment import target_cores
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.ray.facts import NodeFacts, list_versions
-from relaxtune.pipeline.tuning.ray.nodes import Node
+from relaxtune.pipeline.tuning.ray.nodes import Node, NodeProcesses
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.capabilities import is_of
 from relaxtune.tuning_db.records import Environment
@@ -25,19 +27,34 @@ logger = logging.getLogger(__name__)
 
 #: Custom resource of a node whose CPU is measured on: `ray start --resources '{"relaxtune_cpu": 1}'`.
 CPU_RESOURCE = "relaxtune_cpu"
+#: Actors that work on cells, for each device; the parts of it that these and the measuring actor take.
+SHARES = 8
+_MEASURING = 0.6
+_WORKING = (1.0 - _MEASURING) / SHARES
 _MODEL_RESOURCE = "accelerator_type:"
+_SAME_ENVIRONMENT = "start every node from the same environment"
+_REMEDIES = {
+    "python": _SAME_ENVIRONMENT,
+    "ray": _SAME_ENVIRONMENT,
+    "its code": "check the same commit out, or install the same wheel, on every node, and restart Ray there",
+}
 
 
 @dataclass(frozen=True)
 class MeasuringPlace:
-    """What measures for a target: nodes of one model of device."""
+    """The nodes that measure for a target, all with one model of device."""
 
     environment: Environment  # Of all of them.
     devices: int  # How many devices they have.
-    actor: dict[str, object]  # What Ray is asked for a measuring actor, so that it gets a device of this model.
+    actor: dict[str, object]  # Ray options of a measuring actor: it gets a device of this model.
     undisturbed: bool  # Builders run elsewhere, or do not disturb the device's clock.
     cores: int  # CPUs of these nodes.
-    cpus: float = 0.0  # What the actors take from the builders.
+    cpus: float = 0.0  # CPUs that the actors take from the builders.
+
+
+def new_run() -> str:
+    """Return a name for a run that no other has."""
+    return f"ray-{uuid.uuid4().hex[:12]}"
 
 
 def import_ray() -> ModuleType:
@@ -82,20 +99,64 @@ def connected(address: str) -> Iterator[ModuleType]:
         ray.shutdown()
 
 
-def other_versions(node: Node) -> dict[str, tuple[str, str]]:
-    """Return what a node has in another version than this process: its version, and the one here."""
+@dataclass(frozen=True)
+class NodeReport:
+    """One node: its devices, the cores it builds with, and its faults, each with its remedy."""
+
+    host: str
+    node: str
+    cpus: int
+    devices: tuple[str, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+
+def check_cluster(address: str) -> tuple[NodeReport, ...]:
+    """Return what each living node has and lacks, against this process.
+
+    Raises
+    ------
+    UsageError
+        Ray is not installed here, or no cluster answers.
+    """
+    with connected(address) as ray, closing(NodeProcesses(ray, new_run())) as processes:
+        return tuple(report_on(node) for node in processes.nodes())
+
+
+def report_on(node: Node) -> NodeReport:
+    """Return what is wrong with a node."""
+    devices: list[str] = []
+    faults = [*other_versions(node)]
+    if node.facts is not None:
+        devices += [gpu.model for gpu in node.facts.gpus]
+        if node.resources.get(CPU_RESOURCE):
+            devices.append(f"{node.facts.cpu_name} ({node.facts.cpu_arch})")
+        offered, found = int(node.resources.get("GPU", 0)), len(node.facts.gpus)
+        if offered > found:
+            faults.append(f"Ray offers {offered} GPUs, TVM finds {found}: look at `relaxtune doctor` there")
+        if found and not offered:
+            faults.append(f"Ray offers none of its {found} GPUs: start it with `ray start --num-gpus {found}`")
+    return NodeReport(node.host, node.id, int(node.resources.get("CPU", 0)), tuple(devices), tuple(faults))
+
+
+def other_versions(node: Node) -> Iterator[str]:
+    """Yield what a node has in another version than this process, each with its remedy."""
     if node.facts is None:
-        return {}
-    here = list_versions()
-    return {
-        name: (node.facts.versions.get(name, "none"), version)
-        for name, version in here.items()
-        if node.facts.versions.get(name) != version
-    }
+        yield f"{node.fault}: install relaxtune there, for the Python that runs Ray"
+        return
+    for name, here in list_versions().items():
+        there = node.facts.versions.get(name, "none")
+        remedy = _REMEDIES.get(name, f"pip install '{name}=={here}' there, and restart Ray")
+        if there != here:
+            yield f"{name} is {there}, here it is {here}: {remedy}"
 
 
 def require_equal(nodes: Sequence[Node]) -> None:
-    """Check that every node has what this process has.
+    """Check that every node has what this process has: else code and records would differ.
 
     Raises
     ------
@@ -103,13 +164,8 @@ def require_equal(nodes: Sequence[Node]) -> None:
         One does not; the message names it.
     """
     for node in nodes:
-        if node.facts is None:
-            raise PipelineError(f"node {node.host}: {node.fault}; see `relaxtune cluster check`")
-        for name, (there, here) in other_versions(node).items():
-            raise PipelineError(
-                f"node {node.host} has {name} {there}, the driver has {here}: code and records of the two differ. "
-                "Install the same on every node; `relaxtune cluster check` lists all differences"
-            )
+        for fault in other_versions(node):
+            raise PipelineError(f"node {node.host}: {fault}; `relaxtune cluster check` lists all differences")
 
 
 def find_place(nodes: Sequence[Node], target: ResolvedTarget) -> MeasuringPlace | None:
@@ -187,3 +243,44 @@ def _environment(facts: NodeFacts, target: ResolvedTarget, kind: str, name: str,
         tvm_ffi_version=facts.versions["apache-tvm-ffi"],
         cores=cores,
     )
+
+
+class Reservation:
+    """The devices of a place, held so that several actors may use each: Ray keeps a placement group for each device.
+
+    A measuring actor takes most of a device, and actors that work on cells take small parts of it. One that others use
+    is waited for without the rest.
+
+    Parameters
+    ----------
+    ray : module
+        Ray, connected to the cluster.
+    place : MeasuringPlace
+        GPUs.
+    run : str
+        Names the folder of the devices' locks, on each of their hosts.
+    """
+
+    def __init__(self, ray: ModuleType, place: MeasuringPlace, run: str) -> None:
+        self.run, self.devices, self.cores = run, place.devices, place.cores
+        self._ray = ray
+        resources = place.actor.get("resources")
+        bundle = {"GPU": 1.0, **(resources if isinstance(resources, dict) else {})}
+        self._groups = [ray.util.placement_group([bundle]) for _ in range(place.devices)]
+
+    def measuring(self, device: int) -> dict[str, object]:
+        """Return the Ray options of the actor that measures on a device."""
+        return self._part(device, _MEASURING)
+
+    def working(self, device: int) -> dict[str, object]:
+        """Return the Ray options of an actor that works on cells and times them on a device."""
+        return self._part(device, _WORKING)
+
+    def close(self) -> None:
+        """Give the devices back; actors that still use them end."""
+        for group in self._groups:
+            self._ray.util.remove_placement_group(group)
+
+    def _part(self, device: int, share: float) -> dict[str, object]:
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(self._groups[device], 0)
+        return {"num_cpus": 0, "num_gpus": share, "scheduling_strategy": strategy}

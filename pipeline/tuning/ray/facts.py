@@ -1,7 +1,4 @@
-"""What a node has: versions, processor, GPUs, compiler. `python -m relaxtune.pipeline.tuning.ray.facts` prints it.
-
-It runs as a process of its own, outside of Ray's pinning: a task that asked for no GPU would see none.
-"""
+"""Facts of a node: versions, processor, GPUs."""
 
 from __future__ import annotations
 
@@ -9,13 +6,10 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-
-from relaxtune.pipeline.workers.child import leave_out_torch
 
 
 @dataclass(frozen=True)
@@ -28,22 +22,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node has."""
+    """Facts of a node."""
 
     versions: Mapping[str, str]  # Of all that must be the same on every node: what makes code, and what sends it.
-    # The processor, as LLVM calls it too, and the cores that may be used.
+    # The processor, as LLVM calls it too.
     cpu_name: str
     cpu_arch: str
-    cores: int
     gpus: tuple[Gpu, ...]
     # Of the GPUs; None without any.
     driver: str | None
     cuda: str | None
-    compiler: str  # The CUDA compiler and where it is, or why there is none.
 
     @classmethod
     def from_json(cls, text: str) -> NodeFacts:
-        """Return what `main` printed."""
+        """Return what a node's server printed (`pipeline.tuning.ray.node_server`)."""
         data = json.loads(text)
         return cls(**{**data, "gpus": tuple(Gpu(**one) for one in data["gpus"])})
 
@@ -87,42 +79,16 @@ def read_facts() -> NodeFacts:
     import tvm
     from tvm.target import codegen
 
-    from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
     from relaxtune.pipeline.environment import cpu_name, cuda_version, nvidia_driver_version
-    from relaxtune.pipeline.errors import LoweringError
-    from relaxtune.schedules.targets.host import physical_cores
 
     gpus: list[Gpu] = []
     while (device := tvm.cuda(len(gpus))).exist:
         gpus.append(Gpu(str(device.device_name), str(device.compute_version)))
-    try:
-        compiler = find_toolchain().source
-    except LoweringError as e:
-        compiler = str(e)
     return NodeFacts(
         versions=list_versions(),
         cpu_name=cpu_name(),
         cpu_arch=str(codegen.llvm_get_system_cpu()),
-        cores=physical_cores(),
         gpus=tuple(gpus),
         driver=nvidia_driver_version() if gpus else None,
         cuda=cuda_version(int(tvm.cuda(0).api_version)) if gpus else None,
-        compiler=compiler,
     )
-
-
-def tell() -> None:
-    """Print the facts of this machine as one line of JSON."""
-    sys.stdout.write(json.dumps(asdict(read_facts())) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
-    """Print them, in a process of their own."""
-    # PyTorch would be imported by TVM, which takes seconds.
-    leave_out_torch()
-    tell()
-
-
-if __name__ == "__main__":
-    main()

@@ -11,14 +11,19 @@ from relaxtune.pipeline.tuning.local.backend import Machine, timing_options
 from relaxtune.pipeline.tuning.local.build_pool import BUILD_MODULE, BuilderLimits
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.ray.backend import RayBackend, new_run
+from relaxtune.pipeline.tuning.ray.backend import RayBackend
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
-from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, connected, find_place, require_equal
+from relaxtune.pipeline.tuning.ray.cluster import (
+    MeasuringPlace,
+    Reservation,
+    connected,
+    find_place,
+    new_run,
+    require_equal,
+)
 from relaxtune.pipeline.tuning.ray.facts import list_versions
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings
-from relaxtune.pipeline.tuning.ray.nodes import Node, NodesAsked
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
-from relaxtune.pipeline.tuning.ray.reservation import Reservation
+from relaxtune.pipeline.tuning.ray.nodes import NodeProcesses
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -32,7 +37,12 @@ class RayCluster:
     address : str
         Such as `10.0.0.1:6379`, or `auto` on a node of the cluster.
     modules : sequence of str
-        What a process on each node imports, beside what builds and measures, to fork children that have done so.
+        Modules that a process on each node imports too, to fork children that have done so.
+
+    Attributes
+    ----------
+    ray, nodes
+        Ray, connected to the cluster; the nodes that were alive then.
 
     Raises
     ------
@@ -45,31 +55,23 @@ class RayCluster:
     def __init__(self, address: str, modules: Sequence[str] = ()) -> None:
         self.forks = new_run()
         with contextlib.ExitStack() as stack:
-            self._ray: ModuleType = stack.enter_context(connected(address))
-            asked = stack.enter_context(contextlib.closing(NodesAsked(self._ray, self.forks, [BUILD_MODULE, *modules])))
-            # This process imports and reads what the nodes' are compared with, while they do.
+            self.ray: ModuleType = stack.enter_context(connected(address))
+            processes = stack.enter_context(
+                contextlib.closing(NodeProcesses(self.ray, self.forks, [BUILD_MODULE, *modules]))
+            )
+            # This process imports TVM and reads its own versions while the nodes do.
             list_versions()
-            self._nodes = asked.nodes()
-            require_equal(self._nodes)
+            self.nodes = processes.nodes()
+            require_equal(self.nodes)
             self._stack = stack.pop_all()
-
-    @property
-    def ray(self) -> ModuleType:
-        """Ray, connected to the cluster."""
-        return self._ray
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        """The nodes that were alive when it was connected."""
-        return tuple(self._nodes)
 
     def find_environment(self, target: ResolvedTarget) -> Environment | None:
         """Return what measurements for a target are true for; None where no node has such a device."""
-        place = find_place(self._nodes, target)
+        place = find_place(self.nodes, target)
         return None if place is None else place.environment
 
     @contextlib.contextmanager
-    def machine(
+    def open_machine(
         self,
         target: ResolvedTarget,
         environment: Environment,
@@ -85,7 +87,6 @@ class RayCluster:
             No node has a device for the target.
         """
         place = self.get_place(target)
-        store = ArtifactStore()
         settings = ActorSettings(
             new_run() if reservation is None else reservation.run,
             target,
@@ -96,12 +97,10 @@ class RayCluster:
             self.forks,
         )
         with contextlib.ExitStack() as stack:
-            backend = stack.enter_context(
-                contextlib.closing(RayBackend(self._ray, place, settings, store, stop, reservation))
-            )
+            backend = stack.enter_context(contextlib.closing(RayBackend(self.ray, place, settings, stop, reservation)))
             limits = BuilderLimits(timeout_s=options.build_timeout_s)
             builder = stack.enter_context(
-                contextlib.closing(RayBuilder(self._ray, store, limits, stop, place.cpus, self.forks))
+                contextlib.closing(RayBuilder(self.ray, limits, stop, place.cpus, self.forks))
             )
             yield Machine(builder, backend)
 
@@ -113,7 +112,7 @@ class RayCluster:
         UsageError
             No node has a device for it.
         """
-        return Reservation(self._ray, self.get_place(target), new_run())
+        return Reservation(self.ray, self.get_place(target), new_run())
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -127,7 +126,7 @@ class RayCluster:
         UsageError
             No node has a device for it.
         """
-        place = find_place(self._nodes, target)
+        place = find_place(self.nodes, target)
         if place is None:
             raise UsageError(f"no node of the cluster measures for {target.arch}; see `relaxtune cluster check`")
         return place

@@ -12,31 +12,27 @@ import contextlib
 import os
 import pickle
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.temporary import shared_folder, temporary_folder
-from relaxtune.pipeline.tuning.measure.device_turn import turn_of
-from relaxtune.pipeline.tuning.ray.objects import unpacked
+from relaxtune.pipeline.tuning.measure.device_lock import lock_of
 from relaxtune.pipeline.workers.child import leave_out_torch
 
 if TYPE_CHECKING:
-    from relaxtune.pipeline.tuning.measure.backend import Outcome
     from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
-    from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
     from relaxtune.schedules.targets import ResolvedTarget
     from relaxtune.tuning_db.records import Environment
 
 
 @dataclass(frozen=True)
 class ActorSettings:
-    """What an actor is made with."""
+    """Settings of an actor."""
 
     run: str  # Of the tuning run; its references are shared under this name.
-    # What is measured for, and the environment that outcomes are stamped with.
+    # The target, and the environment of the outcomes.
     target: ResolvedTarget
     environment: Environment
     # See `MeasuringProcess`.
@@ -47,7 +43,7 @@ class ActorSettings:
 
 
 class MeasuringActor:
-    """Measures candidates that come as packed bytes, one after another, on its device.
+    """A `MeasuringProcess` on its device, for candidates that come as bytes.
 
     Parameters
     ----------
@@ -73,8 +69,7 @@ class MeasuringActor:
         with contextlib.ExitStack() as stack:
             references = stack.enter_context(shared_folder(settings.run))
             # Actors that work on cells time them on the same device.
-            turn = stack.enter_context(contextlib.closing(turn_of(references, own_gpu()))) if gpu else None
-            self._directory = Path(stack.enter_context(temporary_folder()))
+            lock = stack.enter_context(contextlib.closing(lock_of(references, own_gpu()))) if gpu else None
             # It starts while this process looks at the device.
             self._process = stack.enter_context(
                 contextlib.closing(
@@ -85,10 +80,10 @@ class MeasuringActor:
                         settings.timeout_s,
                         StopSignal(),
                         settings.seed,
-                        self._directory,
+                        Path(stack.enter_context(temporary_folder())),
                         join_server(settings.forks),
                         references=references,
-                        turn=turn,
+                        lock=lock,
                     )
                 )
             )
@@ -105,57 +100,15 @@ class MeasuringActor:
         self._process.ready()
         return socket.gethostname()
 
-    def prepare_reference(self, spec: WorkloadSpec, *references: bytes | None) -> int:
-        """Compute a workload's reference; return how often the child was replaced."""
-        self._process.prepare_reference(_with_code(spec, references))
-        return self._process.restarts
-
-    def measure(
-        self, artifact: BuiltArtifact, spec: WorkloadSpec, code: bytes, *references: bytes | None
-    ) -> tuple[Outcome, int]:
-        """Check and time a candidate."""
-        with self._placed([artifact], [code]) as placed:
-            return self._process.measure(placed[0], _with_code(spec, references)), self._process.restarts
-
-    def compare(
-        self,
-        artifacts: Sequence[BuiltArtifact],
-        spec: WorkloadSpec,
-        rounds: int,
-        reference: bytes | None,
-        host_reference: bytes | None,
-        *codes: bytes,
-    ) -> tuple[list[Outcome] | None, int]:
-        """Check candidates of one workload and time them alternately."""
-        with self._placed(artifacts, codes) as placed:
-            found = self._process.compare(placed, _with_code(spec, (reference, host_reference)), rounds)
-            return found, self._process.restarts
+    def call(self, method: str, *arguments: object) -> object:
+        """Return what a method of the process returns."""
+        return getattr(self._process, method)(*arguments)
 
     def leave(self) -> None:
         """End the child and remove the files."""
         self._stack.close()
 
-    @contextlib.contextmanager
-    def _placed(self, artifacts, codes):  # type: ignore[no-untyped-def]
-        """Give the artifacts with their code; the files that are made of it are removed."""
-        try:
-            yield [replace(one, content=unpacked(code)) for one, code in zip(artifacts, codes, strict=True)]
-        finally:
-            for one in artifacts:
-                (self._directory / f"{one.sha256}.so").unlink(missing_ok=True)
-
 
 def own_gpu() -> str:
     """Return the name that all actors on this process's GPU have for it; Ray says which it is."""
     return f"cuda:{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
-
-
-def _with_code(spec: WorkloadSpec, references: Sequence[bytes | None]) -> WorkloadSpec:
-    reference, host_reference = references
-    return replace(
-        spec, reference=_filled(spec.reference, reference), host_reference=_filled(spec.host_reference, host_reference)
-    )
-
-
-def _filled(artifact: BuiltArtifact | None, code: bytes | None) -> BuiltArtifact | None:
-    return None if artifact is None or code is None else replace(artifact, content=unpacked(code))

@@ -1,4 +1,4 @@
-"""What runs on a node of a cluster for a driver: it tells the node's facts, then forks workers, its imports done.
+"""The process on a node of a cluster for a driver: it prints the node's facts, then forks workers.
 
 `python -m relaxtune.pipeline.tuning.ray.node_server RUN MODULE...` prints the facts as one line of JSON. Then it
 imports the modules, and forks for all who connect to `fork_socket(RUN)` until its stdin is closed: a Ray worker that
@@ -11,16 +11,18 @@ Nodes that share a host share the first one's server. Ray workers of a node with
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from multiprocessing import forkserver
 from pathlib import Path
 
 from relaxtune.pipeline.temporary import shared_folder, shared_path
-from relaxtune.pipeline.tuning.ray.facts import tell
+from relaxtune.pipeline.tuning.ray.facts import read_facts
 from relaxtune.pipeline.workers.child import leave_out_torch
 from relaxtune.pipeline.workers.fork_server import Forks, do_imports, listening
 
@@ -37,18 +39,18 @@ def join_server(run: str) -> Forks | None:
 
 
 def main(run: str, modules: Sequence[str]) -> None:
-    """Tell the facts, and fork workers until stdin is closed."""
+    """Print the facts, and fork workers until stdin is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     leave_out_torch()
     alive = os.dup(sys.stdin.fileno())
     with shared_folder(run), ExitStack() as stack:
         try:
-            # Before the facts are told: a process that has them may ask at once.
+            # Before the facts are printed: a process that has them may connect at once.
             listener = stack.enter_context(listening(fork_socket(run)))
         except OSError:
             # Another node's server has this host.
-            tell()
+            _print_facts()
             return
         import tvm  # noqa: F401
 
@@ -57,21 +59,25 @@ def main(run: str, modules: Sequence[str]) -> None:
         if not pid:
             # While it were open here, clients of a server that is gone would wait.
             listener.close()
-            _tell_and_exit()
+            _print_facts_and_exit()
         do_imports(modules)
         os.waitpid(pid, 0)
         forkserver.main(listener.detach(), alive, [])
 
 
-def _tell_and_exit() -> None:
+def _print_facts() -> None:
+    sys.stdout.write(json.dumps(asdict(read_facts())) + "\n")
+    sys.stdout.flush()
+
+
+def _print_facts_and_exit() -> None:
     code = 1
     try:
-        tell()
+        _print_facts()
         code = 0
     except Exception:
         sys.excepthook(*sys.exc_info())
     finally:
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 

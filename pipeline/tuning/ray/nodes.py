@@ -1,4 +1,4 @@
-"""The living nodes of a cluster and what each has, told by a process of ours there."""
+"""The living nodes of a cluster, and the process of ours on each that reads what the node has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.ray.facts import NodeFacts
 
-_FACTS = "relaxtune.pipeline.tuning.ray.facts"
 _SERVER = "relaxtune.pipeline.tuning.ray.node_server"
 _TIMEOUT_S = 120.0
 _LEAVE_S = 3.0
@@ -18,7 +17,7 @@ _LEAVE_S = 3.0
 
 @dataclass(frozen=True)
 class Node:
-    """A living node: Ray's id, its host, what it offers, and what it has or why that cannot be told."""
+    """A living node: Ray's id, its host, what it offers, and what it has or why that is unknown."""
 
     id: str
     host: str
@@ -27,20 +26,20 @@ class Node:
     fault: str = ""
 
 
-class NodesAsked:
-    """The nodes that live now; each is asked at once, all at the same time.
+class NodeProcesses:
+    """A process on each living node; all start at the same time.
 
     Parameters
     ----------
     ray : module
         Ray, connected to the cluster.
-    run : str or None
-        With it, the processes stay until `close`, and fork workers for this run (`pipeline.tuning.ray.node_server`).
+    run : str
+        The processes stay until `close`, and fork workers for this run (`pipeline.tuning.ray.node_server`).
     modules : sequence of str
-        What workers are forked for.
+        The modules of these workers.
     """
 
-    def __init__(self, ray: ModuleType, run: str | None = None, modules: Sequence[str] = ()) -> None:
+    def __init__(self, ray: ModuleType, run: str, modules: Sequence[str] = ()) -> None:
         self._ray = ray
         self._alive = [one for one in ray.nodes() if one["Alive"]]
         made = ray.remote(num_cpus=0, max_restarts=0)(_process_class())
@@ -48,19 +47,19 @@ class NodesAsked:
         self._actors: list[Any] = [
             made.options(scheduling_strategy=placed(one["NodeID"], soft=False)).remote() for one in self._alive
         ]
-        words = (_FACTS,) if run is None else (_SERVER, run, *modules)
-        self._asked = [one.begin.remote(words, _TIMEOUT_S) for one in self._actors]
+        words = (_SERVER, run, *modules)
+        self._answers = [one.begin.remote(words, _TIMEOUT_S) for one in self._actors]
 
     def nodes(self) -> list[Node]:
         """Return the nodes, with what each has; waits for the answers."""
-        self._ray.wait(self._asked, num_returns=len(self._asked), timeout=2 * _TIMEOUT_S)
+        self._ray.wait(self._answers, num_returns=len(self._answers), timeout=2 * _TIMEOUT_S)
         nodes = []
-        for one, answer in zip(self._alive, self._asked, strict=True):
+        for one, answer in zip(self._alive, self._answers, strict=True):
             try:
-                told, fault = self._ray.get(answer, timeout=0)
+                text, fault = self._ray.get(answer, timeout=0)
             except self._ray.exceptions.RayError as e:
-                told, fault = "", f"it does not answer: {last_line(e).rstrip('.')}"
-            facts = NodeFacts.from_json(told) if told else None
+                text, fault = "", f"it does not answer: {last_line(e).rstrip('.')}"
+            facts = NodeFacts.from_json(text) if text else None
             nodes.append(Node(one["NodeID"], one["NodeManagerHostname"], dict(one["Resources"]), facts, fault))
         return nodes
 
@@ -100,16 +99,16 @@ def _process_class() -> type:
                 env=environment,
             )
             assert self.process.stdout is not None
-            told, until = b"", time.monotonic() + timeout_s
+            read, until = b"", time.monotonic() + timeout_s
             with selectors.DefaultSelector() as selector:
                 selector.register(self.process.stdout, selectors.EVENT_READ)
                 while selector.select(max(0.0, until - time.monotonic())):
-                    read = os.read(self.process.stdout.fileno(), 65536)
-                    told += read
-                    lines = [one for one in told.decode(errors="replace").split("\n")[:-1] if one.startswith("{")]
+                    more = os.read(self.process.stdout.fileno(), 65536)
+                    read += more
+                    lines = [one for one in read.decode(errors="replace").split("\n")[:-1] if one.startswith("{")]
                     if lines:
                         return lines[-1], ""
-                    if not read:
+                    if not more:
                         code = self.process.wait()
                         log.seek(0)
                         wrote = log.read().decode(errors="replace").strip().splitlines()

@@ -48,7 +48,7 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
         self._seed = seed
         # Searches of several tasks share the model.
         self._lock = threading.Lock()
-        self._asked: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
 
     def update(
         self, context: ms.TuneContext, candidates: list[ms.MeasureCandidate], results: list[ms.runner.RunnerResult]
@@ -63,14 +63,14 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
     def predict(self, context: ms.TuneContext, candidates: list[ms.MeasureCandidate]) -> np.ndarray:
         """Return a score for each candidate, higher for a faster one; random ones before it has learnt anything.
 
-        The random ones depend on the seed, the task and how often it was asked for, and on no other task.
+        Random scores depend on the seed, the task and the number of earlier calls for it, and on no other task.
         """
         if self.data_size >= self.num_warmup_samples and self.booster is not None:
             return np.asarray(super().predict(context, candidates))
         key = shash2hex(context.mod)
         with self._lock:
-            self._asked[key] += 1
-            count = self._asked[key]
+            self._calls[key] += 1
+            count = self._calls[key]
         return np.random.default_rng([self._seed % 2**31, int(key, 16), count]).uniform(size=len(candidates))
 
     def features_of(

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
 import tvm
 from tvm.s_tir import Schedule, Trace
@@ -34,13 +33,8 @@ from relaxtune.tuning_db.records import Route
 
 def return_freed_memory() -> bool:
     """Give freed memory back; return whether the C library here offers that (glibc does) and there was any."""
-    trim = _malloc_trim()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
-
-
-@cache
-def _malloc_trim() -> ctypes._NamedFuncPointer | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 logger = logging.getLogger(__name__)
@@ -53,7 +47,7 @@ _GENERATIONS = 1
 # Candidates after which a search begins again from its best, so many of them.
 _RENEW_AFTER = 512
 _PARENTS = 64
-# What MetaSchedule's cost model and database take as the latency of a failed candidate.
+# The latency of a failed candidate for MetaSchedule's cost model and database.
 _FAILED_S = 1e10
 
 
@@ -83,7 +77,7 @@ class TaskSearch:
     mod : IRModule
         The task's module.
     target : Target
-        What is compiled for.
+        The target of the kernels.
     space : SpaceGenerator
         The design space; one per search, since it keeps state.
     cost_model : CostModel
@@ -136,7 +130,7 @@ class TaskSearch:
                 ms.database.TuningRecord(trace, self._workload, run_secs, self._target, args_info)
             )
         self.spaces = self.context.generate_design_space()
-        # What is left to its template has no space (`schedules.search.space.find_refusal`).
+        # A task left to its template has no space (`schedules.search.space.find_refusal`).
         self._open = bool(self.spaces)
         if self._open:
             self.context.pre_tuning(_TRIALS_MAX, self._per_round, self.spaces, self._database, self._cost_model)

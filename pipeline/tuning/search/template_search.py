@@ -9,7 +9,7 @@ import numpy as np
 
 from relaxtune.pipeline.tuning.candidates import Candidate
 
-# What the measured candidates of a template say about those that are not: a Gaussian process over the parameters.
+# A prediction of unmeasured candidates from the measured ones: a Gaussian process over the parameters.
 #
 # The logarithm of the latency is predicted, with a standard deviation, from the parameters of the decisions: numbers on
 # a logarithmic scale, texts one column a value. Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006,

@@ -137,7 +137,7 @@ def learn_from_records(
     workloads : sequence of Workload
         With their IR, the most telling first.
     target : ResolvedTarget
-        What is compiled for.
+        The target of the kernels.
     environment : Environment
         The machine; records of it and of others of its architecture are taken.
     seconds : float

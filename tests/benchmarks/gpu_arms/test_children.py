@@ -12,7 +12,7 @@ from benchmarks.gpu_arms import children
 from benchmarks.gpu_arms.children import Child, ChildError
 from benchmarks.gpu_arms.order import Order
 from benchmarks.whole_models.bench_gpu import child_environment
-from relaxtune.pipeline.tuning.measure.device_turn import DeviceTurn
+from relaxtune.pipeline.tuning.measure.device_lock import DeviceLock
 
 # Stands in for the worker: dies in arm `bad`, hangs in arm `slow`, else reports which arms it timed.
 WORKER = """
@@ -82,7 +82,7 @@ def test_a_process_that_ends_while_timing_is_told(tmp_path: Path, environment: d
 def test_the_turn_may_be_taken_again_by_its_holder_and_keeps_others_out(tmp_path: Path) -> None:
     import fcntl
 
-    turn = DeviceTurn(tmp_path / "lock")
+    turn = DeviceLock(tmp_path / "lock")
     with (tmp_path / "lock").open("r+") as other:
         with turn:
             with turn:

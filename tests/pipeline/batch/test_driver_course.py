@@ -151,7 +151,7 @@ def test_other_processes_import_and_finish_cells_beside_the_tuning(
 ) -> None:
     def workers(self: LocalExecutors, target: object) -> LocalWorkers:
         server = self._stack.enter_context(closing(ForkServer([worker.WORKER_MODULE])))
-        return self._stack.enter_context(closing(LocalWorkers(["cpu:0"], self._turns, server)))
+        return self._stack.enter_context(closing(LocalWorkers(["cpu:0"], self._locks, server)))
 
     monkeypatch.setattr(LocalExecutors, "workers", workers)
     path = plan_of(folder, "beside", cells='[[cells]]\nmodels = ["first.onnx", "strange.onnx"]\n')
@@ -200,12 +200,10 @@ def test_a_worker_keeps_no_model_where_memory_is_short(
 class HereWorkers(CellWorkers):
     """Does work on cells at once, in the thread that asks for it."""
 
+    count = 1
+
     def __init__(self) -> None:
         self._worker = CellWorker()
-
-    @property
-    def count(self) -> int:
-        return 1
 
     def submit(self, work: Work) -> Future[object]:
         future: Future[object] = Future()

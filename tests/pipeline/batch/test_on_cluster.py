@@ -11,17 +11,15 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from relaxtune.pipeline.batch.cells import list_cells
-from relaxtune.pipeline.batch.cluster_workers import ClusterWorkers, DeviceWorkers
 from relaxtune.pipeline.batch.driver import run_batch
 from relaxtune.pipeline.batch.events import BatchEvent, CellEvent
 from relaxtune.pipeline.batch.plan import parse_plan, read_plan
 from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.batch.worker import AheadWork, PrepareWork
-from relaxtune.pipeline.tuning.ray.backend import new_run
-from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace
+from relaxtune.pipeline.batch.workers import ClusterWorkers, DeviceWorkers
+from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, Reservation, new_run
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
 from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
-from relaxtune.pipeline.tuning.ray.reservation import Reservation
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import get_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells

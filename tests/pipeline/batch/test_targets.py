@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from relaxtune.pipeline.batch import driver
 from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent
-from relaxtune.pipeline.batch.executors import Executors, LocalExecutors
+from relaxtune.pipeline.batch.executors import LocalExecutors
 from relaxtune.pipeline.batch.plan import Plan, parse_plan
 from relaxtune.pipeline.batch.tasks import CellTasks
 from relaxtune.pipeline.errors import PipelineError
@@ -49,7 +50,7 @@ def test_targets_of_different_devices_are_worked_on_at_the_same_time(
             met.wait(60)
 
     monkeypatch.setattr(driver, "_carry_out", carry_out)
-    monkeypatch.setattr(driver, "open_executors", lambda *_: Several())
+    monkeypatch.setattr(driver, "open_executors", lambda *_: closing(Several()))
     result = driver.run_batch(plan_in(tmp_path))
     assert sorted(order[:2]) == ["sm_89", "sm_90a"]
     assert order[2] == resolve_target("llvm").arch
@@ -65,14 +66,14 @@ def test_an_error_of_one_target_ends_the_others(tmp_path: Path, monkeypatch: pyt
             stopped.wait(0.01)
 
     monkeypatch.setattr(driver, "_carry_out", carry_out)
-    monkeypatch.setattr(driver, "open_executors", lambda *_: Several())
+    monkeypatch.setattr(driver, "open_executors", lambda *_: closing(Several()))
     with pytest.raises(PipelineError, match="the node is gone"):
         driver.run_batch(plan_in(tmp_path))
 
 
 def test_one_machine_works_on_its_targets_in_turn() -> None:
     targets = [resolve_target("llvm"), resolve_target("cuda:sm_90a")]
-    assert Executors.apart(LocalExecutors(), targets) == [[0, 1]]
+    assert LocalExecutors().apart(targets) == [[0, 1]]
 
 
 def test_a_kernel_of_two_targets_has_a_latency_on_each(place: Place, tmp_path: Path) -> None:
@@ -86,7 +87,7 @@ def test_a_kernel_of_two_targets_has_a_latency_on_each(place: Place, tmp_path: P
     board.improved("sm_90a", task.workload_hash, 100.0)
     board.improved("sm_89", task.workload_hash, 700.0)
     event = ProgressEvent(task.name, 1, 8, 1, 0, 700.0, None, task.workload_hash)
-    board.progress_on("sm_89").candidate_measured(event)
+    board.measured("sm_89", event)
     assert [one.kernels_ms for one in told if isinstance(one, CandidateEvent)] == [{cells[1].name: 1.4}]
 
 

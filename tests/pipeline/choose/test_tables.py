@@ -21,7 +21,7 @@ from relaxtune.pipeline.jobs.tuned_model import choose_kernels
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.pipeline.tuning.record import describe_workload
-from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.templates.ranges import RangesParameters
 from relaxtune.tuning_db.records import Route

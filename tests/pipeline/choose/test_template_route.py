@@ -21,7 +21,7 @@ from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.record import describe_workload
-from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.registry import apply_decision
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.base import TemplateError

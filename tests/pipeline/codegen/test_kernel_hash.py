@@ -27,7 +27,7 @@ from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
 from relaxtune.pipeline.tuning.local.build_worker import BuildRequest, start
 from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.resume import measured_since
-from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.metaschedule import replay_decision

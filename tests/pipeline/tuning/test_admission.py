@@ -26,7 +26,7 @@ from relaxtune.pipeline.tuning.session import tune
 from relaxtune.pipeline.tuning.task_start import TaskStart
 from relaxtune.tuning_db.records import Route, Status
 from relaxtune.tuning_db.store import TuningDatabase
-from tests.pipeline.tuning.tuning_cases import Place, all_records, matmul_task
+from tests.pipeline.tuning.tuning_cases import Place, all_records, given, matmul_task
 
 TRIALS = 8
 
@@ -58,7 +58,7 @@ class Feed:
     def wait(self, seconds: float) -> None:
         """Wait for nothing."""
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         self.heard.append("measured")
 
 
@@ -103,8 +103,7 @@ def test_first_proposals_count_against_the_candidates_of_the_run(place: Place, d
             environment=environment,
             options=options,
             still_true=all_records,
-            builder=InstantBuilder(),
-            backend=backend,
+            machine=given(InstantBuilder(), backend),
             feed=feed,
         )
     assert summary.candidates == options.trials
@@ -163,8 +162,7 @@ def test_memory_is_given_back_as_tasks_come(
             environment=environment,
             options=TuningOptions(trials=0, routes=frozenset({Route.TEMPLATE})),
             still_true=all_records,
-            builder=InstantBuilder(),
-            backend=backend,
+            machine=given(InstantBuilder(), backend),
             feed=feed,
         )
     assert len(given_back) == 2

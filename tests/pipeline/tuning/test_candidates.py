@@ -84,11 +84,11 @@ def test_equal_binaries_of_a_workload_are_measured_once(pool: BuildPool, backend
         assert not list(path.parent.glob(path.stem + "*"))
 
 
-@pytest.mark.parametrize(("losses", "states"), [(1, ["measured", "measured"]), (2, ["lost", "measured"])])
-def test_a_lost_measurement_is_tried_again_and_twins_do_not_share_the_loss(
+@pytest.mark.parametrize(("losses", "states"), [(1, ["measured", "measured"]), (3, ["lost", "measured"])])
+def test_a_lost_candidate_is_tried_again_and_twins_do_not_share_the_loss(
     pool: BuildPool, place: Place, losses: int, states: list[str]
 ) -> None:
-    """The backend loses what it is given first."""
+    """The backend loses what it is given first: a candidate, then its twin, then the first one again."""
     answers = [Outcome(Unmeasured.LOST, error="the node is gone")] * losses + [Outcome(Status.OK, (1e-3,))]
 
     class Loses(NoDevice):

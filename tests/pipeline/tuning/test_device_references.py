@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -15,9 +16,9 @@ import tvm
 import relaxtune.pipeline.tuning.local.measuring_process as process_module
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.tuning.beginnings import device_reference
-from relaxtune.pipeline.tuning.local.backend import LocalBackend
+from relaxtune.pipeline.tuning.local.backend import LocalBackend, this_machine
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
-from relaxtune.pipeline.tuning.local.requests import MeasureRequest, host_reference_file, may_appeal, reference_file
+from relaxtune.pipeline.tuning.local.requests import MeasureRequest, outputs_file
 from relaxtune.pipeline.tuning.measure.arguments import ArgumentSpec, make_arrays
 from relaxtune.pipeline.tuning.measure.backend import OnMeasured, Outcome
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
@@ -88,7 +89,7 @@ def test_a_candidate_that_agrees_with_the_device_does_not_appeal(
 ) -> None:
     spec = spec_with(pool, place, 1.0, 1.0)
     assert statuses(backend, pool, place, spec, 1.0) == [Status.OK]
-    assert may_appeal(request(backend, spec))
+    assert request(backend, spec).may_appeal
 
 
 def test_a_wrong_reference_of_the_device_refuses_no_candidate(
@@ -97,8 +98,8 @@ def test_a_wrong_reference_of_the_device_refuses_no_candidate(
     spec = spec_with(pool, place, 3.0, 1.0)
     assert statuses(backend, pool, place, spec, 1.0, 2.0, 1.0) == [Status.OK, Status.WRONG_RESULT, Status.OK]
     asked = request(backend, spec)
-    assert not may_appeal(asked)
-    assert reference_file(asked, 0) == host_reference_file(asked, 0)
+    assert not asked.may_appeal
+    assert asked.reference_file(0) == outputs_file(asked.spec.host_reference, 0)
     # What agreed with the device alone is found from now on.
     assert statuses(backend, pool, place, spec, 3.0) == [Status.WRONG_RESULT]
 
@@ -108,7 +109,7 @@ def test_a_wrong_candidate_is_judged_by_the_host(backend: LocalBackend, pool: Bu
     (outcome,) = measure(backend, (add(pool, place, 2.0), spec))
     assert outcome.status is Status.WRONG_RESULT
     assert "16 of 16 elements are off" in str(outcome.error)
-    assert not may_appeal(request(backend, spec))
+    assert not request(backend, spec).may_appeal
 
 
 def test_without_a_host_the_device_decides(backend: LocalBackend, pool: BuildPool, place: Place) -> None:
@@ -184,7 +185,7 @@ def test_a_run_builds_both_references_of_a_large_task(database: TuningDatabase, 
         options=TuningOptions(
             trials=2, workers=2, device_references=on_device, routes=frozenset({Route.TEMPLATE}), finals=0
         ),
-        backend=backend,
+        machine=partial(this_machine, backend=backend),
     )
     large = [spec for spec in backend.specs if spec.reference_on_device]
     assert bool(large) is on_device

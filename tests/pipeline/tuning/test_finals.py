@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from relaxtune.pipeline.tuning.finals import Final, hold_final, list_finalists, take_final
-from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.finals import Final, Finals, list_finalists
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.tasks import TaskState, summarise
@@ -59,7 +59,7 @@ def test_the_final_names_the_winner_and_is_recorded(place: Place, database: Tuni
     backend = Compares([wrong, Outcome(Status.OK, (1.07e-5, 1.08e-5)), Outcome(Status.OK, (1.05e-5, 1.05e-5))])
     hold(state, backend, recorder, rounds=2)
     # Nothing was measured since.
-    assert not hold_final(state, backend, 2, StopSignal(), pytest.fail)
+    assert not Finals(backend, recorder, 2, StopSignal(), pytest.fail).hold(state)
     recorder.flush()
     assert backend.compared == [(["candidate-1.so", "candidate-2.so", "candidate-3.so"], 2)]
     assert round(state.best_us, 3) == 10.5
@@ -96,16 +96,18 @@ def test_a_final_that_was_not_held_changes_nothing(outcomes: list[Outcome] | Non
 def test_no_final_is_held_when_the_user_stopped_the_run() -> None:
     stop, backend = StopSignal(), Compares(None)
     stop.request()
-    assert not hold_final(contended(20.0, 10.0, 10.1), backend, 2, stop, pytest.fail)
+    assert not Finals(backend, NoRecords(), 2, stop, pytest.fail).hold(contended(20.0, 10.0, 10.1))
     assert backend.compared == []
 
 
 def hold(state: TaskState, backend: Compares, recorder: Recorder | NoRecords | None = None, rounds: int = 3) -> None:
     """Hold the final of a task."""
     held: list[Final] = []
-    assert hold_final(state, backend, rounds, StopSignal(), held.append)
-    (final,) = held
-    take_final(final, recorder or NoRecords())
+    finals = Finals(backend, recorder or NoRecords(), rounds, StopSignal(), held.append)
+    assert finals.hold(state)
+    assert finals.running == 1
+    finals.take(*held)
+    assert finals.running == 0
 
 
 class NoRecords:
@@ -120,7 +122,6 @@ class Compares:
 
     def __init__(self, outcomes: list[Outcome] | None) -> None:
         self.outcomes = outcomes
-        self.capabilities = Capabilities("cpu", "any")
         self.compared: list[tuple[list[object], int]] = []
 
     def compare(self, artifacts, spec, rounds, on_compared):

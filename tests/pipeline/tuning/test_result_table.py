@@ -10,15 +10,8 @@ from rich.console import Console
 from relaxtune.pipeline.printable import short
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.options import TuningSummary
-from relaxtune.pipeline.tuning.progress import (
-    ConsoleProgress,
-    ProgressEvent,
-    SilentProgress,
-    UntilTheEnd,
-    describe,
-    estimate_left,
-)
-from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data, to_json
+from relaxtune.pipeline.tuning.progress import ConsoleProgress, ProgressEvent, UntilTheEnd, describe, estimate_left
+from relaxtune.pipeline.tuning.result_table import shorten_nodes, summary_table, to_data
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
 from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 from relaxtune.tuning_db.records import Route
@@ -64,9 +57,9 @@ def test_table_shows_dashes_when_nothing_is_known() -> None:
     assert "no reference" in text.getvalue()
 
 
-def test_to_json_has_every_status_and_all_nodes() -> None:
-    assert json.loads(to_json(SUMMARY)) == to_data(SUMMARY)
-    (task,) = json.loads(to_json(SUMMARY))["tasks"]
+def test_to_data_has_every_status_and_all_nodes() -> None:
+    assert json.loads(json.dumps(to_data(SUMMARY))) == to_data(SUMMARY)
+    (task,) = to_data(SUMMARY)["tasks"]
     assert task["failures"] == {"build_error": 0, "run_error": 0, "timeout": 2, "wrong_result": 0}
     assert task["speedup"] == 4.0
 
@@ -81,14 +74,13 @@ def test_shorten_nodes_keeps_the_ends_of_names() -> None:
 def test_progress_prints_plain_lines_off_a_terminal() -> None:
     text = io.StringIO()
     with ConsoleProgress(Console(file=text)) as progress:
-        progress.candidate_measured(EVENT)
-        progress.candidate_measured(dataclasses.replace(EVENT, done=9))
-        progress.candidate_measured(dataclasses.replace(EVENT, done=16, best_us=None))
+        progress.show(EVENT)
+        progress.show(dataclasses.replace(EVENT, done=9))
+        progress.show(dataclasses.replace(EVENT, done=16, best_us=None))
     lines = text.getvalue().splitlines()
     assert lines[0] == "tuning 8/16 matmul: best 25.0 us; 6 valid, 2 failed, about 30 s left"
     assert lines[1].startswith("tuning 16/16 matmul: nothing valid yet")
     assert len(lines) == 2
-    SilentProgress().candidate_measured(EVENT)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +102,7 @@ def test_describe_tells_the_time_left(seconds: float, text: str) -> None:
 def test_progress_draws_a_bar_on_a_terminal() -> None:
     text = io.StringIO()
     with ConsoleProgress(Console(file=text, force_terminal=True, width=120)) as progress:
-        progress.candidate_measured(EVENT)
+        progress.show(EVENT)
     assert "8/16" in text.getvalue()
 
 
@@ -182,7 +174,7 @@ def test_time_left_counts_what_follows_the_search() -> None:
 
     noted = Noted()
     for left in (20.0, None):
-        UntilTheEnd(noted, 12.0).candidate_measured(dataclasses.replace(EVENT, seconds_left=left))
+        UntilTheEnd(noted, 12.0)(dataclasses.replace(EVENT, seconds_left=left))
     assert noted.left == [32.0, None]
 
 

@@ -100,7 +100,7 @@ target = resolve_target("llvm")
 options = dataclasses.replace(OPTIONS, trials=5000)
 Recorder.flush_interval_s = 0.3
 class Progress:
-    def candidate_measured(self, event):
+    def __call__(self, event):
         print(event.done, flush=True)
 with TuningDatabase.open(sys.argv[1]) as database:
     job = database.start_job(model="tiny", model_sha256="0" * 64, target=target_key(target),

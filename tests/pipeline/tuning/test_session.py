@@ -24,7 +24,7 @@ from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.progress import ProgressEvent
 from relaxtune.pipeline.tuning.record import Recorder
-from relaxtune.pipeline.tuning.result_table import to_json
+from relaxtune.pipeline.tuning.result_table import to_data
 from relaxtune.pipeline.tuning.search import evolution as search_module
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch
 from relaxtune.pipeline.tuning.session import require_valid, tune
@@ -64,7 +64,7 @@ class Watcher:
         self.events: list[ProgressEvent] = []
         self._at, self._action = at, action
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         self.events.append(event)
         if len(self.events) == self._at and callable(self._action):
             self._action()
@@ -115,7 +115,7 @@ def test_tune_records_every_candidate_and_leaves_no_process(place: Place, databa
     assert all(len(r.latencies_us) <= 3 and r.seed == 3 and r.environment == place.environment for r in records)
     assert {record.code_version for record in records} == {code_version()}
     assert database.list_job_tasks(job.id)[0].seconds > 0
-    assert json.loads(to_json(summary))["tasks"][0]["onnx_nodes"] == ["matmul_node"]
+    assert to_data(summary)["tasks"][0]["onnx_nodes"] == ["matmul_node"]
     assert children() == []
 
 

@@ -16,11 +16,13 @@ from tvm import te
 from relaxtune.pipeline.tasks.extract import as_workload, make_task
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator, State
+from relaxtune.pipeline.tuning.local.backend import Machine
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.backend import Builder, MeasureBackend, Outcome, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.options import TaskSummary
+from relaxtune.pipeline.tuning.session import OpenMachine
 from relaxtune.pipeline.tuning.tasks import Tasks, TaskState
 from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL
 from relaxtune.schedules.fallback import apply_fallback
@@ -201,3 +203,8 @@ def choose_among(states: Sequence[TaskState]) -> TaskState | None:
     tasks = Tasks()
     tasks.add(states)
     return tasks.choose()
+
+
+def given(builder: Builder, backend: MeasureBackend) -> OpenMachine:
+    """Return what gives `tune` a builder and a backend that it does not start."""
+    return lambda *_: contextlib.nullcontext(Machine(builder, backend))

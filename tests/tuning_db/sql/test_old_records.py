@@ -11,7 +11,7 @@ from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import LoweringError
-from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.records import RecordFilter, Route
 from relaxtune.tuning_db.sql.engine import make_engine, parse_location

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import tvm
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tuning.local import devices
-from relaxtune.pipeline.tuning.local.backend import LocalBackend
+from relaxtune.pipeline.tuning.local.backend import LocalBackend, this_machine
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
 from relaxtune.pipeline.tuning.local.devices import Device, choose_devices, pinned
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
@@ -158,7 +159,7 @@ class KillsAtFirst:
         self.backend = backend
         self.killed = 0
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         if event.done == 2:
             os.kill(self.backend.processes[0].pid, signal.SIGKILL)
             self.killed += 1
@@ -176,7 +177,7 @@ def test_a_run_on_two_devices_records_no_failure_for_a_killed_process(
         still_true=all_records,
         options=TuningOptions(trials=12, trials_per_iteration=4, population=16, workers=1, overlap=True, finals=3),
         progress=listener,
-        backend=backend,
+        machine=partial(this_machine, backend=backend),
     )
     assert listener.killed == 1
     assert summary.restarts >= 1
@@ -230,7 +231,7 @@ def test_two_gpus_measure_side_by_side(database: TuningDatabase) -> None:
             environment=environment,
             still_true=all_records,
             options=TuningOptions(trials=16, workers=4, routes=frozenset({Route.TEMPLATE}), finals=3),
-            backend=backend,
+            machine=partial(this_machine, backend=backend),
         )
         assert all(process._worker.answered > 2 for process in backend.processes)
     require_valid(summary)

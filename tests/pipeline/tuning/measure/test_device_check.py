@@ -179,11 +179,11 @@ def mismatches(requests: list[MeasureRequest], options: MeasureOptions) -> list[
     """Return what a measuring process tells of each candidate, all compared with the first one's reference."""
     answer = measure_worker.start()
     assert answer(ReferenceRequest(requests[0])) is True
-    told = [answer(dataclasses.replace(one, options=options, spec=requests[0].spec)) for one in requests]
     found = []
-    for one in told:
-        assert isinstance(one, MeasureReply)
-        found.append(one.mismatch)
+    for one in requests:
+        (reply,) = answer(dataclasses.replace(one, options=options, spec=requests[0].spec))  # type: ignore[misc]
+        assert isinstance(reply, MeasureReply)
+        found.append(reply.mismatch)
     return found
 
 

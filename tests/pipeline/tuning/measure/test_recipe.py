@@ -9,7 +9,7 @@ import pytest
 import tvm_ffi
 
 from relaxtune.pipeline.tuning.measure.recipe import scheduled
-from relaxtune.pipeline.tuning.search.template_candidates import template_candidates
+from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
 from tests.pipeline.tuning.tuning_cases import add_one_mod, task_of

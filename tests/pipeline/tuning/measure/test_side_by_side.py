@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from queue import SimpleQueue
 
-from relaxtune.pipeline.tuning.measure.backend import Capabilities, Outcome, Unmeasured
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.validate.tolerances import EXACT_KERNEL
@@ -59,7 +59,7 @@ class Device:
 
 
 def side_by_side(*devices: Device) -> SideBySide:
-    return SideBySide(devices, Capabilities("cpu", "any"))
+    return SideBySide(devices, undisturbed=False)
 
 
 def workload(name: str) -> WorkloadSpec:

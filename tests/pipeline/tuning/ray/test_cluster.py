@@ -22,11 +22,10 @@ from relaxtune.pipeline.tuning.measure.backend import Built, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer, new_run
-from relaxtune.pipeline.tuning.ray.check import report_on
+from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
+from relaxtune.pipeline.tuning.ray.cluster import new_run, report_on
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
 from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Route, Status
@@ -39,6 +38,7 @@ from tests.pipeline.tuning.tuning_cases import (
     all_records,
     built,
     extern_mod,
+    given,
     matmul_task,
     measure,
     spec_of,
@@ -78,7 +78,7 @@ def cluster(started: Cluster) -> Iterator[RayCluster]:
 def machine(cluster: RayCluster, target: ResolvedTarget) -> Iterator[Machine]:
     environment = cluster.find_environment(target)
     assert environment is not None
-    with cluster.machine(target, environment, OPTIONS, StopSignal()) as opened:
+    with cluster.open_machine(target, environment, OPTIONS, StopSignal()) as opened:
         yield opened
 
 
@@ -99,17 +99,12 @@ def test_a_candidate_fails_on_a_cluster_as_it_does_here(machine: Machine, target
     assert all(seconds > 0 for seconds in machine.backend.busy_s.values())
 
 
-def test_code_stays_in_the_object_store(machine: Machine, target: ResolvedTarget) -> None:
+def test_a_reference_is_code_of_the_cluster_too(machine: Machine, target: ResolvedTarget) -> None:
     artifact, spec = candidate(machine, target, add_one_mod())
-    assert str(artifact.content).startswith("ray:")
-    # The reference is code of the cluster too.
     wrong = candidate(machine, target, add_one_mod(2.0))[0]
     with_reference = replace(spec, workload="checked", reference=artifact)
     (outcome,) = measure(machine.backend, (wrong, with_reference))
     assert outcome.status is Status.WRONG_RESULT
-    machine.builder.discard(wrong)
-    with pytest.raises(KeyError):
-        machine.backend._measurers[0]._store.find(wrong)  # type: ignore[attr-defined]
 
 
 def test_what_a_killed_actor_measured_is_measured_again(
@@ -138,14 +133,15 @@ def test_what_a_killed_worker_built_is_built_again(
     pipe = tmp_path / "building"
     os.mkfifo(pipe)
     heard = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    done: SimpleQueue[Built] = SimpleQueue()
-    machine.builder.submit(HeldRecipe(b"", target, "", pipe=str(pipe)), target.target, done.put)
-    for offset in range(3):
-        machine.builder.submit(add_one_mod(float(offset + 10)), target.target, done.put)
+    evaluator = Evaluator(machine.builder, machine.backend, target.target, exclusive=False)
+    held = Candidate(Route.METASCHEDULE, "held", HeldRecipe(b"", target, "", pipe=str(pipe)))
+    others = [Candidate(Route.METASCHEDULE, str(number), add_one_mod(10.0 + number)) for number in range(3)]
+    evaluator.submit([held.handed_in(spec_of(add_one_mod(size=64), "held"))])
+    evaluator.submit([one.handed_in(spec_of(add_one_mod(), one.decision)) for one in others])
     assert select.select([heard], [], [], 60)[0], "the build never began"
     os.close(heard)
     kill_workers(started, "build")
-    assert [done.get(timeout=300).status for _ in range(4)] == [Status.OK] * 4
+    assert [one.state for one in take_all(evaluator)] == ["measured"] * 4
 
 
 def test_a_device_that_is_away_is_waited_for_while_another_one_measures(
@@ -158,7 +154,7 @@ def test_a_device_that_is_away_is_waited_for_while_another_one_measures(
     environment = cluster.find_environment(target)
     assert environment is not None
     settings = ActorSettings(new_run(), target, environment, MeasureOptions(), 2.0, 0)
-    away = ActorMeasurer(cluster.ray, actor.remote(settings), "the second", ArtifactStore(), StopSignal(), away_s=0.3)
+    away = ActorMeasurer(cluster.ray, actor.remote(settings), "the second", StopSignal(), away_s=0.3)
     told = LeavesAt(away, "it joins them when it is back")
     try:
         with pytest.raises(MeasuringBrokenError, match=r"no device for the second in 0\.3 s"):
@@ -193,7 +189,7 @@ def test_a_stopped_run_answers_everything_at_once(
     assert environment is not None
     built_, measured = SimpleQueue[Built](), SimpleQueue[Outcome]()
     # The device is another run's, so that this one waits for it.
-    with cluster.machine(target, environment, OPTIONS, stop) as second:
+    with cluster.open_machine(target, environment, OPTIONS, stop) as second:
         second.builder.submit(add_one_mod(3.0), target.target, built_.put)
         second.backend.submit(built_.get(timeout=300).artifact, spec_of(add_one_mod()), measured.put)  # type: ignore[arg-type]
         stop.request()
@@ -240,8 +236,7 @@ def test_a_run_on_a_cluster_records_every_candidate(
         environment=environment,
         still_true=all_records,
         options=OPTIONS,
-        builder=machine.builder,
-        backend=machine.backend,
+        machine=given(machine.builder, machine.backend),
     )
     (result,) = summary.tasks
     assert (result.valid, result.failed) == (4, 0), result.last_error

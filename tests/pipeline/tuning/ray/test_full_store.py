@@ -19,13 +19,12 @@ from relaxtune.pipeline.tuning.ray import builder as builder_module
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
 from relaxtune.pipeline.tuning.ray.build_task import build as build_candidate
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Status
 from tests.pipeline.tuning.tuning_cases import add_one_mod, spec_of
 
 FULL = ray.exceptions.OutOfDiskError("node n has no room")
-DONE = Built(Status.OK, BuiltArtifact("", "0" * 64))
+DONE = Built(Status.OK, BuiltArtifact(b"", "0" * 64))
 
 
 class Answer:
@@ -41,9 +40,6 @@ class Answer:
     def future(self) -> Future[object]:
         return self._future
 
-    def hex(self) -> str:
-        return "00"
-
 
 class Cluster:
     """A stand-in for Ray whose builds end as told, one after another."""
@@ -57,9 +53,9 @@ class Cluster:
     def remote(self, **_: object) -> object:
         return lambda function: SimpleNamespace(remote=self._build if function is build_candidate else Answer)
 
-    def _build(self, *given: bytes) -> tuple[Answer, Answer]:
+    def _build(self, *given: bytes) -> Answer:
         self.builds.append(given)
-        return Answer(self.ends.pop(0)), Answer(b"")
+        return Answer(self.ends.pop(0))
 
     def cancel(self, answer: object, *, force: bool) -> None:
         """Do nothing: it has ended."""
@@ -70,7 +66,7 @@ class Cluster:
 
 def build(cluster: Cluster, target: ResolvedTarget, stop: StopSignal | None = None) -> Built:
     done: SimpleQueue[Built] = SimpleQueue()
-    opened = RayBuilder(cluster, ArtifactStore(), BuilderLimits(), stop or StopSignal())  # type: ignore[arg-type]
+    opened = RayBuilder(cluster, BuilderLimits(), stop or StopSignal())  # type: ignore[arg-type]
     with closing(opened) as builder:
         builder.submit(add_one_mod(), target.target, done.put)
         return done.get(timeout=20)
@@ -100,8 +96,8 @@ def test_a_stopped_run_waits_for_no_room(llvm_target: ResolvedTarget) -> None:
 def test_a_measurement_that_found_no_room_is_lost_and_its_device_stays() -> None:
     errors = [ray.exceptions.RayTaskError("measure", "trace", cause) for cause in (FULL, OSError("no child"))]
     answers = [Answer(error.as_instanceof_cause()) for error in errors]
-    actor = SimpleNamespace(measure=SimpleNamespace(remote=lambda *_: answers.pop(0)))
-    measurer = ActorMeasurer(ray, actor, "device", ArtifactStore(), StopSignal())
+    actor = SimpleNamespace(call=SimpleNamespace(remote=lambda *_: answers.pop(0)))
+    measurer = ActorMeasurer(ray, actor, "device", StopSignal())
     measurer._there = True
     candidate = (BuiltArtifact(b"code", "0" * 64), spec_of(add_one_mod()))
     assert measurer.measure(*candidate).status is Unmeasured.LOST

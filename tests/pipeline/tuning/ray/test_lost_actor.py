@@ -13,11 +13,10 @@ from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
-from relaxtune.pipeline.tuning.ray.objects import ArtifactStore
 from relaxtune.tuning_db.records import Status
 from tests.pipeline.tuning.tuning_cases import add_one_mod, spec_of
 
-DONE = (Outcome(Status.OK, (1.0,)), 0)
+DONE = Outcome(Status.OK, (1.0,))
 
 
 def ended(with_: object) -> SimpleNamespace:
@@ -36,7 +35,7 @@ class Actor:
         self.begun = 0
         self.answer: Callable[[], object] = lambda: DONE
         self.begin = SimpleNamespace(remote=self._begin)
-        self.measure = SimpleNamespace(remote=lambda *_: ended(self.answer()))
+        self.call = SimpleNamespace(remote=lambda *_: ended(self.answer()))
 
     def _begin(self) -> str:
         self.begun += 1
@@ -45,7 +44,7 @@ class Actor:
 
 def measurer(actor: Actor) -> ActorMeasurer:
     stand_in = SimpleNamespace(exceptions=ray.exceptions, wait=lambda asked, timeout: (asked, []), get=lambda one: one)
-    return ActorMeasurer(stand_in, actor, "a device", ArtifactStore(), StopSignal())  # type: ignore[arg-type]
+    return ActorMeasurer(stand_in, actor, "a device", StopSignal())  # type: ignore[arg-type]
 
 
 def measure(one: ActorMeasurer) -> Outcome:

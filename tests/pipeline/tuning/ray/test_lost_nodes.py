@@ -29,7 +29,7 @@ class KillsNode:
         self.cluster, self.thread = cluster, threading.Thread(target=self._kill)
         self.nodes = [one for one in cluster.worker_nodes if measures(one) == measuring]
 
-    def candidate_measured(self, event: ProgressEvent) -> None:
+    def __call__(self, event: ProgressEvent) -> None:
         if event.done == 5:
             self.thread.start()
 
@@ -54,7 +54,7 @@ def test_a_run_ends_the_same_when_a_node_is_lost(database: TuningDatabase, measu
             database=database,
             environment=environment,
             options=OPTIONS,
-            machine=cluster.machine,
+            machine=cluster.open_machine,
             progress=watcher,
             still_true=all_records,
         )

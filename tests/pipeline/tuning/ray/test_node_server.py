@@ -12,7 +12,7 @@ from contextlib import closing
 import psutil
 import pytest
 
-from relaxtune.pipeline.tuning.ray.backend import new_run
+from relaxtune.pipeline.tuning.ray.cluster import new_run
 from relaxtune.pipeline.tuning.ray.node_server import fork_socket, join_server
 from relaxtune.pipeline.workers.fork_server import Forks
 from relaxtune.pipeline.workers.worker import Worker
@@ -46,7 +46,6 @@ def start(run: str, module: str) -> subprocess.Popen[bytes]:
     assert process.stdout is not None
     facts = json.loads(process.stdout.readline())
     assert facts["versions"]["relaxtune"]
-    assert facts["cores"] > 0
     return process
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 from relaxtune.pipeline.batch.executors import ClusterExecutors
 from relaxtune.pipeline.tuning.ray.cluster import CPU_RESOURCE, Node, find_place
@@ -16,11 +15,9 @@ def node(name: str, gpu: Gpu | None, cpus: int, gpus: int = 2) -> Node:
         versions={"apache-tvm": "0.27.0", "apache-tvm-ffi": "0.1.14"},
         cpu_name="any",
         cpu_arch="znver5",
-        cores=cpus,
         gpus=() if gpu is None else (gpu,) * gpus,
         driver="580",
         cuda="13.0",
-        compiler="any",
     )
     resources = {"CPU": float(cpus)}
     if gpu is not None:
@@ -44,11 +41,11 @@ def test_targets_of_different_devices_are_tuned_at_the_same_time() -> None:
     targets = [resolve_target(f"cuda:{arch}") for arch in ("sm_90a", "sm_89", "sm_90", "sm_80")]
     nodes = [node("head", None, 64), node("a", h200, 8), node("b", l4, 16)]
     executors = ClusterExecutors.__new__(ClusterExecutors)
-    executors._cluster = SimpleNamespace(nodes=nodes)  # type: ignore[assignment]
+    executors.nodes = nodes
     # What is measured on one model of GPU waits for it; for the last there is none.
     assert executors.apart(targets) == [[0, 2], [1], [3]]
     measured = replace(nodes[0], resources={"CPU": 4.0, CPU_RESOURCE: 1.0})
-    executors._cluster = SimpleNamespace(nodes=[measured])  # type: ignore[assignment]
+    executors.nodes = [measured]
     # Its own cores build for all: a measurement would hear them.
     cpus = [resolve_target('{"kind": "llvm", "mcpu": "znver5"}'), targets[3]]
     assert executors.apart(cpus) == [[0, 1]]
