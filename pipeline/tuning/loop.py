@@ -11,14 +11,12 @@ them when they arrive.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
-from relaxtune.pipeline.printable import last_line
+from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tuning.admission import Admission, TaskFeed
 from relaxtune.pipeline.tuning.beginnings import FIRST_INFORMED, Beginnings
@@ -36,15 +34,11 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.targets.host import physical_cores
 from relaxtune.tuning_db.records import Route
 
-logger = logging.getLogger(__name__)
-
 _WAIT_S = 0.2
 # Rounds in which a task proposed nothing new, before it counts as exhausted.
 _EMPTY_ROUNDS_MAX = 2
 # Share of a round that must be back before the model learns from it and its task goes on.
 _QUORUM = 0.75
-# So many candidates lost one after another are no accident.
-_LOST_MAX = 16
 # A task ends that would get no round even of twice the rounds that are left: other tasks may end early. Tasks are
 # looked at again when a fifth of those rounds is over.
 _LEFT_OUT = 2
@@ -76,11 +70,8 @@ class TuningLoop:
         feed: TaskFeed | None,
     ) -> None:
         self._admission, self._tasks, self._recorder = admission, admission.tasks, admission.recorder
-        self._evaluator = evaluator
-        self._options = options
-        self._progress = progress
-        self._stop = stop
-        self._feed = feed
+        self._evaluator, self._options = evaluator, options
+        self._progress, self._stop, self._feed = progress, stop, feed
         workers = options.workers or physical_cores()
         threads = 1 if evaluator.exclusive else max(1, min(_SEARCHES_MAX, workers // 2))
         self._search_threads = max(1, workers // threads)
@@ -88,11 +79,10 @@ class TuningLoop:
         self._beginnings = Beginnings(
             evaluator, self._recorder, target, on_device=options.device_references, propose=self._propose_templates
         )
-        # Candidates of the run: in flight, valid, failed, and lost one after another.
-        self._in_flight = self._valid = self._failed = self._lost = 0
+        # Candidates of the run.
+        self._in_flight = self._valid = self._failed = 0
         self._finals = Finals(evaluator.backend, self._recorder, options.finals, stop, evaluator.inbox.put)
         self._began_s = time.monotonic()
-        self._flushed_s = 0.0
         # Rounds that were left when tasks were last left out.
         self._rounds_left = math.inf
 
@@ -228,9 +218,7 @@ class TuningLoop:
             for event in events:
                 self._take(event)
             events = self._evaluator.take(0)
-        if time.monotonic() - self._flushed_s > self._recorder.flush_interval_s:
-            self._recorder.try_flush()
-            self._flushed_s = time.monotonic()
+        self._recorder.flush_if_due()
 
     def _take(self, event: object) -> None:
         match event:
@@ -262,7 +250,6 @@ class TuningLoop:
         if candidate.state is State.LOST:
             self._lose(state, candidate)
         else:
-            self._lost = 0
             self._record(state, candidate)
         if state.round_size and state.in_flight <= (1 - _QUORUM) * state.round_size:
             state.close_round()
@@ -278,15 +265,7 @@ class TuningLoop:
         if outcome.no_reference:
             # The other candidates of the task are lost for the same reason.
             state.skipped = "memory is too small for its reference"
-        else:
-            self._lost += 1
-        message = f"a candidate of task {state.task.name} was lost and is not recorded: {last_line(outcome.error)}"
-        logger.warning("%s", message)
-        logger.debug("%s", outcome.error)
-        if self._lost > _LOST_MAX:
-            raise MeasuringBrokenError(
-                f"{_LOST_MAX} candidates in a row were lost, through no fault of theirs; {message}"
-            )
+        self._recorder.lose(state.task, outcome)
         if candidate.route is Route.FALLBACK:
             state.ready = True
         else:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import tvm
 
 from relaxtune.pipeline.environment import code_version
+from relaxtune.pipeline.errors import MeasuringBrokenError
+from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.candidates import Candidate
-from relaxtune.pipeline.tuning.measure.backend import Unmeasured
+from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.tuning_db.errors import DatabaseBusyError, DatabaseLostError, DatabaseWriteError
 from relaxtune.tuning_db.jobs import JobTask
@@ -29,6 +31,8 @@ _FLUSH_MAX_S = 10.0
 # While a server is away, writes are tried less and less often, as each of them waits for it.
 _RETRY_MAX_S = 300.0
 _CLOSE_WAIT_S = 300.0
+# So many candidates lost one after another are no accident.
+_LOST_MAX = 16
 # Faults that may be over the next time: a full disk, other writers, a server that restarts.
 _PASSING = (DatabaseWriteError, DatabaseBusyError, DatabaseLostError)
 
@@ -77,6 +81,9 @@ class Recorder:
         self._signature_keys: dict[str, str] = {}
         self._pending: list[TuningRecord] = []
         self._interval_s = _FLUSH_MIN_S
+        self._flushed_s = 0.0
+        # Candidates lost one after another.
+        self._lost = 0
         self._failed_s = 0.0
         # Records of the run's tasks, by workload, as they were when the task joined.
         self._known: dict[str, list[TuningRecord]] = {}
@@ -129,6 +136,7 @@ class Recorder:
         if outcome is None or isinstance(outcome.status, Unmeasured):
             return candidate
         ok = outcome.status is Status.OK
+        self._lost = 0
         self._pending.append(
             TuningRecord(
                 workload_hash=task.workload_hash,
@@ -152,13 +160,33 @@ class Recorder:
         )
         return candidate.recorded()
 
+    def lose(self, task: TuningTask, outcome: Outcome) -> None:
+        """Log a lost candidate; it leaves no record.
+
+        Raises
+        ------
+        MeasuringBrokenError
+            Too many were lost one after another.
+        """
+        self._lost += not outcome.no_reference
+        message = f"a candidate of task {task.name} was lost and is not recorded: {last_line(outcome.error)}"
+        logger.warning("%s", message)
+        logger.debug("%s", outcome.error)
+        if self._lost > _LOST_MAX:
+            raise MeasuringBrokenError(
+                f"{_LOST_MAX} candidates in a row were lost, through no fault of theirs; {message}"
+            )
+
     @property
     def flush_interval_s(self) -> float:
-        """Seconds that should lie between two writes, so that they take a small share of the run.
-
-        A killed run loses what it measured since the last one.
-        """
+        """Seconds between two writes: they take a small share of the run, and a killed run loses no more than that."""
         return self._interval_s
+
+    def flush_if_due(self) -> None:
+        """Write what is pending, or nothing if the last write was a moment ago."""
+        if time.monotonic() - self._flushed_s > self.flush_interval_s:
+            self.try_flush()
+            self._flushed_s = time.monotonic()
 
     def flush(self) -> None:
         """Write what is pending, all or none.
