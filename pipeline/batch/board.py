@@ -28,12 +28,8 @@ BEAT_S = 5.0
 class Board:
     """Moves cells from state to state. A context manager: while it is entered, a heartbeat says that we are at work.
 
-    Parameters
-    ----------
-    cells : mapping
-        Name -> cell, and the state that it is in.
-    stop : StopSignal
-        Asked for when the batch is taken by another driver, and by `fail_fast` at the first cell not accepted.
+    `cells` has each cell by name, and its state. Another driver that takes the batch requests `stop`, and so does the
+    first cell not accepted with `fail_fast`.
     """
 
     def __init__(

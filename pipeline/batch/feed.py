@@ -38,18 +38,8 @@ TrialsOf = Callable[[Cell, float], int | None]
 class CellFeed:
     """A `TaskFeed` of cells.
 
-    Parameters
-    ----------
-    cells : sequence of Cell
-        The cells to do.
-    board : Board
-        Where their states are kept.
-    workers : CellWorkers or None
-        Import and finish cells while others are tuned; None leaves it to the tuning thread.
-    request_of : callable
-        Returns the request to finish a cell, once its tasks are settled.
-    trials_of : callable
-        See `TrialsOf`.
+    `workers` import and finish cells while others are tuned; None leaves that to the tuning thread. `request_of`
+    returns the request to finish a cell, once its tasks are settled.
     """
 
     def __init__(

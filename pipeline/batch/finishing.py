@@ -69,14 +69,8 @@ def finish_cell(
 ) -> FinishedCell:
     """Make the artifact of a cell; a job of its own says so in the database.
 
-    Parameters
-    ----------
-    lock : context manager or None
-        Held while something is timed.
-    on_validating : callable or None
-        Called when the database says that the cell is being validated.
-    ready : ReadyCell or None
-        The parts of the cell built while it was tuned; the rest is built now.
+    `lock` is held while something is timed. `on_validating` is called once the database says that the cell is being
+    validated. `ready` are the parts built while the cell was tuned; the others are built now.
 
     Raises
     ------

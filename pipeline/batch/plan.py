@@ -33,10 +33,7 @@ _STRINGS = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'")
 class TomlLines:
     """Finds the line of a key, such as `("cells", 0, "models")`; the second `[[cells]]` table is `("cells", 1)`.
 
-    Parameters
-    ----------
-    text : str
-        A TOML document that `tomllib` has read.
+    `tomllib` has read the text.
     """
 
     def __init__(self, text: str) -> None:

@@ -111,13 +111,7 @@ _FACTS = tuple(one.name for one in fields(TaskFacts))
 
 
 class LoweredBefore:
-    """Facts of cells' tasks in a folder, a file for each cell.
-
-    Parameters
-    ----------
-    folder : Path
-        Made when the first cell is kept.
-    """
+    """Facts of cells' tasks in a folder, a file for each cell."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -73,13 +73,7 @@ _STAGES = {FinishWork: "finish", PrepareWork: "prepare", LookWork: "prepare", Ah
 
 
 class HomedWorkers(ABC):
-    """Workers that each do one thing at a time. A cell stays with the one that imported it, which keeps its model.
-
-    Parameters
-    ----------
-    count : int
-        How many there are.
-    """
+    """Workers that each do one thing at a time. A cell stays with the one that imported it, which keeps its model."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -170,16 +164,9 @@ class HomedWorkers(ABC):
 class LocalWorkers(HomedWorkers):
     """Processes of this machine.
 
-    Parameters
-    ----------
-    devices : sequence of str
-        Devices that candidates are measured on; the processes are pinned to them, one after another.
-    locks : Path
-        The folder of the devices' locks: a process times something only while its device measures nothing else.
-    server : Forks or None
-        Forks them, and is not closed here; without one each is started afresh.
-    count : int or None
-        How many there are; None leaves cores for the build processes.
+    The processes are pinned to the `devices` that candidates are measured on, one after another. They time something
+    only while its device measures nothing else (`locks`). `server` forks them, and is not closed here; without one each
+    is started afresh. By default there are as many as the build processes leave cores for.
     """
 
     def __init__(
@@ -225,12 +212,7 @@ def workers_for(devices: int, cores: int) -> int:
 class DeviceWorkers(HomedWorkers):
     """Actors, on devices that are reserved.
 
-    Parameters
-    ----------
-    cluster : RayCluster
-        Whose GPU nodes see the plan's models and its folder of artifacts at the same paths as the driver.
-    reservation : Reservation
-        The devices.
+    GPU nodes of the cluster see the plan's models and its folder of artifacts at the same paths as the driver.
     """
 
     def __init__(self, cluster: RayCluster, reservation: Reservation) -> None:
@@ -267,12 +249,7 @@ class DeviceWorkers(HomedWorkers):
 class ClusterWorkers:
     """Tasks of a cluster.
 
-    Parameters
-    ----------
-    cluster : RayCluster
-        Whose nodes see the plan's models and its folder of artifacts at the same paths as the driver.
-    target : ResolvedTarget
-        Of the cells.
+    Nodes of the cluster see the plan's models and its folder of artifacts at the same paths as the driver.
     """
 
     def __init__(self, cluster: RayCluster, target: ResolvedTarget) -> None:

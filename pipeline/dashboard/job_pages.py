@@ -64,14 +64,7 @@ def _took_s(one: Job) -> float | None:
 def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings]) -> Page:
     """Return what a job measured: how the model got faster, its tasks, why candidates failed, and what it took.
 
-    Parameters
-    ----------
-    database : TuningDatabase
-        Open for reading.
-    job_id : str
-        The job.
-    ceilings : mapping
-        Device name -> what it can do; those that are known of a device need not be there.
+    `ceilings` are of devices by name; known ones need not be there.
     """
     found, progress = database.get_job(job_id), job_progress(database, job_id)
     took = _took_s(found)

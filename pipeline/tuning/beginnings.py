@@ -46,12 +46,8 @@ def device_reference(state: TaskState, target: ResolvedTarget) -> Buildable | No
 class Beginnings:
     """The tasks of a run whose references are being built, and the fallbacks that wait for all references.
 
-    Parameters
-    ----------
-    on_device : bool
-        Whether the device computes references, where the CPU would be slow.
-    propose : callable
-        Hands in so many candidates of a task's templates.
+    Where `on_device`, the device computes references for which the CPU would be slow. `propose` hands in so many
+    candidates of a task's templates.
     """
 
     def __init__(

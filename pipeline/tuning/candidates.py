@@ -168,14 +168,7 @@ def _state_after(outcome: Outcome) -> State:
 class Evaluator:
     """Has candidates built and measured; those of a workload with equal binaries are measured once.
 
-    Parameters
-    ----------
-    builder, backend : Builder, MeasureBackend
-        Where candidates are built and measured.
-    target : Target
-        The target of the kernels.
-    exclusive : bool
-        Measure only while nothing is built: on a CPU, building would disturb the clock.
+    If `exclusive`, it measures only while nothing is built: on a CPU, building would disturb the clock.
 
     Attributes
     ----------

@@ -39,12 +39,7 @@ class Final:
 class Finals:
     """The finals of a run.
 
-    Parameters
-    ----------
-    rounds : int
-        Latencies of each finalist, at most.
-    on_held : callable
-        Called with each final, in another thread.
+    Each finalist gets `rounds` latencies at most. `on_held` is called with each final, in another thread.
 
     Attributes
     ----------

@@ -51,12 +51,7 @@ _USED_UP = "the candidates of the run are used up"
 class TuningLoop:
     """One run from its first proposal to its last record.
 
-    Parameters
-    ----------
-    admission : Admission
-        The tasks, and the records that candidates become.
-    feed : TaskFeed or None
-        Gives more tasks while the run goes on; hears of the best latencies and of tasks that are over.
+    `feed` gives more tasks while the run goes on; it gets the best latencies, and the tasks that are over.
     """
 
     def __init__(

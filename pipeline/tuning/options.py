@@ -105,10 +105,7 @@ def search_seconds(options: TuningOptions) -> float | None:
 def options_for(effort: Effort, trials: int | None, time_budget_s: float | None) -> TuningOptions:
     """Return the options of a level with other limits.
 
-    Parameters
-    ----------
-    trials, time_budget_s : number or None
-        A time budget alone leaves the candidates unlimited; neither leaves the level's own.
+    A time budget alone leaves the candidates unlimited; neither leaves the level's own.
     """
     level = LEVELS[effort]
     wanted = trials if trials is not None or time_budget_s is not None else level.trials

@@ -38,14 +38,7 @@ class ProgressEvent:
 def estimate_left(done: int, total: int | None, elapsed_s: float, budget_left_s: float | None) -> float | None:
     """Return the seconds until a run ends.
 
-    Parameters
-    ----------
-    done, total : int
-        Candidates finished and allowed; `total` is None where only time limits the run.
-    elapsed_s : float
-        The time of the finished ones.
-    budget_left_s : float or None
-        Until the time budget ends.
+    `total` is None where only time limits the run; `elapsed_s` is the time of the candidates `done`.
     """
     by_rate = None if total is None or done <= 0 else elapsed_s / done * max(0, total - done)
     return min((left for left in (by_rate, budget_left_s) if left is not None), default=None)
@@ -69,13 +62,7 @@ class UntilTheEnd:
 
 
 class ConsoleProgress:
-    """Progress on stderr: a live bar on a terminal, one line every few seconds otherwise. A context manager.
-
-    Parameters
-    ----------
-    console : rich.console.Console
-        Where to write.
-    """
+    """Progress on stderr: a live bar on a terminal, one line every few seconds otherwise. A context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

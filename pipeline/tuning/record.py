@@ -54,12 +54,8 @@ def describe_workload(task: TuningTask, *, with_ir: bool = True) -> Workload:
 class Recorder:
     """Gathers records and writes them in batches; `flush` must be called in the end, whatever happened.
 
-    Parameters
-    ----------
-    database, target, environment, job_id, seed
-        Where records go, and what each is stamped with; a measurement has the environment of its backend.
-    seconds : dict
-        Where the time of the phase `database` is added.
+    Records have the given target, job and seed, and the environment of their backend. The time of the phase `database`
+    is added to `seconds`.
     """
 
     def __init__(

@@ -70,10 +70,7 @@ def find_runs(
 def measured_since(known: Sequence[TuningRecord], recorded: Sequence[TuningRecord]) -> bool:
     """Whether no record is stale, or one that holds is newer than all that are: else the task is not done yet.
 
-    Parameters
-    ----------
-    known, recorded : sequence of TuningRecord
-        The records that still hold, and all records.
+    `known` are those of the `recorded` ones that still hold.
     """
     held = {id(record) for record in known}
     stale = [record.created_at for record in recorded if id(record) not in held]

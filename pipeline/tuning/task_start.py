@@ -137,10 +137,7 @@ def template_candidates(
 
     They alternate, so that a short run measures the first of each.
 
-    Parameters
-    ----------
-    routes : collection of Route
-        Routes outside `OFFERED_ROUTES` offer nothing here.
+    Routes outside `OFFERED_ROUTES` offer nothing.
     """
     offers: list[list[Candidate]] = []
     for route, makers in _MAKERS.items():

@@ -259,10 +259,7 @@ class Tasks:
         Tasks that begin with one candidate of a near shape come first, and the larger kernel among equal promises.
         Tasks that are not worth another round end.
 
-        Parameters
-        ----------
-        in_flight_max : float
-            Tasks with more candidates in flight are skipped.
+        Tasks with more than `in_flight_max` candidates in flight are skipped.
         """
         rows, states = self._rows, self.states
         for row in np.flatnonzero(rows["may_settle"] & (rows["gain_us"] < self._min_gain * self.model_us)):

@@ -31,10 +31,7 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 class Forks:
     """A fork server that listens at a path; another process may have started it. Safe between threads.
 
-    Parameters
-    ----------
-    path : Path
-        Its socket.
+    `path` is its socket.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,10 +60,7 @@ class Forks:
 class ForkServer(Forks):
     """A fork server of this process. It imports while others go on.
 
-    Parameters
-    ----------
-    modules : sequence of str
-        Modules of workers, whose `start()` does the imports.
+    The `start()` of each module does the imports.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:

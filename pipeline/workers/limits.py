@@ -56,15 +56,7 @@ class AwakeClock:
 
 
 class Watch:
-    """Looks at a process several times a second while it should answer a request.
-
-    Parameters
-    ----------
-    pid : int
-        The process.
-    limits : Limits
-        Of the request.
-    """
+    """Looks at a process several times a second while it should answer a request."""
 
     def __init__(self, pid: int, limits: Limits) -> None:
         self._pid, self._limits, self._clock = pid, limits, AwakeClock()

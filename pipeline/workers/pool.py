@@ -16,12 +16,7 @@ T = TypeVar("T")
 class WorkerPool:
     """Threads that give jobs to workers, in the order in which they come.
 
-    Parameters
-    ----------
-    workers : sequence of Worker
-        They are started at once, and closed with the pool.
-    name : str
-        Of the threads.
+    The workers are started at once, and closed with the pool.
     """
 
     def __init__(self, workers: Sequence[Worker], name: str) -> None:

@@ -164,12 +164,8 @@ class Afresh(Process):
 class Forked(Process):
     """A child of a fork server, forked when the server has done its imports.
 
-    Parameters
-    ----------
-    path : Path
-        The server's socket.
-    last_words : callable
-        Returns what the server wrote, where it ended before it forked the child.
+    `path` is the server's socket. `last_words` returns what the server wrote, where it ended before it forked the
+    child.
     """
 
     def __init__(self, spec: ChildSpec, path: Path, last_words: Callable[[], str]) -> None:

@@ -106,12 +106,8 @@ class Worker:
     def ask(self, request: object, limits: Limits | None = None, *, again: bool = True) -> Reply:
         """Return the answer to a request.
 
-        Parameters
-        ----------
-        limits : Limits or None
-            Of the answer.
-        again : bool
-            Whether another child, without earlier requests, gets the request where the machine ended the first.
+        Where the machine ended the child, another one without earlier requests gets the request, unless `again` is
+        False.
 
         Raises
         ------

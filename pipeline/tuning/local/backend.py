@@ -28,16 +28,8 @@ class LocalBackend(SideBySide):
 
     A device whose process cannot be started is left alone; the others go on.
 
-    Parameters
-    ----------
-    devices : sequence of str
-        TVM's names, such as `cpu:0` or `cuda:1`; each gets a process of its own, pinned to it.
-    environment : Environment
-        Of all outcomes; all devices are of its model.
-    options, timeout_s, stop, seed, server
-        See `MeasuringProcess`.
-    locks : Path or None
-        The folder of the devices' locks (`DeviceLock`), where other processes time something on them too.
+    `devices` are TVM's names, such as `cpu:0` or `cuda:1`, all of one model; each gets a process of its own, pinned to
+    it. `locks` is the folder of their `DeviceLock`s, where other processes time something on them too.
     """
 
     def __init__(

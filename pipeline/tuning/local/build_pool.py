@@ -48,18 +48,8 @@ class BuilderLimits:
 class BuildPool(Builder):
     """Build processes, each fed by a thread.
 
-    Parameters
-    ----------
-    workers : int
-        Processes that build at the same time.
-    directory : Path
-        Where artifacts are written.
-    limits : BuilderLimits
-        Time and memory of a build.
-    stop : StopSignal
-        When it is due, all builds are reported as stopped, those in flight too.
-    server : Forks or None
-        Forks the processes, and is not closed here; without one each is started afresh.
+    Artifacts are written to `directory`. When `stop` is due, all builds are reported as stopped, those in flight too.
+    `server` forks the processes, and is not closed here; without one each is started afresh.
     """
 
     def __init__(

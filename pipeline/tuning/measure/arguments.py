@@ -35,14 +35,8 @@ def argument_specs(func: tirx.PrimFunc) -> tuple[ArgumentSpec, ...]:
 def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], seed: int) -> list[np.ndarray]:
     """Return one random array per parameter.
 
-    Parameters
-    ----------
-    arguments : sequence of ArgumentSpec
-        The kernel's parameters, outputs included.
-    ranges : mapping
-        Parameter position -> exclusive upper bound of its integers, or `ALL_BYTES`; integers without one are 0 or 1.
-    seed : int
-        Of the random numbers.
+    `ranges` gives the exclusive upper bound of a parameter's integers by its position, or `ALL_BYTES`; integers without
+    one are 0 or 1.
 
     Notes
     -----

@@ -39,10 +39,7 @@ _MARGIN = 1e-6
 class DeviceCheck:
     """Compares arrays of one device; the kernels are compiled when their dtype is first met.
 
-    Parameters
-    ----------
-    device : tvm.runtime.Device
-        A CUDA device, or a CPU, where tests run the same comparison.
+    `device` is a CUDA device, or a CPU, where tests run the same comparison.
     """
 
     def __init__(self, device: tvm.runtime.Device) -> None:

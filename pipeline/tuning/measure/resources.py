@@ -27,12 +27,8 @@ NO_RESOURCES = Resources()
 def parse_compiler_log(log: str, dynamic_bytes: int = 0) -> Resources:
     """Return the figures that ptxas printed with `-v`.
 
-    Parameters
-    ----------
-    log : str
-        The compiler's log; one without ptxas' figures gives unknowns.
-    dynamic_bytes : int
-        Shared memory requested at launch, which ptxas does not know.
+    A log without ptxas' figures gives unknowns. `dynamic_bytes` of shared memory are requested at launch, which ptxas
+    does not know.
     """
     registers = [int(count) for count in _REGISTERS.findall(log)]
     if not registers:

@@ -62,10 +62,7 @@ def launches(argument_bytes: int, sets: int, l2_bytes: int, quick_s: float, min_
 class RotatedTimer:
     """Times launches on one GPU between two events.
 
-    Parameters
-    ----------
-    device : tvm.runtime.Device
-        A CUDA device, whose context is current in this thread.
+    The context of `device`, a CUDA device, is current in this thread.
     """
 
     def __init__(self, device: tvm.runtime.Device) -> None:

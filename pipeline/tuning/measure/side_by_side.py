@@ -116,10 +116,7 @@ class WaitingWork:
     def take(self, device: object, held_up: Callable[[str], bool]) -> _Work | None:
         """Return what a device does next, and make it the home of that workload if it has none; None without any.
 
-        Parameters
-        ----------
-        held_up : callable
-            Whether this device must not take work of a workload now.
+        The device must not take work of a workload that is `held_up`.
         """
         free = (name for name in self._queues[_NO_HOME] if not held_up(name))
         found = [(_NO_HOME, name) for name in islice(free, 1 if self._in_order else None)]
@@ -155,14 +152,8 @@ class SideBySide(MeasureBackend):
 
     A device that cannot be used is left alone; the others go on.
 
-    Parameters
-    ----------
-    measurers : sequence of Measurer
-        The devices; they are closed with this backend.
-    undisturbed : bool
-        See `MeasureBackend`.
-    depth : int
-        Work given to one device at a time: the next is on its way while one is done.
+    The `measurers` are closed with this backend. Each device has `depth` things at a time: the next is on its way while
+    one is done.
     """
 
     def __init__(self, measurers: Sequence[Measurer], undisturbed: bool, depth: int = 1) -> None:

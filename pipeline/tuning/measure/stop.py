@@ -44,12 +44,7 @@ _KEPT = b"interrupted, and still going on: the process ends at once; the next ru
 class StopSignal:
     """Tells whether a tuning run has to end: by request of the user, or since its deadline has passed.
 
-    Parameters
-    ----------
-    deadline : float or None
-        On the clock of `time.monotonic`.
-    within : StopSignal or None
-        The run that this one is a part of: the user stops both, and each has its own deadline.
+    `deadline` is on the clock of `time.monotonic`. A run `within` another one stops with it, and has its own deadline.
     """
 
     def __init__(self, deadline: float | None = None, within: StopSignal | None = None) -> None:

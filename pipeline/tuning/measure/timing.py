@@ -49,14 +49,8 @@ def time_adaptively(
 ) -> list[float]:
     """Return the raw seconds of a candidate.
 
-    Parameters
-    ----------
-    timer : callable
-        Times the candidate.
-    number_for : callable
-        How many runs one latency averages, from the seconds of a single run.
-    best_s : float
-        Best of the workload so far; infinite when there is none.
+    `number_for` says how many runs one latency averages, from the seconds of a single run. `best_s` is the best of the
+    workload so far, infinite when there is none.
     """
     limit_s = options.hopeless_factor * best_s
     first = timer(1, 1)

@@ -34,18 +34,8 @@ _STOPPED = Outcome(Unmeasured.STOPPED, error="the run was stopped")
 class ActorMeasurer:
     """A measuring actor, which Ray starts again where there is such a device when it is lost.
 
-    Parameters
-    ----------
-    ray : module
-        Ray, connected to the cluster.
-    actor : handle
-        Of a `MeasuringActor`.
-    name : str
-        For logs and figures, until the host is known.
-    stop : StopSignal
-        A call in flight is given up when the user stops the run; a deadline lets it finish.
-    away_s : float
-        Seconds that the actor may be away. It is waited for again as long as one of its `peers` is there.
+    When the user stops the run, a call in flight is given up; a deadline lets it finish. The actor may be away for
+    `away_s`, and longer as long as one of its `peers` is there. Its `name` is for logs, until the host is known.
     """
 
     def __init__(self, ray: ModuleType, actor: Any, name: str, stop: StopSignal, away_s: float = AWAY_S) -> None:
@@ -171,16 +161,7 @@ class ActorMeasurer:
 class RayBackend(SideBySide):
     """Measures on the devices of a cluster that `place` names; the actors end with it.
 
-    Parameters
-    ----------
-    ray, stop
-        See `ActorMeasurer`.
-    place : MeasuringPlace
-        The devices.
-    settings : ActorSettings
-        Of each actor.
-    reservation : Reservation or None
-        Of the devices, where actors for other work use them too.
+    With a `reservation`, actors for other work use the devices too.
     """
 
     def __init__(

@@ -45,18 +45,8 @@ class _Job:
 class RayBuilder(Builder):
     """Builders as tasks of a cluster.
 
-    Parameters
-    ----------
-    ray : module
-        Ray, connected to the cluster.
-    limits : BuilderLimits
-        Time and memory of a build.
-    stop : StopSignal
-        When it is due, all builds are reported as stopped.
-    reserved : float
-        CPUs of the cluster that measuring actors take.
-    forks : str
-        The run whose servers on the nodes fork the build processes; without, each is started afresh.
+    Measuring actors take `reserved` CPUs of the cluster. `forks` is the run whose servers on the nodes fork the build
+    processes; without it, each is started afresh.
     """
 
     def __init__(

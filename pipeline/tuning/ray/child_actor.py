@@ -50,16 +50,8 @@ def answer_by(worker: Worker, work: object) -> object:
 class WorkingActor:
     """Works on a GPU that Ray has chosen, one request at a time.
 
-    Parameters
-    ----------
-    module : str
-        The module that its child runs.
-    forks : str
-        The run whose server on this host forks the child; where there is none, it is started afresh.
-    run : str
-        Names the folder of the devices' locks.
-    cores : int
-        Threads that its libraries start.
+    Its child runs `module`, forked by the server of the run `forks` on this host; without one, the child is started
+    afresh. `run` names the folder of the devices' locks. Libraries start `cores` threads.
     """
 
     def __init__(self, module: str, forks: str, run: str, cores: int) -> None:

@@ -251,14 +251,7 @@ class Reservation:
     A measuring actor takes most of a device, and actors that work on cells take small parts of it. One that others use
     is waited for without the rest.
 
-    Parameters
-    ----------
-    ray : module
-        Ray, connected to the cluster.
-    place : MeasuringPlace
-        GPUs.
-    run : str
-        Names the folder of the devices' locks, on each of their hosts.
+    `run` names the folder of the devices' locks, on each of their hosts.
     """
 
     def __init__(self, ray: ModuleType, place: MeasuringPlace, run: str) -> None:

@@ -45,10 +45,7 @@ class ActorSettings:
 class MeasuringActor:
     """A `MeasuringProcess` on its device, for candidates that come as bytes.
 
-    Parameters
-    ----------
-    pickled : bytes
-        The `ActorSettings`.
+    It is started with a pickled `ActorSettings`.
 
     Raises
     ------

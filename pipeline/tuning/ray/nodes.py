@@ -29,14 +29,7 @@ class Node:
 class NodeProcesses:
     """A process on each living node; all start at the same time.
 
-    Parameters
-    ----------
-    ray : module
-        Ray, connected to the cluster.
-    run : str
-        The processes stay until `close`, and fork workers for this run (`pipeline.tuning.ray.node_server`).
-    modules : sequence of str
-        The modules of these workers.
+    They stay until `close`, and fork workers of the `modules` for the run (`pipeline.tuning.ray.node_server`).
     """
 
     def __init__(self, ray: ModuleType, run: str, modules: Sequence[str] = ()) -> None:

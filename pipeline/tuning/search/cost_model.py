@@ -34,12 +34,7 @@ WARMUP_CANDIDATES = 32
 class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
     """An XGBoost cost model; `update` and `predict` as MetaSchedule calls them.
 
-    Parameters
-    ----------
-    warmup_candidates : int
-        Predictions are random until it has learnt from so many.
-    seed : int
-        Of the trees.
+    Predictions are random until it has learnt from `warmup_candidates`. The trees depend on `seed`.
     """
 
     def __init__(self, warmup_candidates: int, seed: int) -> None:

@@ -72,20 +72,8 @@ def _candidate(item: ms.MeasureCandidate) -> Candidate:
 class TaskSearch:
     """Proposes candidates of one task and learns from their results.
 
-    Parameters
-    ----------
-    mod : IRModule
-        The task's module.
-    target : Target
-        The target of the kernels.
-    space : SpaceGenerator
-        The design space; one per search, since it keeps state.
-    cost_model : CostModel
-        May be shared by the searches of a run.
-    known : sequence of TuningRecord
-        MetaSchedule records of earlier runs; they are parents from the first round on.
-    seed, per_round, population, threads : int
-        See `TuningOptions`.
+    A search has its own `space`, which keeps state; the searches of a run may share `cost_model`. `known` are
+    MetaSchedule records of earlier runs, parents from the first round on. For the numbers see `TuningOptions`.
     """
 
     def __init__(
@@ -233,12 +221,7 @@ class Proposal:
 class SearchPool:
     """Threads in which tasks are searched.
 
-    Parameters
-    ----------
-    threads : int
-        Tasks searched at the same time.
-    on_proposal : callable
-        Called with each proposal, in a thread of the pool.
+    `on_proposal` is called with each proposal, in a thread of the pool.
 
     Attributes
     ----------

@@ -40,12 +40,7 @@ def parameter_table(decisions: Sequence[str]) -> np.ndarray:
 def predict(table: np.ndarray, measured_us: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and standard deviation of the logarithm of every row's latency.
 
-    Parameters
-    ----------
-    table : (n, d) array
-        From `parameter_table`.
-    measured_us : mapping
-        Row -> latency of those measured; at least two.
+    `table` is a `parameter_table`; `measured_us` has the latencies of at least two of its rows.
     """
     rows = np.array(sorted(measured_us))
     logs = np.log([measured_us[row] for row in rows])
@@ -79,14 +74,8 @@ _DOUBT = 2.0
 class TemplateSearch:
     """The candidates of one task: the most promising first, the hopeless not at all.
 
-    Parameters
-    ----------
-    candidates : sequence of Candidate
-        In the template's order, the most promising first.
-    known_us : mapping
-        Decision -> median latency in earlier runs, None for a failure.
-    thorough : bool
-        Whether all are measured, whatever is predicted of them.
+    `candidates` come in the template's order, the most promising first. `known_us` has the median latencies of earlier
+    runs by decision, None for a failure. If `thorough`, all are measured, whatever is predicted of them.
     """
 
     def __init__(

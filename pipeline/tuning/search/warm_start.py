@@ -47,10 +47,8 @@ class WarmStart:
     The workloads of a family are read with its first task. Each workload teaches the cost model once, and all together
     for no longer than `options.warm_start_s`.
 
-    Parameters
-    ----------
-    is_measured : callable
-        Whether anything was measured of a task of this run, by workload hash; the database has nothing of the others.
+    `is_measured` says of a task of this run, by workload hash, whether anything was measured; the database has nothing
+    of the others.
     """
 
     def __init__(
@@ -82,10 +80,7 @@ class WarmStart:
         Without a record of a task on this device, its best decisions on another device come first. Records of near
         shapes and of the tasks themselves teach first, then others of the same operator families.
 
-        Parameters
-        ----------
-        known : container of str
-            Workload hashes of tasks with valid records of this device.
+        `known` are the workload hashes of tasks with valid records of this device.
         """
         own = {task.workload_hash: describe_workload(task, with_ir=False) for task in tasks}
         others = {one.workload_hash: one for one in self._read({task.family for task in tasks})}
@@ -132,16 +127,8 @@ def learn_from_records(
 ) -> int:
     """Teach a cost model what was recorded of some workloads and return how many candidates that was.
 
-    Parameters
-    ----------
-    workloads : sequence of Workload
-        With their IR, the most telling first.
-    target : ResolvedTarget
-        The target of the kernels.
-    environment : Environment
-        The machine; records of it and of others of its architecture are taken.
-    seconds : float
-        When they are over, the rest is left out.
+    `workloads` have their IR, and the most telling come first. Records of `environment` and of others of its
+    architecture are taken, until `seconds` are over.
     """
     until = time.monotonic() + seconds
     key = target_key(target)
