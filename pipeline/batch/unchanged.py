@@ -8,7 +8,6 @@ model, its shape, precision and target, and the code here. It holds facts as JSO
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import logging
 import math
@@ -32,6 +31,7 @@ from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.job_outcomes import artifact_of
 from relaxtune.pipeline.tasks.task import TaskFacts
+from relaxtune.pipeline.tuning.ray.facts import hash_of_code
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import find_done
 from relaxtune.tuning_db.cell_states import BatchCell
@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 # The folders whose code decides what an artifact is, and the rooms that only show, store or start what others make.
 _CODE = ("models", "pipeline", "schedules")
-NOT_OF_ARTIFACTS = ("pipeline/cli", "pipeline/dashboard", "pipeline/registry", "pipeline/report")
-_SUFFIXES = frozenset({".py", ".c", ".h"})
+NOT_OF_ARTIFACTS = ("pipeline/cli/", "pipeline/dashboard/", "pipeline/registry/", "pipeline/report/")
 # A file that no plan has read in so many days is removed.
 _KEPT_DAYS = 30
 
@@ -61,18 +60,7 @@ def cell_key(plan: Plan, cell: Cell, out: Path) -> str:
 def code_key() -> str:
     """Return the sha256 of the code that makes artifacts, and of the versions of what makes kernels."""
     versions = [importlib.metadata.version(name) for name in ("apache-tvm", "apache-tvm-ffi")]
-    return content_key([*versions, hash_of_code(Path(relaxtune.__file__).parent)])
-
-
-def hash_of_code(root: Path) -> str:
-    """Return the sha256 of the files under a root that decide what an artifact is: their names and contents."""
-    digest = hashlib.sha256()
-    for folder in _CODE:
-        for path in sorted((root / folder).rglob("*")):
-            name = path.relative_to(root).as_posix()
-            if path.suffix in _SUFFIXES and not name.startswith(tuple(f"{room}/" for room in NOT_OF_ARTIFACTS)):
-                digest.update(name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    return content_key([*versions, hash_of_code(Path(relaxtune.__file__).parent, _CODE, NOT_OF_ARTIFACTS)])
 
 
 def find_unchanged(database: TuningDatabase, key: str) -> BatchCell | None:

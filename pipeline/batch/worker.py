@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from relaxtune.pipeline.tuning.ray.child_actor import PackedWork
+from relaxtune.pipeline.tuning.ray.node_side import PackedWork
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.cells import Cell

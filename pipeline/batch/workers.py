@@ -32,9 +32,9 @@ from relaxtune.pipeline.batch.worker import (
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.spans import note_span, span
 from relaxtune.pipeline.tuning.local.devices import pinned
-from relaxtune.pipeline.tuning.ray.child_actor import WorkingActor, answer_by, answer_task
 from relaxtune.pipeline.tuning.ray.cluster import SHARES, Reservation
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
+from relaxtune.pipeline.tuning.ray.node_side import WorkingActor, answer_by, answer_task
 from relaxtune.pipeline.workers.fork_server import Forks
 from relaxtune.pipeline.workers.worker import Worker
 from relaxtune.schedules.targets import ResolvedTarget

@@ -27,8 +27,7 @@ import tvm
 
 from relaxtune.pipeline.errors import MeasuringBrokenError, UsageError
 from relaxtune.pipeline.spans import note_span
-from relaxtune.pipeline.tuning.measure.backend import Builder, Built, MeasureBackend, Outcome, Unmeasured
-from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.backend import Builder, Built, BusyClock, MeasureBackend, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.tuning_db.records import Route, Status
 

@@ -9,9 +9,10 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relaxtune.pipeline.tuning.local.build_worker import BuildReply, BuildRequest
+from relaxtune.pipeline.tuning.local.build_worker import BuildRequest
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
+from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.workers.fork_server import Forks
 from relaxtune.pipeline.workers.limits import Limit, Limits
 from relaxtune.pipeline.workers.machine_faults import is_of_the_machine
@@ -81,11 +82,6 @@ class BuildPool(Builder):
         )
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids of the pool."""
-        return [worker.pid for worker in self._pool.workers]
-
-    @property
     def capacity(self) -> int:
         """The number of processes."""
         return len(self._pool.workers)
@@ -134,8 +130,8 @@ class BuildPool(Builder):
         except WorkerDiedError as e:
             built = _failed(str(e), from_outside=e.from_outside)
         else:
-            if isinstance(reply.value, BuildReply):
-                built = Built(Status.OK, reply.value.artifact)
+            if isinstance(reply.value, BuiltArtifact):
+                built = Built(Status.OK, reply.value)
             else:
                 built = _failed(reply.error or "the build returned nothing")
             if worker.answered >= limits.builds_max or reply.rss_bytes > limits.rss_max_bytes:

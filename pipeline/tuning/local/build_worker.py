@@ -30,13 +30,6 @@ class BuildRequest:
     stem: str
 
 
-@dataclass(frozen=True)
-class BuildReply:
-    """The shared object written."""
-
-    artifact: BuiltArtifact
-
-
 def start() -> Callable[[object], object]:
     """Import TVM and return the function that builds."""
     import tvm
@@ -70,7 +63,7 @@ def start() -> Callable[[object], object]:
         with span("build: link"), temporary_folder() as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
         resources = replace(parse_compiler_log("\n".join(log), dynamic.bytes), kernel_hash=built)
-        return BuildReply(BuiltArtifact(path, hashlib.sha256(Path(path).read_bytes()).hexdigest(), resources))
+        return BuiltArtifact(path, hashlib.sha256(Path(path).read_bytes()).hexdigest(), resources)
 
     return build
 

@@ -60,14 +60,6 @@ _KEPT_SHARE = 4
 _KEPT_HOST_MAX = 8 << 30
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A reference output on the device, and the absolute part of its tolerance."""
-
-    expected: tvm.runtime.Tensor
-    absolute: float
-
-
 @dataclass
 class _Workload:
     """Arguments of one workload and what it is expected to return.
@@ -83,7 +75,7 @@ class _Workload:
     expected_from: Path | None = None
     copies: list[list[tvm.runtime.Tensor]] = field(default_factory=list)
     untouched: dict[int, tvm.runtime.Tensor] = field(default_factory=dict)
-    held: dict[int, _Held] = field(default_factory=dict)
+    held: dict[int, tuple[tvm.runtime.Tensor, float]] = field(default_factory=dict)
 
     def expect(self, outputs: list[np.ndarray], path: Path) -> None:
         """Compare with these outputs from now on, which are kept in a file."""
@@ -323,10 +315,10 @@ class _Measurer:
             return False
         if position not in workload.held:
             (there,) = _tensors([expected], [request.spec.arguments[position]], device)
-            workload.held[position] = _Held(there, absolute_bound(expected, accepted))
+            workload.held[position] = (there, absolute_bound(expected, accepted))
         self._check = self._check or DeviceCheck(device)
-        held = workload.held[position]
-        return self._check.is_right(workload.tensors[position], held.expected, accepted.rtol, held.absolute)
+        there, absolute = workload.held[position]
+        return self._check.is_right(workload.tensors[position], there, accepted.rtol, absolute)
 
 
 def _warm_timer(

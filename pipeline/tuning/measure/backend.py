@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from relaxtune.pipeline.tuning.measure.clock import BusyClock
 from relaxtune.pipeline.tuning.measure.resources import NO_RESOURCES, Resources
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.tuning_db.records import Environment, Status
@@ -73,6 +74,46 @@ class Built:
     artifact: BuiltArtifact | None = None
     error: str | None = None
     seconds: float = 0.0
+
+
+class BusyClock:
+    """Wall seconds during which at least one of something was going on; safe between threads.
+
+    Two builds at the same time for one second are one second.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._since = 0.0
+        self._seconds = 0.0
+
+    def enter(self) -> None:
+        """Note that one more is going on."""
+        with self._lock:
+            if self._running == 0:
+                self._since = time.monotonic()
+            self._running += 1
+
+    def leave(self) -> None:
+        """Note that one of those that entered is over."""
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                self._seconds += time.monotonic() - self._since
+
+    def run_while(self, busy: bool) -> None:
+        """Run from the first call with True to the next with False."""
+        if busy and not self._running:
+            self.enter()
+        elif self._running and not busy:
+            self.leave()
+
+    @property
+    def seconds(self) -> float:
+        """Busy seconds so far."""
+        with self._lock:
+            return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
 
 
 OnBuilt = Callable[[Built], None]

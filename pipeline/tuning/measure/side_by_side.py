@@ -22,13 +22,13 @@ from itertools import islice
 from typing import Protocol
 
 from relaxtune.pipeline.tuning.measure.backend import (
+    BusyClock,
     MeasureBackend,
     OnCompared,
     OnMeasured,
     Outcome,
     Unmeasured,
 )
-from relaxtune.pipeline.tuning.measure.clock import BusyClock
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 
 logger = logging.getLogger(__name__)

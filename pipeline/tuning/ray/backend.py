@@ -18,7 +18,7 @@ from relaxtune.pipeline.tuning.measure.side_by_side import SideBySide
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
 from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, Reservation
-from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
+from relaxtune.pipeline.tuning.ray.node_side import ActorSettings, MeasuringActor
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits
 from relaxtune.pipeline.tuning.measure.backend import Builder, Built, OnBuilt, Unmeasured
 from relaxtune.pipeline.tuning.measure.recipe import Buildable
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.ray.build_task import build, warm
+from relaxtune.pipeline.tuning.ray.node_side import build, warm
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import cast
 
 from relaxtune.pipeline.environment import target_cores
 from relaxtune.pipeline.errors import PipelineError, UsageError
@@ -57,21 +56,6 @@ def new_run() -> str:
     return f"ray-{uuid.uuid4().hex[:12]}"
 
 
-def import_ray() -> ModuleType:
-    """Return Ray.
-
-    Raises
-    ------
-    UsageError
-        It is not installed.
-    """
-    try:
-        import ray
-    except ImportError as e:
-        raise UsageError("--cluster needs Ray, which is not installed: pip install 'relaxtune[cluster]'") from e
-    return cast(ModuleType, ray)
-
-
 @contextmanager
 def connected(address: str) -> Iterator[ModuleType]:
     """Connect this process to a cluster; a connection that is there already is used and left open.
@@ -81,7 +65,10 @@ def connected(address: str) -> Iterator[ModuleType]:
     UsageError
         Ray is not installed, or no cluster answers at the address.
     """
-    ray = import_ray()
+    try:
+        import ray
+    except ImportError as e:
+        raise UsageError("--cluster needs Ray, which is not installed: pip install 'relaxtune[cluster]'") from e
     if ray.is_initialized():
         yield ray
         return

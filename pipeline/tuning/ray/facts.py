@@ -6,10 +6,12 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+_SUFFIXES = frozenset({".py", ".c", ".h"})
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def list_versions() -> dict[str, str]:
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "relaxtune": relaxtune.__version__,
-        "its code": hash_of_code(Path(relaxtune.__file__).parent),
+        "its code": hash_of_code(Path(relaxtune.__file__).parent)[:16],
         "apache-tvm": tvm.__version__,
         "apache-tvm-ffi": tvm_ffi.__version__,
         "numpy": importlib.metadata.version("numpy"),
@@ -59,19 +61,19 @@ def list_versions() -> dict[str, str]:
     }
 
 
-def hash_of_code(package: Path) -> str:
-    """Return a hash of a package's Python files: two checkouts of one version may differ."""
-    # The package's folders are symbolic links in a checkout, which `rglob` does not follow.
-    folders = [one for one in package.iterdir() if one.is_dir()]
-    files = {path.name: path for path in package.glob("*.py")}
-    for folder in folders:
-        files |= {
-            f"{folder.name}/{path.relative_to(folder.resolve())}": path for path in folder.resolve().rglob("*.py")
-        }
+def hash_of_code(package: Path, folders: Collection[str] = (), but: tuple[str, ...] = ()) -> str:
+    """Return the sha256 of a package's code, names and contents: two checkouts of one version may differ.
+
+    Without `folders` all folders count. Folders in `but` do not count.
+    """
     digest = hashlib.sha256()
-    for name in sorted(files):
-        digest.update(f"{name}\n".encode() + files[name].read_bytes())
-    return digest.hexdigest()[:16]
+    for folder in sorted(one for one in package.iterdir() if one.is_dir() and (not folders or one.name in folders)):
+        # A checkout has symbolic links here, which `rglob` follows when it begins with one.
+        for path in sorted(folder.rglob("*")):
+            name = path.relative_to(package).as_posix()
+            if path.suffix in _SUFFIXES and not name.startswith(but):
+                digest.update(name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def read_facts() -> NodeFacts:

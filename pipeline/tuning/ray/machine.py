@@ -22,7 +22,7 @@ from relaxtune.pipeline.tuning.ray.cluster import (
     require_equal,
 )
 from relaxtune.pipeline.tuning.ray.facts import list_versions
-from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings
+from relaxtune.pipeline.tuning.ray.node_side import ActorSettings
 from relaxtune.pipeline.tuning.ray.nodes import NodeProcesses
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Environment

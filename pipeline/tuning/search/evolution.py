@@ -19,7 +19,7 @@ from tvm.s_tir import Schedule, Trace
 from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.tuning.candidates import Candidate
-from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.backend import BusyClock
 from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.tensor_tile import form_of
 from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json

@@ -16,9 +16,10 @@ from relaxtune.pipeline.batch.cells import Cell, list_cells
 from relaxtune.pipeline.batch.plan import parse_plan
 from relaxtune.pipeline.batch.prediction import lower_cells, prepare_cells, preview
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, LoweredCell, prepare_alike, prepare_cell
-from relaxtune.pipeline.batch.unchanged import LoweredBefore, hash_of_code
+from relaxtune.pipeline.batch.unchanged import NOT_OF_ARTIFACTS, LoweredBefore
 from relaxtune.pipeline.prepare import Imported, ModelRequest, import_request
 from relaxtune.pipeline.tasks.task import TaskFacts
+from relaxtune.pipeline.tuning.ray.facts import hash_of_code
 from tests.pipeline.batch.plan_cases import dense
 
 PLAN = """
@@ -148,9 +149,9 @@ def test_pages_and_commands_are_no_part_of_the_code_that_makes_artifacts(tmp_pat
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("a = 1")
-    before, changes = hash_of_code(tmp_path), []
+    before, changes = hash_of_code(tmp_path, but=NOT_OF_ARTIFACTS), []
     for path in files:
         path.write_text("a = 2")
-        changes.append(hash_of_code(tmp_path) != before)
+        changes.append(hash_of_code(tmp_path, but=NOT_OF_ARTIFACTS) != before)
         path.write_text("a = 1")
     assert changes == [True, False, False, True]

@@ -19,7 +19,7 @@ from relaxtune.pipeline.batch.worker import AheadWork, PrepareWork
 from relaxtune.pipeline.batch.workers import ClusterWorkers, DeviceWorkers
 from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, Reservation, new_run
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
-from relaxtune.pipeline.tuning.ray.measuring_actor import own_gpu
+from relaxtune.pipeline.tuning.ray.node_side import own_gpu
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.batches import get_batch
 from relaxtune.tuning_db.batches import list_cells as stored_cells

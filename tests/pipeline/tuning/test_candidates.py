@@ -12,8 +12,7 @@ from relaxtune.pipeline.errors import MeasuringBrokenError
 from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator, State
 from relaxtune.pipeline.tuning.local.backend import LocalBackend
 from relaxtune.pipeline.tuning.local.build_pool import BuildPool
-from relaxtune.pipeline.tuning.measure.backend import Built, OnMeasured, Outcome, Unmeasured
-from relaxtune.pipeline.tuning.measure.clock import BusyClock
+from relaxtune.pipeline.tuning.measure.backend import Built, BusyClock, OnMeasured, Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.resources import Resources
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec

@@ -25,7 +25,7 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
 from relaxtune.pipeline.tuning.ray.cluster import new_run, report_on
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
-from relaxtune.pipeline.tuning.ray.measuring_actor import ActorSettings, MeasuringActor
+from relaxtune.pipeline.tuning.ray.node_side import ActorSettings, MeasuringActor
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.tuning_db.records import Route, Status

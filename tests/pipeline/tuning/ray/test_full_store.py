@@ -17,8 +17,8 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
 from relaxtune.pipeline.tuning.ray import builder as builder_module
 from relaxtune.pipeline.tuning.ray.backend import ActorMeasurer
-from relaxtune.pipeline.tuning.ray.build_task import build as build_candidate
 from relaxtune.pipeline.tuning.ray.builder import RayBuilder
+from relaxtune.pipeline.tuning.ray.node_side import build as build_candidate
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.records import Status
 from tests.pipeline.tuning.tuning_cases import add_one_mod, spec_of

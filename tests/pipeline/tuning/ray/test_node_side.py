@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.tuning.ray.child_actor import PackedWork, answer_by
+from relaxtune.pipeline.tuning.ray.node_side import PackedWork, answer_by
 from relaxtune.pipeline.workers.worker import Worker
 
 WORKER = """
