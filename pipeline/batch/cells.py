@@ -249,7 +249,11 @@ def _parse_shape(text: str) -> dict[str, tuple[Dim, ...]]:
 
 def _names(cells: Sequence[Cell]) -> list[str]:
     """Return names for the cells, the shortest that tell them apart."""
-    short = [_name(cell, Path(cell.source).stem, _sizes(cell.shape)) for cell in cells]
+    short = []
+    for cell in cells:
+        # The sizes alone, where all inputs have the same.
+        sizes = {part.rpartition("=")[2].strip() for part in cell.shape.split(",")}
+        short.append(_name(cell, Path(cell.source).stem, sizes.pop() if len(sizes) == 1 else cell.shape))
     counts = Counter(short)
     long = [
         name if counts[name] == 1 else _name(cell, "-".join(Path(cell.source).with_suffix("").parts[-2:]), cell.shape)
@@ -266,9 +270,3 @@ def _names(cells: Sequence[Cell]) -> list[str]:
 def _name(cell: Cell, model: str, shape: str) -> str:
     parts = [model, shape, *cell.buckets, cell.precision.replace(OWN_PRECISION, ""), cell.target]
     return "-".join(filter(None, (re.sub(r"[^A-Za-z0-9_.]+", "-", part).strip("-") for part in parts)))
-
-
-def _sizes(shape: str) -> str:
-    """Return the sizes of a shape alone, where all inputs have the same."""
-    sizes = {part.rpartition("=")[2].strip() for part in shape.split(",")}
-    return sizes.pop() if len(sizes) == 1 else shape

@@ -186,8 +186,10 @@ class Plan:
 
     def fault(self, place: Sequence[str | int], fault: str, value: object = None) -> str:
         """Return a line of a `PlanError`: where, which key, what."""
-        line = self.lines.find(place, value)
-        return f"{self.path}:{line}: {_shown(place)}: {fault}" if place else f"{self.path}:{line}: {fault}"
+        # A place as people write it: `cells[1].limits.rtol`.
+        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+        where = f"{self.path}:{self.lines.find(place, value)}"
+        return f"{where}: {key}: {fault}" if place else f"{where}: {fault}"
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -295,9 +297,3 @@ def _keys_at(place: Sequence[str | int]) -> list[str]:
         "cells": CellsTable,
     }
     return sorted(tables.get(around, PlanTable).model_fields)
-
-
-def _shown(place: Sequence[str | int]) -> str:
-    """Return a place as people write it: `cells[1].limits.rtol`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
-    return text.removeprefix(".")

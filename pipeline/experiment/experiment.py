@@ -238,7 +238,9 @@ def decide(
     """
     rows: list[Mapping[str, float]] = []
     done = 0
-    for blocks, share in zip(looks, _shares(len(looks)), strict=True):
+    for look, blocks in enumerate(looks):
+        # Half of the doubt is for the last look, a quarter for the one before; the first two have equal shares.
+        share = 2.0 ** (max(look, 1) - len(looks))
         done += 1
         late = False
         while len(rows) < blocks and not late:
@@ -317,13 +319,6 @@ def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
     while 2 * looks[-1] <= affordable_blocks:
         looks.append(2 * looks[-1])
     return _Plan(runs, settle, tuple(looks), blocks_a_loading)
-
-
-def _shares(looks: int) -> list[float]:
-    """Return each look's share of the doubt: half of it for the last, together all."""
-    shares = [2.0 ** (look - looks) for look in range(looks)]
-    shares[0] *= 2
-    return shares
 
 
 def _joined(ratios: list[float]) -> np.ndarray:

@@ -15,7 +15,7 @@ from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.resume import (
     EarlierRuns,
     end_what_was_done,
-    find_earlier_runs,
+    find_runs,
     measured_since,
     take_known,
 )
@@ -198,7 +198,12 @@ class Admission:
         options = self._options
         forced = options.mode is Mode.FORCE
         hashes = [task.workload_hash for task in tasks]
-        runs = EarlierRuns() if forced else find_earlier_runs(self._database, self._job_id, hashes, options)
+        # A run that belongs to no job goes on from the records that belong to none.
+        runs = EarlierRuns() if forced else EarlierRuns(broken_off=frozenset({None}))
+        if self._job_id is not None and not forced:
+            this = self._database.get_job(self._job_id)
+            job = (this.model, this.model_sha256, this.target)
+            runs = find_runs(self._database, *job, hashes, options, but=self._job_id)
         new: list[TaskState] = []
         holding: list[TaskState] = []
         records: list[TuningRecord] = []

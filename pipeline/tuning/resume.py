@@ -28,19 +28,6 @@ class EarlierRuns:
     broken_off: frozenset[str | None] = frozenset()
 
 
-def find_earlier_runs(
-    database: TuningDatabase, job_id: str | None, workload_hashes: Iterable[str], options: TuningOptions
-) -> EarlierRuns:
-    """Return the jobs that did, or began, the work of this one.
-
-    A run that belongs to no job goes on from the records that belong to none.
-    """
-    if job_id is None:
-        return EarlierRuns(broken_off=frozenset({None}))
-    this = database.get_job(job_id)
-    return find_runs(database, this.model, this.model_sha256, this.target, workload_hashes, options, but=job_id)
-
-
 def find_runs(
     database: TuningDatabase,
     model: str,
@@ -120,17 +107,13 @@ def end_what_was_done(states: Sequence[TaskState], known: Iterable[TuningRecord]
 def _allowed_as_much(job: Job, options: TuningOptions) -> bool:
     """Whether a job's options allowed at least what these do."""
     earlier = json.loads(job.options)
-    limits = ("trials", "time_budget_s")
-    more = [_at_least(earlier.get(name), getattr(options, name)) for name in limits if name in earlier]
+    for name in ("trials", "time_budget_s"):
+        # None is no limit.
+        limit, wanted = earlier.get(name, 0), getattr(options, name)
+        if limit is not None and (wanted is None or limit < wanted):
+            return False
     return (
-        len(more) == 2
-        and all(more)
-        and earlier.get("min_gain", 0.0) <= options.min_gain
+        earlier.get("min_gain", 0.0) <= options.min_gain
         and set(earlier.get("routes", ())) >= {route.value for route in options.routes}
         and (earlier.get("all_templates", False) or not options.all_templates)
     )
-
-
-def _at_least(earlier: float | None, wanted: float | None) -> bool:
-    """Whether one limit is no tighter than another; None is no limit."""
-    return earlier is None or (wanted is not None and earlier >= wanted)

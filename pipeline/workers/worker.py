@@ -122,12 +122,24 @@ class Worker:
         """
         with self._asking:
             for left in reversed(range(_TRIES)):
+                child, sent = self._ready(), False
                 try:
-                    return self._ask(request, limits or Limits(), again)
+                    child.send(request)
+                    sent = True
+                    reply = self._receive(child, limits or Limits())
                 except WorkerDiedError as e:
-                    if not (left and again and e.from_outside):
+                    self.replace()
+                    # A child that died idle, or that the machine ended, says nothing about the request.
+                    if not (left and again and (e.from_outside or not sent)):
                         raise
                     logger.warning("the process of %s is started again: %s", self._spec.module, e)
+                except BaseException:
+                    # Where the child lives, its answer would be taken for that to the next request.
+                    self.replace()
+                    raise
+                else:
+                    self.answered += 1
+                    return reply
             raise AssertionError("the last try returns or raises")
 
     def replace(self) -> None:
@@ -152,27 +164,6 @@ class Worker:
     @property
     def _stopped(self) -> bool:
         return self._left or self._stop()
-
-    def _ask(self, request: object, limits: Limits, again: bool) -> Reply:
-        child = self._ready()
-        self.seconds = 0.0
-        try:
-            try:
-                child.send(request)
-            except WorkerDiedError:
-                if not again:
-                    raise
-                # It died idle, which is no doing of this request.
-                self._end()
-                child = self._ready()
-                child.send(request)
-            reply = self._receive(child, limits)
-        except BaseException:
-            # Where the child lives, its answer would be taken for that to the next request.
-            self.replace()
-            raise
-        self.answered += 1
-        return reply
 
     def _ready(self) -> Process:
         """Return a child that has done its imports."""

@@ -46,29 +46,13 @@ class LocalBackend(SideBySide):
         options, stop = options or MeasureOptions(), stop or StopSignal()
         with contextlib.ExitStack() as stack:
             directory = Path(stack.enter_context(temporary_folder()))
-            locks_held = [
-                None if locks is None else stack.enter_context(contextlib.closing(lock_of(locks, one)))
-                for one in devices
-            ]
-            self.processes = [
-                stack.enter_context(
-                    contextlib.closing(
-                        MeasuringProcess(
-                            pinned(one),
-                            environment,
-                            options,
-                            timeout_s,
-                            stop,
-                            seed,
-                            directory,
-                            server,
-                            name=one,
-                            lock=held,
-                        )
-                    )
+            self.processes = []
+            for one in devices:
+                lock = None if locks is None else stack.enter_context(contextlib.closing(lock_of(locks, one)))
+                process = MeasuringProcess(
+                    pinned(one), environment, options, timeout_s, stop, seed, directory, server, name=one, lock=lock
                 )
-                for one, held in zip(devices, locks_held, strict=True)
-            ]
+                self.processes.append(stack.enter_context(contextlib.closing(process)))
             super().__init__(self.processes, undisturbed=environment.device_kind != "cpu")
             self._stack = stack.pop_all()
 

@@ -44,7 +44,10 @@ class DeviceCheck:
 
     def __init__(self, device: tvm.runtime.Device) -> None:
         self._device = device
-        self._target = _target_of(device)
+        self._target = tvm.target.Target("llvm")
+        if int(device.dlpack_device_type()) != int(tvm.cpu().dlpack_device_type()):
+            gpu = {"kind": "cuda", "arch": native_arch(str(device.compute_version))}
+            self._target = tvm.target.Target(gpu, host="llvm")
         self._counts = tvm.runtime.empty((_BLOCKS,), "int32", device)
 
     def is_right(self, output: tvm.runtime.Tensor, expected: tvm.runtime.Tensor, rtol: float, absolute: float) -> bool:
@@ -58,15 +61,13 @@ class DeviceCheck:
             `|output - expected| <= rtol * |expected| + absolute`; NaN and infinities where they are expected. Integers
             must be equal.
         """
-        kernel = self._kernel(str(output.dtype))
+        dtype = str(output.dtype)
+        kernel = compile_check(dtype, self._target) if dtype in _FLOATS + _INTEGERS else None
         if kernel is None:
             return False
         flat = [tensor._create_view((int(np.prod(tensor.shape)),)) for tensor in (output, expected)]
         kernel(*flat, rtol * (1 - _MARGIN), absolute * (1 - _MARGIN), self._counts)
         return not self._counts.numpy().any()
-
-    def _kernel(self, dtype: str) -> Callable[..., None] | None:
-        return compile_check(dtype, self._target) if dtype in _FLOATS + _INTEGERS else None
 
 
 @cache
@@ -115,9 +116,3 @@ def _is_right(got: tvm.ir.Expr, want: tvm.ir.Expr, rtol: tirx.Var, absolute: tir
     size = tirx.abs(want)
     near = tirx.all(size <= _LARGEST_FLOAT32, tirx.abs(got - want) <= size * rtol + absolute)
     return tirx.any(near, got == want, tirx.all(tirx.isnan(got), tirx.isnan(want)))
-
-
-def _target_of(device: tvm.runtime.Device) -> tvm.target.Target:
-    if int(device.dlpack_device_type()) == int(tvm.cpu().dlpack_device_type()):
-        return tvm.target.Target("llvm")
-    return tvm.target.Target({"kind": "cuda", "arch": native_arch(str(device.compute_version))}, host="llvm")

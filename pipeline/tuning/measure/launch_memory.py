@@ -25,25 +25,17 @@ class DynamicSharedMemory:
         """Look at the module once its kernels are split off and called by name."""
         if str(info.name) != _PASS:
             return
-        functions = [(str(var.name_hint), func) for var, func in mod.functions_items()]
-        kernels = {name for name, func in functions if _asks_at_launch(func)}
-        for _, func in functions:
-            for call in _list_calls(func):
+        functions = {str(var.name_hint): func for var, func in mod.functions_items()}
+        kernels = {
+            name
+            for name, func in functions.items()
+            if func.attrs and LAUNCH_ATTR in func.attrs and _DYNAMIC in map(str, func.attrs[LAUNCH_ATTR])
+        }
+        for func in functions.values():
+            statements = list_statements(func.body) if isinstance(func, tirx.PrimFunc) else []
+            values = [value for stmt in statements if isinstance(value := getattr(stmt, "value", None), tvm.ir.Expr)]
+            for call in (call for value in values for call in find_all(value, tvm.ir.Call) if len(call.args) > 1):
                 # The size is the last of a launch's arguments.
                 callee, size = str(getattr(call.args[0], "value", "")), call.args[-1]
                 if callee in kernels and isinstance(size, tirx.IntImm):
                     self.bytes = max(self.bytes, int(size))
-
-
-def _asks_at_launch(func: tvm.ir.BaseFunc) -> bool:
-    attrs = func.attrs or {}
-    return LAUNCH_ATTR in attrs and _DYNAMIC in [str(tag) for tag in attrs[LAUNCH_ATTR]]
-
-
-def _list_calls(func: tvm.ir.BaseFunc) -> list[tvm.ir.Call]:
-    """Return the calls with arguments that stand in a function's statements."""
-    if not isinstance(func, tirx.PrimFunc):
-        return []
-    values = [getattr(stmt, "value", None) for stmt in list_statements(func.body)]
-    found = [call for value in values if isinstance(value, tvm.ir.Expr) for call in find_all(value, tvm.ir.Call)]
-    return [call for call in found if len(call.args) > 1]

@@ -76,7 +76,10 @@ class RotatedTimer:
         self, function: Callable[..., object], sets: Sequence[Sequence[tvm.runtime.Tensor]], number: int, repeats: int
     ) -> list[float]:
         """Return the seconds of one launch, `repeats` times, each the mean of `number` launches."""
-        queueing_s = number * _host_seconds(lambda: function(*sets[0]))
+        began = time.perf_counter()
+        function(*sets[0])
+        # A launch may take the host twice as long as just now, within bounds.
+        queueing_s = number * min(max(_LAUNCH_S, 2 * (time.perf_counter() - began)), _LAUNCH_MAX_S)
         memsets = max(1, math.ceil(queueing_s * _MEMSET_BYTES_PER_S / self._scratch_bytes))
         stream = 0  # TVM launches on the default stream.
         seconds: list[float] = []
@@ -91,7 +94,8 @@ class RotatedTimer:
                 position += 1
             self._call("cuEventRecord", self._stop, stream)
             queued_s = time.perf_counter() - began
-            late = self._has_passed(self._start)
+            (status,) = self._driver.cuEventQuery(self._start)
+            late = status == self._driver.CUresult.CUDA_SUCCESS
             self._call("cuEventSynchronize", self._stop)
             elapsed_s = float(self._call("cuEventElapsedTime", self._start, self._stop)) / 1e3
             if late and elapsed_s < _HOST_BOUND * queued_s and again < _AGAIN_MAX:
@@ -100,19 +104,8 @@ class RotatedTimer:
             seconds.append(max(elapsed_s / number, 1e-9))
         return seconds
 
-    def _has_passed(self, event: object) -> bool:
-        (status,) = self._driver.cuEventQuery(event)
-        return bool(status == self._driver.CUresult.CUDA_SUCCESS)
-
     def _call(self, name: str, *arguments: object) -> Any:
         status, *values = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"CUDA: {name} failed with {status.name}")
         return values[0] if values else None
-
-
-def _host_seconds(launch: Callable[[], object]) -> float:
-    """Return how long a launch may take the host: twice what it took just now, within bounds."""
-    began = time.perf_counter()
-    launch()
-    return min(max(_LAUNCH_S, 2 * (time.perf_counter() - began)), _LAUNCH_MAX_S)

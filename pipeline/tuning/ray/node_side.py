@@ -120,22 +120,19 @@ class MeasuringActor:
             # Actors that work on cells time them on the same device.
             lock = stack.enter_context(contextlib.closing(lock_of(references, own_gpu()))) if gpu else None
             # It starts while this process looks at the device.
-            self._process = stack.enter_context(
-                contextlib.closing(
-                    MeasuringProcess(
-                        pinned("cuda:0" if gpu else "cpu:0"),
-                        settings.environment,
-                        settings.options,
-                        settings.timeout_s,
-                        StopSignal(),
-                        settings.seed,
-                        Path(stack.enter_context(temporary_folder())),
-                        join_server(settings.forks),
-                        references=references,
-                        lock=lock,
-                    )
-                )
+            self._process = MeasuringProcess(
+                pinned("cuda:0" if gpu else "cpu:0"),
+                settings.environment,
+                settings.options,
+                settings.timeout_s,
+                StopSignal(),
+                settings.seed,
+                Path(stack.enter_context(temporary_folder())),
+                join_server(settings.forks),
+                references=references,
+                lock=lock,
             )
+            stack.callback(self._process.close)
             found = detect_environment(settings.target)
             if found != settings.environment:
                 raise PipelineError(

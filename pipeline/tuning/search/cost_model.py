@@ -53,7 +53,11 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
             super().update(context, candidates, results)
             group = self.data.get(shash2hex(context.mod))
             if group is not None and len(group.features) > _CANDIDATES_MAX:
-                _forget(group)
+                # Half of them stay: the best quarter and the newest.
+                count, quarter = len(group.features), _CANDIDATES_MAX // 4
+                kept = sorted({*np.argsort(group.costs)[:quarter].tolist(), *range(count - quarter, count)})
+                group.features = [group.features[row] for row in kept]
+                group.costs = group.costs[kept]
 
     def predict(self, context: ms.TuneContext, candidates: list[ms.MeasureCandidate]) -> np.ndarray:
         """Return a score for each candidate, higher for a faster one; random ones before it has learnt anything.
@@ -107,12 +111,3 @@ class FastCostModel(ms.cost_model.XGBModel._cls):  # type: ignore[misc]
             return gradient, hessian
 
         self.booster = xgb.train(self.config.to_dict(), packed.dmatrix, num_boost_round=_BOOST_ROUNDS, obj=objective)
-
-
-def _forget(group: FeatureGroup) -> None:
-    """Leave out half of a task's candidates: neither among the best quarter nor among the newest."""
-    count = len(group.features)
-    quarter = _CANDIDATES_MAX // 4
-    kept = sorted({*np.argsort(group.costs)[:quarter].tolist(), *range(count - quarter, count)})
-    group.features = [group.features[row] for row in kept]
-    group.costs = group.costs[kept]

@@ -90,7 +90,10 @@ class WarmStart:
         near = [self._shapes.near(task) for task in tasks]
         elsewhere = [hash_ in self._recorded and hash_ not in known for hash_ in own]
         sources = [
-            [*([itself] if is_elsewhere else []), *(one for one in of_task if self._has_records(one))]
+            [
+                *([itself] if is_elsewhere else []),
+                *(one for one in of_task if one.workload_hash not in self._own or self._is_measured(one.workload_hash)),
+            ]
             for itself, of_task, is_elsewhere in zip(own.values(), near, elsewhere, strict=True)
         ]
         found = near_records(sources, self._database, target_key(self._target), self._environment)
@@ -105,9 +108,6 @@ class WarmStart:
             learn_from_records(self._cost_model, workloads, *where, self._left_s)
             self._left_s -= time.monotonic() - began
         return found
-
-    def _has_records(self, near: Workload) -> bool:
-        return near.workload_hash not in self._own or self._is_measured(near.workload_hash)
 
     def _read(self, families: set[str]) -> list[Workload]:
         """Return the workloads of families that are new to the run, written by the running TVM."""

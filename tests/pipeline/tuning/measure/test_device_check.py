@@ -232,8 +232,8 @@ def test_a_reference_overwritten_on_the_device_refuses_nobody(
     measurer.make_references(right)
     assert measurer.measure(right).mismatch is None
     for workload in measurer._workloads.values():
-        for held in workload.held.values():
-            held.expected.copyfrom(np.zeros(SIZE, np.float32))
+        for there, _ in workload.held.values():
+            there.copyfrom(np.zeros(SIZE, np.float32))
     assert measurer.measure(right).mismatch is None
     kept = next(workload for workload in reversed(measurer._workloads.values()) if workload.expected is not None)
     assert not kept.held
