@@ -76,11 +76,6 @@ class Board:
         """Return the newest event of each cell, in the plan's order."""
         return tuple(self._events.values())
 
-    def require_held(self) -> None:
-        """Raise the error of a batch that another driver took."""
-        if self.lost is not None:
-            raise self.lost
-
     def move(self, cell: Cell, state: CellState, facts: CellFacts = NO_FACTS, note: str = "") -> bool:
         """Let a cell become what comes next; return False for one that was cancelled meanwhile."""
         try:
@@ -88,14 +83,10 @@ class Board:
         except TransitionError as e:
             if e.state is not CellState.CANCELLED:
                 raise
-            self._tell(CellEvent(cell, CellState.CANCELLED, CellFacts(error="cancelled")))
+            self.report(CellEvent(cell, CellState.CANCELLED, CellFacts(error="cancelled")))
             return False
-        self._tell(CellEvent(cell, state, facts, note))
+        self.report(CellEvent(cell, state, facts, note))
         return True
-
-    def heard(self, cell: Cell, state: CellState, facts: CellFacts) -> None:
-        """Tell of a state that someone else wrote."""
-        self._tell(CellEvent(cell, state, facts))
 
     def arrived(self, one: CellTasks) -> None:
         """Note the tasks of a cell, for how fast its kernels are."""
@@ -120,7 +111,8 @@ class Board:
                     kernels_ms[name] = sum(weight * self._best_us[task] for task, weight in weights.items()) / 1e3
             self._on_event(CandidateEvent(event, kernels_ms))
 
-    def _tell(self, event: CellEvent) -> None:
+    def report(self, event: CellEvent) -> None:
+        """Report the state of a cell, which is in the database already."""
         with self._lock:
             known = self._events[event.cell.name]
             if known.state is event.state and event.facts.error in (None, known.facts.error):
@@ -139,7 +131,7 @@ class Board:
                 beat(self._database, self._batch_id)
                 for row in list_cells(self._database, self._batch_id):
                     if row.state is CellState.CANCELLED and row.spec.name in self._events:
-                        self._tell(CellEvent(self._events[row.spec.name].cell, row.state, row.facts))
+                        self.report(CellEvent(self._events[row.spec.name].cell, row.state, row.facts))
             except BatchHeldError as e:
                 self.lost = e
                 self.stop.request()

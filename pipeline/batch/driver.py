@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,7 +185,8 @@ def _drive(
             for cell in cells:
                 if board.state(cell).working:
                     board.move(cell, CellState.QUEUED)
-        board.require_held()
+        if board.lost is not None:
+            raise board.lost
         result = BatchResult(plan, batch.id, tuple(board.events()), tuple(tuning))
         interrupted = stop.requested and board.failed_first is None
         outcome = "interrupted" if interrupted else f"{result.accepted} of {len(cells)} accepted"
@@ -295,31 +297,17 @@ class BatchRun:
         """Carry the plan out, in a thread of its own, and yield what happens."""
         stop = StopSignal()
         events: SimpleQueue[BatchEvent | None] = SimpleQueue()
-        errors: list[BaseException] = []
-
-        def carry_out() -> None:
+        run = partial(run_batch, fail_fast=self._fail_fast, on_event=events.put, cluster=self._cluster, stop=stop)
+        with ThreadPoolExecutor(1, thread_name_prefix="relaxtune-batch") as pool:
+            future = pool.submit(run, self._plan)
+            future.add_done_callback(lambda _: events.put(None))
             try:
-                self._result = run_batch(
-                    self._plan, fail_fast=self._fail_fast, on_event=events.put, cluster=self._cluster, stop=stop
-                )
-            except BaseException as e:
-                errors.append(e)
+                while (event := events.get()) is not None:
+                    yield event
             finally:
-                events.put(None)
-
-        thread = threading.Thread(target=carry_out, name="relaxtune-batch", daemon=True)
-        thread.start()
-        over = False
-        try:
-            while (event := events.get()) is not None:
-                yield event
-            over = True
-        finally:
-            if not over:
+                # It is over, or its events are left: then it ends as soon as it can.
                 stop.request()
-            thread.join()
-        if errors:
-            raise errors[0]
+        self._result = future.result()
 
     def result(self) -> BatchResult:
         """Return what became of the plan, which is carried out first if that was not done.

@@ -15,20 +15,12 @@ from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
 
 @dataclass(frozen=True)
 class CellEvent:
-    """A cell came to a state.
-
-    Attributes
-    ----------
-    facts
-        The facts so far.
-    note
-        Why nothing had to be done, "" where something had.
-    """
+    """A cell came to a state."""
 
     cell: Cell
     state: CellState
     facts: CellFacts = NO_FACTS
-    note: str = ""
+    note: str = ""  # Why nothing had to be done, "" where something had.
 
     def to_json(self) -> dict[str, object]:
         """Return the event as plain JSON data."""
@@ -45,18 +37,11 @@ class CellEvent:
 
 @dataclass(frozen=True)
 class CandidateEvent:
-    """A candidate was measured, or failed.
-
-    Attributes
-    ----------
-    progress
-        Of the tuning run.
-    kernels_ms
-        Cell -> milliseconds of its kernels by the best known of each; only cells that have this task, and only when
-        all of their tasks were measured.
-    """
+    """A candidate was measured, or failed."""
 
     progress: ProgressEvent
+    # Cell -> milliseconds of its kernels by the best known of each; only cells that have this task, and only when all
+    # of their tasks were measured.
     kernels_ms: dict[str, float]
 
 

@@ -19,7 +19,7 @@ from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions
-from relaxtune.pipeline.tuning.ray.cluster import Reservation, find_place
+from relaxtune.pipeline.tuning.ray.cluster import Reservation, find_place, new_run
 from relaxtune.pipeline.tuning.ray.machine import RayCluster, require_server
 from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.schedules.targets import ResolvedTarget
@@ -105,7 +105,9 @@ class ClusterExecutors(RayCluster):
         if target.kind != "cuda":
             return ClusterWorkers(self, target)
         if target.arch not in self._reserved:
-            self._reserved[target.arch] = self._stack.enter_context(closing(self.reserve(target)))
+            self._reserved[target.arch] = self._stack.enter_context(
+                closing(Reservation(self.ray, self.get_place(target), new_run()))
+            )
         return self._stack.enter_context(closing(DeviceWorkers(self, self._reserved[target.arch])))
 
 

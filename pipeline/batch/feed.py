@@ -22,13 +22,14 @@ from pathlib import Path
 
 from relaxtune.pipeline.batch.board import Board
 from relaxtune.pipeline.batch.cells import Cell
+from relaxtune.pipeline.batch.events import CellEvent
 from relaxtune.pipeline.batch.finishing import FinishedCell, FinishRequest, error_text, finish_cell
 from relaxtune.pipeline.batch.tasks import CellFault, CellTasks, prepare_cell, weighted
 from relaxtune.pipeline.batch.worker import AheadWork, FinishWork, PrepareWork
 from relaxtune.pipeline.batch.workers import CellWorkers
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.tuning.admission import Arrival
-from relaxtune.tuning_db.cell_states import NO_FACTS, CellFacts, CellState
+from relaxtune.tuning_db.cell_states import CellFacts, CellState
 from relaxtune.tuning_db.store import TuningDatabase
 
 # Returns how many candidates a cell brings, of its tasks the part that no cell before it has; None is no limit.
@@ -201,12 +202,12 @@ class CellFeed:
 
     def _finish_here(self, cell: Cell) -> None:
         if self._board.move(cell, CellState.COMPILING):
-            heard = partial(self._board.heard, cell, CellState.VALIDATING, NO_FACTS)
-            self._over(cell, finish_cell(self._request_of(cell), self._database, on_validating=heard))
+            validating = partial(self._board.report, CellEvent(cell, CellState.VALIDATING))
+            self._over(cell, finish_cell(self._request_of(cell), self._database, on_validating=validating))
 
     def _over(self, cell: Cell, found: FinishedCell) -> None:
         if found.state is CellState.CANCELLED:
-            self._board.heard(cell, found.state, found.facts)
+            self._board.report(CellEvent(cell, found.state, found.facts))
             return
         self._board.move(cell, found.state, found.facts)
 

@@ -21,12 +21,15 @@ from relaxtune.pipeline.batch.tasks import (
     LoweredCell,
     TaskGroup,
     group_cells,
+    group_job,
+    group_targets,
     prepare_alike,
     share_budget,
 )
 from relaxtune.pipeline.batch.unchanged import LoweredBefore
 from relaxtune.pipeline.batch.worker import WORKER_MODULE, LookWork
 from relaxtune.pipeline.batch.workers import LocalWorkers
+from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.temporary import cache_folder
 from relaxtune.pipeline.tuning.options import TuningOptions
@@ -172,7 +175,9 @@ def _preview_group(
     hashes = [task.workload_hash for task in group.tasks]
     place = RecordFilter(target_kind=group.key.kind, arch=group.key.arch)
     records = Counter(one.workload_hash for one in database.list_known(place, workload_hashes=hashes))
-    job = group.job(plan, list_cells(plan))
+    # The job of a target is of all cells of the plan for it.
+    own = next(found for target, found in group_targets(list_cells(plan)) if target_key(target) == group.key)
+    job = group_job(plan, own, group.target, group.cells[0].environment)
     ended = find_runs(database, job.model, job.model_sha256, group.key, hashes, options).finished
     history = read_history(database, group)
     candidates = 0 if ended else options.trials

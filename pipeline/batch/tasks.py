@@ -89,11 +89,6 @@ class TaskGroup:
         """The target in the database."""
         return target_key(self.target)
 
-    def job(self, plan: Plan, cells: Sequence[Cell]) -> TuningJob:
-        """Return the tuning job of the group, which is of all cells of the plan for this target."""
-        own = next(found for target, found in group_targets(cells) if target_key(target) == self.key)
-        return group_job(plan, own, self.target, self.cells[0].environment)
-
 
 def prepare_alike(cells: Sequence[Cell]) -> list[CellTasks | CellFault]:
     """Return the tasks of cells of one model in one shape, which is imported once."""

@@ -102,17 +102,21 @@ class CellWorker:
 
     def answer(self, request: object) -> object:
         """Answer a request, in this process."""
-        from relaxtune.pipeline.batch.finishing import finish_cell
+        from relaxtune.pipeline.batch.finishing import FinishedCell, finish_cell
         from relaxtune.pipeline.batch.tasks import CellTasks, prepare_alike, prepare_cell
         from relaxtune.pipeline.jobs.compile_and_tune import make_beforehand
         from relaxtune.pipeline.tuning.measure.device_lock import lock_of
+        from relaxtune.tuning_db.cell_states import CellState
         from relaxtune.tuning_db.store import TuningDatabase
 
         if isinstance(request, PackedWork):
             work = pickle.loads(request.work)
             if isinstance(work, FinishWork):
                 work = replace(work, locks=request.locks, device=request.device)
-            found = placed(self.answer(work))
+            found = self.answer(work)
+            if isinstance(found, FinishedCell) and found.state is CellState.FAILED:
+                where = f"on {os.uname().nodename}: "
+                found = replace(found, facts=replace(found.facts, error=where + (found.facts.error or "")))
             if not request.keep:
                 self._ready.clear()
             return pickle.dumps(found)
@@ -142,17 +146,6 @@ class CellWorker:
         # Cells come faster than they are got ready: all models of a plan would fill the memory.
         if memory_left() >= _MEMORY_LEFT:
             self._ready[cell.name] = ReadyCell(model)
-
-
-def placed(found: object) -> object:
-    """Return an answer; the error of a cell says on which node."""
-    from relaxtune.pipeline.batch.finishing import FinishedCell
-    from relaxtune.tuning_db.cell_states import CellState
-
-    if isinstance(found, FinishedCell) and found.state is CellState.FAILED:
-        where = f"on {os.uname().nodename}: "
-        return replace(found, facts=replace(found.facts, error=where + (found.facts.error or "")))
-    return found
 
 
 def memory_left() -> float:

@@ -78,17 +78,7 @@ class TaskFeed(Protocol):
 
 
 class Admission:
-    """Lets tasks join a run.
-
-    Attributes
-    ----------
-    tasks
-        The tasks of the run.
-    trials, spent
-        Candidates that the run may measure (None: no limit), and how many of them earlier runs of the same job did.
-    seconds
-        Seconds by phase; `search` is added to here, and `database` by the recorder.
-    """
+    """Lets tasks join a run."""
 
     def __init__(
         self,
@@ -100,9 +90,11 @@ class Admission:
         still_true: StillTrue,
         feed: TaskFeed | None,
     ) -> None:
+        #: Seconds by phase; `search` is added to here, and `database` by the recorder.
         self.seconds = dict.fromkeys(("start", "search", "build", "queue", "measure", "database"), 0.0)
         self.tasks = Tasks(target, options.min_gain)
-        # A feed gives candidates with every model.
+        # Candidates that the run may measure (None: no limit), and those that earlier runs of the same job did. A feed
+        # gives candidates with every model.
         self.trials: int | None = options.trials if feed is None else 0
         self.spent = 0
         key = target_key(target)

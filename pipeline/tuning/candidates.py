@@ -168,22 +168,15 @@ class Evaluator:
     """Has candidates built and measured; those of a workload with equal binaries are measured once.
 
     If `exclusive`, it measures only while nothing is built: on a CPU, building would disturb the clock.
-
-    Attributes
-    ----------
-    inbox
-        Events for the tuning thread; other threads may put events of their own.
-    pending
-        Candidates that are handed in and not finished.
     """
 
     def __init__(
         self, builder: Builder, backend: MeasureBackend, target: tvm.target.Target, *, exclusive: bool
     ) -> None:
-        self.builder = builder
-        self.backend = backend
-        self.exclusive = exclusive
+        self.builder, self.backend, self.exclusive = builder, backend, exclusive
+        #: Events for the tuning thread; other threads may put events of their own.
         self.inbox: SimpleQueue[object] = SimpleQueue()
+        #: Candidates that are handed in and not finished.
         self.pending = 0
         self._target = target
         self._queue_clock, self._measure_clock = BusyClock(), BusyClock()

@@ -40,11 +40,6 @@ class Finals:
     """The finals of a run.
 
     Each finalist gets `rounds` latencies at most. `on_held` is called with each final, in another thread.
-
-    Attributes
-    ----------
-    running
-        Finals that are handed in and not taken yet.
     """
 
     def __init__(
@@ -57,6 +52,7 @@ class Finals:
     ) -> None:
         self._backend, self._recorder, self._rounds = backend, recorder, rounds
         self._stop, self._on_held = stop, on_held
+        #: Finals that are handed in and not taken yet.
         self.running = 0
 
     def hold(self, state: TaskState) -> bool:

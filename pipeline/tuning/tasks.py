@@ -203,16 +203,12 @@ class Tasks:
         The target of the kernels; it may bound the reach of a search. None leaves that aside.
     min_gain : float
         A task ends when a round of it promises less than this part of a model's kernel time.
-
-    Attributes
-    ----------
-    models
-        Models that the tasks are of: `min_gain` is of one of them, on average.
     """
 
     def __init__(self, target: ResolvedTarget | None = None, min_gain: float = 0.0) -> None:
         self._target = target
         self._min_gain = min_gain
+        #: Models that the tasks are of: `min_gain` is of one of them, on average.
         self.models = 1
         self._by_hash: dict[str, TaskState] = {}
         self._bounds: dict[str, float | None] = {}

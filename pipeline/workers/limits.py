@@ -78,19 +78,16 @@ class Watch:
         if limits.rss_bytes is not None and (rss_bytes := resident_bytes(self._pid)) > limits.rss_bytes:
             allowed = f"{limits.rss_bytes / 2**20:.0f} are allowed"
             return Limit.MEMORY, f"killed at {rss_bytes / 2**20:.0f} MiB of memory, {allowed}"
-        if limits.cpu_s is not None and now_s - self._looked_s >= LOOK_S:
-            self._looked_s = now_s
-            return self._look_at_work(limits.cpu_s)
-        return None
-
-    def _look_at_work(self, limit_s: float) -> tuple[Limit, str] | None:
+        if limits.cpu_s is None or now_s - self._looked_s < LOOK_S:
+            return None
+        self._looked_s = now_s
         used_s, idle = _work_of(self._pid)
         if self._cpu_began_s is None:
             self._cpu_began_s = used_s
         self._still = self._still + 1 if idle and used_s <= self._cpu_s else 0
         self._cpu_s = used_s
-        if used_s - self._cpu_began_s > limit_s:
-            return Limit.WORK, f"the process computed for {limit_s:g} s of a processor without an answer"
+        if used_s - self._cpu_began_s > limits.cpu_s:
+            return Limit.WORK, f"the process computed for {limits.cpu_s:g} s of a processor without an answer"
         if self._still >= STILL_LOOKS:
             return Limit.WORK, f"the process did nothing for {STILL_LOOKS} s and gave no answer"
         return None

@@ -12,13 +12,11 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,16 @@ def start() -> Callable[[object], object]:
         instruments = [dynamic] if target.kind.name == "cuda" else []
         context = tvm.transform.PassContext(opt_level=3, instruments=instruments)
         with span("build: compile"), device_toolchain(target, log.append), context, target:
-            executable = _with_intrinsics(
-                lambda: tvm.compile(finished, target, tir_pipeline=tir_pipeline_for(finished))
-            )
+            compile_ = partial(tvm.compile, finished, target, tir_pipeline=tir_pipeline_for(finished))
+            try:
+                executable = compile_()
+            except (RuntimeError, ValueError) as e:
+                # A scheduled candidate has its tensor intrinsics inlined already. Their import takes 11 (CUDA) to 15
+                # seconds (all).
+                if "is not registered" not in str(e) or "tvm.s_tir.tensor_intrin" in sys.modules:
+                    raise
+                importlib.import_module("tvm.s_tir.tensor_intrin")
+                executable = compile_()
         sources = list_library_sources(finished.functions.values(), target.kind.name)
         with span("build: link"), temporary_folder() as directory:
             path = _link(executable.mod, request.stem, compile_library_objects(sources, Path(directory)))
@@ -66,20 +71,6 @@ def start() -> Callable[[object], object]:
         return BuiltArtifact(path, hashlib.sha256(Path(path).read_bytes()).hexdigest(), resources)
 
     return build
-
-
-def _with_intrinsics(compile_: Callable[[], T]) -> T:
-    """Return what `compile_` returns, with TVM's tensor intrinsics imported only if it asks for one.
-
-    Their import takes 11 (CUDA) to 15 seconds (all), and a scheduled candidate has its intrinsics inlined already.
-    """
-    try:
-        return compile_()
-    except (RuntimeError, ValueError) as e:
-        if "is not registered" not in str(e) or "tvm.s_tir.tensor_intrin" in sys.modules:
-            raise
-    importlib.import_module("tvm.s_tir.tensor_intrin")
-    return compile_()
 
 
 def _link(module: object, stem: str, library_objects: Sequence[Path]) -> str:

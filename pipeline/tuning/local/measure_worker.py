@@ -41,7 +41,6 @@ from relaxtune.pipeline.tuning.measure.arguments import (
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
 from relaxtune.pipeline.tuning.measure.timing import (
-    MeasureOptions,
     Timer,
     is_hopeless,
     runs_for,
@@ -216,7 +215,15 @@ class _Measurer:
     ) -> _Loaded:
         options = request.options
         if _is_cpu(device) or not options.rotate or not can_rotate():
-            return _warm_timer(module, device, workload, options)
+            # On one set of arguments.
+            flush = "cache_flush_cpu_non_first_arg" if options.cold_cache and _is_cpu(device) else ""
+
+            def timed(number: int, repeats: int) -> list[float]:
+                evaluator = module.time_evaluator(_ENTRY, device, number=number, repeat=repeats, f_preproc=flush)
+                # The timer's own resolution must not make a zero: nothing runs in less than a nanosecond.
+                return [max(float(value), 1e-9) for value in evaluator(*workload.tensors).results]
+
+            return _Loaded(timed, lambda single: 1 if flush else runs_for(single, options.min_repeat_s))
         # On a GPU, on arguments that are not in the L2 cache.
         self._timer = rotated = self._timer or RotatedTimer(device)
         if not workload.copies:
@@ -319,20 +326,6 @@ class _Measurer:
         self._check = self._check or DeviceCheck(device)
         there, absolute = workload.held[position]
         return self._check.is_right(workload.tensors[position], there, accepted.rtol, absolute)
-
-
-def _warm_timer(
-    module: tvm.runtime.Module, device: tvm.runtime.Device, workload: _Workload, options: MeasureOptions
-) -> _Loaded:
-    """Return a timer that runs on one set of arguments."""
-    flush = "cache_flush_cpu_non_first_arg" if options.cold_cache and _is_cpu(device) else ""
-
-    def timed(number: int, repeats: int) -> list[float]:
-        evaluator = module.time_evaluator(_ENTRY, device, number=number, repeat=repeats, f_preproc=flush)
-        # The timer's own resolution must not make a zero: nothing runs in less than a nanosecond.
-        return [max(float(value), 1e-9) for value in evaluator(*workload.tensors).results]
-
-    return _Loaded(timed, lambda single: 1 if flush else runs_for(single, options.min_repeat_s))
 
 
 def _too_many(kept: Sequence[_Workload], device: tvm.runtime.Device) -> bool:

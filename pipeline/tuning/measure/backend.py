@@ -33,22 +33,13 @@ if TYPE_CHECKING:
 
 
 class Unmeasured(StrEnum):
-    """Why nothing is known of a candidate. The fault is not its own, so that no record is kept.
+    """Why nothing is known of a candidate. The fault is not its own, so that no record is kept."""
 
-    Attributes
-    ----------
-    STOPPED
-        The run ended first.
-    LOST
-        A fault of the machine (`pipeline.workers.machine_faults`): its process was killed from outside, the disk or
-        the memory was full, or the machine is gone. It may be tried again.
-    BROKEN
-        Nothing can be built or measured there any more; the run has to end.
-    """
-
-    STOPPED = "stopped"
+    STOPPED = "stopped"  # The run ended first.
+    # A fault of the machine (`pipeline.workers.machine_faults`): its process was killed from outside, the disk or the
+    # memory was full, or the machine is gone. It may be tried again.
     LOST = "lost"
-    BROKEN = "broken"
+    BROKEN = "broken"  # Nothing can be built or measured there any more; the run has to end.
 
 
 @dataclass(frozen=True)
@@ -162,13 +153,9 @@ class MeasureBackend(ABC):
 
     An implementation stamps every outcome with the environment that it was measured in. A candidate's failure is its
     outcome; a failure of the machine is `Unmeasured`. Every submitted candidate is answered exactly once.
-
-    Attributes
-    ----------
-    undisturbed
-        Building at the same time does not disturb its clock: it is a GPU, or the builders are on other machines.
     """
 
+    # Building at the same time does not disturb its clock: it is a GPU, or the builders are on other machines.
     undisturbed: bool
 
     @property

@@ -98,11 +98,11 @@ _patient: list[StopSignal] = []
 def signals_end_native_code() -> Iterator[None]:
     """End the process where Ctrl-C or SIGTERM does not end the command.
 
-    Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread hears
-    of the signal at once. It asks the main thread for a sign of life, and ends the process without one. Nothing is left
-    half-written: artifacts are renamed into place, records are committed whole, children end with their parent. What
-    counts is what the main thread computes while this thread looks on (1.5 s), not seconds: a process whose Python
-    collects garbage is not inside native code. Where it computes nothing, native code may wait: 50 looks, 5 s.
+    Python runs its handlers between its own instructions, and TVM may compile for minutes without one. A thread gets
+    the signal at once, looks for a sign of life of the main thread, and ends the process without one. Nothing is left
+    half-written: artifacts are renamed into place, records are committed whole, children end with their parent. The
+    limit is 1.5 s of the main thread's own computing: a process whose Python collects garbage is not inside native
+    code. Where it computes nothing, native code may wait: 50 looks, 5 s.
 
     Code that is interrupted may also take the KeyboardInterrupt for an error of its own: TVM tries rules under a bare
     `except:`. The command would go on as if nothing had happened, so the thread sends the signal again, and in the end

@@ -39,11 +39,6 @@ class RayCluster:
     modules : sequence of str
         Modules that a process on each node imports too, to fork children that have done so.
 
-    Attributes
-    ----------
-    ray, nodes
-        Ray, connected to the cluster; the nodes that were alive then.
-
     Raises
     ------
     UsageError
@@ -103,16 +98,6 @@ class RayCluster:
                 contextlib.closing(RayBuilder(self.ray, limits, stop, place.cpus, self.forks))
             )
             yield Machine(builder, backend)
-
-    def reserve(self, target: ResolvedTarget) -> Reservation:
-        """Hold the GPUs of a target until the reservation is closed.
-
-        Raises
-        ------
-        UsageError
-            No node has a device for it.
-        """
-        return Reservation(self.ray, self.get_place(target), new_run())
 
     def close(self) -> None:
         """Leave the cluster."""

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import tvm
@@ -222,16 +222,12 @@ class SearchPool:
     """Threads in which tasks are searched.
 
     `on_proposal` is called with each proposal, in a thread of the pool.
-
-    Attributes
-    ----------
-    running
-        Requests that are not answered yet, by workload; `finish` takes an answered one out.
     """
 
     def __init__(self, threads: int, on_proposal: Callable[[Proposal], None]) -> None:
         self.threads = threads
         self.clock = BusyClock()
+        #: Requests that are not answered yet, by workload.
         self.running: dict[str, SearchRequest] = {}
         self._on_proposal = on_proposal
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="relaxtune-search")
@@ -244,15 +240,12 @@ class SearchPool:
     def submit(self, request: SearchRequest) -> None:
         """Let a task's search learn and propose candidates; returns at once."""
         self.running[request.workload] = request
-        self._executor.submit(self._search, request).add_done_callback(self._answer)
+        future = self._executor.submit(self._search, request)
+        future.add_done_callback(lambda done: None if done.cancelled() else self._on_proposal(done.result()))
 
     def close(self) -> None:
         """Wait for the running searches, which nothing can stop, and end the threads."""
         self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _answer(self, future: Future[Proposal]) -> None:
-        if not future.cancelled():
-            self._on_proposal(future.result())
 
     def _search(self, request: SearchRequest) -> Proposal:
         began = time.monotonic()

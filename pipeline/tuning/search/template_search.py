@@ -124,15 +124,15 @@ class TemplateSearch:
         return not self._next_rows()
 
     def _next_rows(self) -> list[int]:
-        if self._next is None:
-            self._next = self._find_next()
-        return self._next
-
-    def _find_next(self) -> list[int]:
+        if self._next is not None:
+            return self._next
         rows = [row for row in range(len(self._candidates)) if row not in self._proposed]
         if self._thorough or len(self._proposed) < _FIRST or len(self._measured) < 2:
-            return [row for row in self._preferred if row in rows] + [r for r in rows if r not in self._preferred]
+            first = [row for row in self._preferred if row in rows]
+            self._next = first + [row for row in rows if row not in first]
+            return self._next
         mean, deviation = predict(self._table, self._measured)
         best = np.log(min(self._measured.values()))
         hopeful = [row for row in rows if mean[row] - _DOUBT * deviation[row] < best]
-        return sorted(hopeful, key=lambda row: float(mean[row] - deviation[row]))
+        self._next = sorted(hopeful, key=lambda row: float(mean[row] - deviation[row]))
+        return self._next
