@@ -2,13 +2,16 @@
 
 Hundreds of tests start a process of ours, or a run of `tune`, which starts three. Each would spend two to three seconds
 of a processor on its imports. `Popen` takes what `subprocess.Popen` takes. It forks what this interpreter is to
-run from a server, and starts everything else as ever. The result is a child of the process that asked, with
-memory, streams, environment, session, signals and exit code of its own. Tests of the start itself, or of what a fresh
+run from a server, and starts everything else as ever. The result is a child of its starter, with memory, streams,
+environment, session, signals and exit code of its own. Tests of the start itself, or of what a fresh
 process imports, use `subprocess`. So do all under coverage, where a fork writes no data, and beside an NVIDIA GPU:
 importing TVM opens it, and no fork of a process that has it open can use it.
 
-The server forks twice. The middle process ends at once. The system then gives its child to the nearest process above
-that adopts, and that is the one that asked.
+`multiprocessing`'s fork server with preloaded modules, on which the product's own rests, cannot take its place. Its
+children are the server's: the test that starts one cannot wait for it, does not see it among its children, and leaves
+it alive when it is killed. A child has no streams, descriptors, environment, folder or session of its own, and it runs
+a pickled function, not `python -c`, `-m` or a file as a command line is. So this server forks twice. The middle process
+ends at once. The system then gives its child to the nearest process above that adopts, which is the starter.
 """
 
 from __future__ import annotations

@@ -139,7 +139,6 @@ def list_cells(plan: Plan, tell: OnProgress = lambda _: None) -> tuple[Cell, ...
 
 
 def _axes(plan: Plan, matrix: CellsTable) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
-    """Return the shapes, precisions and targets of a matrix."""
     defaults = plan.table.defaults
     return (
         matrix.shapes or defaults.shapes or [""],
@@ -204,7 +203,6 @@ def _matching(pattern: str, tell: OnProgress) -> list[str] | str:
 
 
 def _faults_of(plan: Plan, table: DefaultsTable, place: Place) -> list[str]:
-    """Return what is wrong with shapes, buckets, precisions and targets."""
     found: list[str] = []
     parse: dict[str, Callable[[str], object]] = {
         "shapes": _parse_shape,
@@ -248,7 +246,6 @@ def _parse_shape(text: str) -> dict[str, tuple[Dim, ...]]:
 
 
 def _names(cells: Sequence[Cell]) -> list[str]:
-    """Return names for the cells, the shortest that tell them apart."""
     short = []
     for cell in cells:
         # The sizes alone, where all inputs have the same.

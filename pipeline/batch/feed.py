@@ -213,7 +213,6 @@ class CellFeed:
 
 
 def _seen(found: FinishedCell) -> FinishedCell:
-    """Return a finished cell; it failed where its artifact is on another machine."""
     artifact = found.facts.artifact
     if artifact is None or Path(artifact).is_dir():
         return found

@@ -211,13 +211,7 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def parse_plan(path: Path, text: str) -> Plan:
-    """Return the plan of a file's text; its relative paths are relative to the file.
-
-    Raises
-    ------
-    PlanError
-        As `read_plan`.
-    """
+    """Return the plan of a file's text, as `read_plan` does; its relative paths are relative to the file."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
@@ -246,7 +240,6 @@ def nearest(text: str, known: Iterable[str]) -> str:
 
 
 def _describe(error: ErrorDetails) -> str:
-    """Return the message of a fault: got, expected, and a near name."""
     place, given = error["loc"], hide_secrets(repr(error["input"]))
     if error["type"] == "extra_forbidden":
         known = _keys_at(place)
@@ -285,7 +278,6 @@ _EXPECTED = {
 
 
 def _keys_at(place: Sequence[str | int]) -> list[str]:
-    """Return the keys of the table that an unknown key is in."""
     around = place[-2] if len(place) > 1 else None
     if isinstance(around, int):
         around = place[-3]

@@ -109,7 +109,6 @@ def _attempt(attempt: Attempt) -> tuple[object, ...]:
 
 
 def _section(cell: BatchCell) -> Markup:
-    """Return the report of an artifact; its manifest alone is read."""
     try:
         return section(report_artifact(Path(str(cell.facts.artifact))))
     except ArtifactError as e:

@@ -80,7 +80,6 @@ def find_unchanged(database: TuningDatabase, key: str) -> BatchCell | None:
 
 
 def _has_better_records(database: TuningDatabase, job_id: str, moment: datetime) -> bool:
-    """Whether some task of a job has a faster record since `moment` than any before."""
     job = database.get_job(job_id)
     hashes = [task.workload_hash for task in database.list_job_tasks(job_id)]
     valid = RecordFilter(target_kind=job.target.kind, arch=job.target.arch, status=Status.OK)

@@ -110,13 +110,7 @@ class HomedWorkers(ABC):
 
     @abstractmethod
     def _do(self, work: Work, number: int) -> object:
-        """Have a worker do work, which may be its first, and return the answer.
-
-        Raises
-        ------
-        WorkerLostError
-            The worker is gone.
-        """
+        """Have a worker do work, which may be its first, and return the answer; WorkerLostError where it is gone."""
 
     @abstractmethod
     def _end(self) -> None:

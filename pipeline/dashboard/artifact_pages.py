@@ -66,7 +66,6 @@ def compare(database: TuningDatabase, before: str, after: str) -> Page:
 
 
 def _moves(database: TuningDatabase, key: str) -> Markup:
-    """Return the gates of an artifact, newest first, and the moves of tags to it."""
     gates = list_gates(database, artifact_key=key, limit=_LISTED)
     moves = [move for move in list_moves(database) if move.artifact_key == key]
     rows = [(one.tag, one.kind.value, minute(one.created_at), one.by, one.why, _gate(one)) for one in moves]

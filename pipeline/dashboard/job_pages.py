@@ -124,7 +124,6 @@ def cost(database: TuningDatabase) -> Page:
 
 
 def _tasks(progress: JobProgress, ceilings: Mapping[str, Ceilings]) -> list[Section]:
-    """Return the tasks by share of the model's time, and where they stand under the ceilings of the job's device."""
     device = progress.devices[0] if len(progress.devices) == 1 else None
     known = ceilings.get(device or "") or known_ceilings(device)
     kernels = job_kernels(progress, known)

@@ -53,7 +53,6 @@ def overview(database: TuningDatabase) -> Page:
 def _attention(
     database: TuningDatabase, batches: Sequence[Batch], jobs: Sequence[Job], made: Sequence[ArtifactSummary]
 ) -> Markup:
-    """Return a table of the failures among the newest entries, the newest first; empty without any."""
     found: list[tuple[datetime, Markup, str]] = []
     for batch in batches:
         lost = sum(cell.dead or cell.state.value in ("failed", "rejected") for cell in list_cells(database, batch.id))
@@ -77,7 +76,6 @@ def _attention(
 
 
 def _newest(database: TuningDatabase, job: Job) -> list[Section]:
-    """Return how the newest job came on, and the shares of its kernels."""
     progress = job_progress(database, job.id)
     name = link(f"/jobs/{job.id}", job.model)
     subtitle = Markup("{}, {} {}, began {} UTC: {}.").format(

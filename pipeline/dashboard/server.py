@@ -90,14 +90,9 @@ class SlowPages:
         self._last: dict[str, Page] = {}
 
     def get(self, address: str, make: Callable[[], Page]) -> Page:
-        """Return a page, or what stands for it.
+        """Return a page, or its last state, or one that waits for it; an error of `make` is raised here.
 
         A page that was ready after an answer had gone out is the next answer, once; then it is made anew.
-
-        Raises
-        ------
-        Exception
-            What `make` raised.
         """
         with self._lock:
             making = self._making.get(address)
@@ -119,7 +114,6 @@ class SlowPages:
 
 
 def _is_old(making: Future[tuple[Page, float]]) -> bool:
-    """Whether a page was ready long ago, so that its browser has left."""
     return making.done() and making.exception() is None and time.monotonic() - making.result()[1] > _KEPT_S
 
 

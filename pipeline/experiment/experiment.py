@@ -284,7 +284,6 @@ class _Plan:
 
 
 def _plan(arms: Mapping[str, Arm], loading_s: float, seconds: float) -> _Plan:
-    """Return a plan that fits the seconds, or the least one there is."""
     # Imported here: history is judged without TVM.
     from relaxtune.pipeline.bench.measure import measure
 

@@ -186,7 +186,6 @@ class Admission:
         return new
 
     def _with_known(self, tasks: Sequence[TuningTask], arrival: Arrival) -> list[TaskState]:
-        """Return the states of new tasks, with the records of earlier runs that still hold."""
         options = self._options
         forced = options.mode is Mode.FORCE
         hashes = [task.workload_hash for task in tasks]

@@ -134,7 +134,6 @@ class TuningLoop:
     # Proposals.
 
     def _propose(self, state: TaskState) -> None:
-        """Hand in the next candidates of a task: those of templates first, then of the search."""
         if state.templates is not None and not state.templates.done:
             self._propose_templates(state, self._admission.round_size)
         elif Route.METASCHEDULE not in self._options.routes:
@@ -169,7 +168,6 @@ class TuningLoop:
         )
 
     def _take_proposal(self, proposal: Proposal) -> None:
-        """Hand in the candidates of a search."""
         request = self._searches.running.pop(proposal.request.workload)
         state = self._tasks.get(request.workload)
         state.searching, state.search = False, proposal.search
@@ -234,7 +232,6 @@ class TuningLoop:
                 raise TypeError(f"expected an answer to this run, got {type(event).__name__}")
 
     def _take_candidate(self, candidate: Candidate) -> None:
-        """Record a finished candidate, or a fallback, and learn from it."""
         state = self._tasks.get(candidate.workload.workload)
         state.on_way.discard(candidate.key)
         if candidate.route is Route.FALLBACK:
@@ -350,7 +347,6 @@ class TuningLoop:
             self._tasks.end_left_out(rounds)
 
     def _hold_finals(self, settled: Sequence[TaskState]) -> None:
-        """Hand in the finals of settled tasks; report the tasks that need none."""
         self._report_settled([state for state in settled if not self._finals.hold(state)])
 
     def _await_finals(self) -> None:
@@ -378,7 +374,6 @@ class TuningLoop:
 
     @property
     def _idle(self) -> bool:
-        """Whether nothing is built, measured or searched for."""
         return not (self._evaluator.pending or self._searches.running or self._finals.running)
 
     def _has_room(self) -> bool:

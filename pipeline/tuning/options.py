@@ -34,7 +34,7 @@ class TuningOptions:
     population: int = 64  # Schedules that evolve between two rounds; searching takes time in proportion to it.
     # A task is left alone when a round is expected to save less than this part of the model's kernel time.
     min_gain: float = 0.0
-    # Latencies of each of a task's contenders when they are timed alternately at the end; 0 leaves that out.
+    # Latencies of each of a task's contenders, at most, when they alternate at the end; 0 leaves that out.
     finals: int = 7
     # Seconds that the cost model may take to learn from earlier records at the start; 0 leaves that out, and the
     # records of near shapes too.

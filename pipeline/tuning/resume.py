@@ -105,7 +105,6 @@ def end_what_was_done(states: Sequence[TaskState], known: Iterable[TuningRecord]
 
 
 def _allowed_as_much(job: Job, options: TuningOptions) -> bool:
-    """Whether a job's options allowed at least what these do."""
     earlier = json.loads(job.options)
     for name in ("trials", "time_budget_s"):
         # None is no limit.

@@ -350,7 +350,6 @@ class Tasks:
         self.changed(state)
 
     def _reason_to_end(self, state: TaskState, gain_us: float) -> str | None:
-        """Return why a task is not worth another round, or None when it is."""
         model_us, key = self.model_us, state.task.workload_hash
         if gain_us < self._min_gain * model_us:
             return f"{SETTLED}: a round is expected to save {gain_us:.2f} of {model_us:.0f} us"
@@ -363,7 +362,6 @@ class Tasks:
 
     @property
     def _usual_seconds(self) -> float:
-        """The seconds of a round, the average of all."""
         rounds = self._rows["rounds"].sum()
         return float(self._rows["seconds"].sum() / rounds) if rounds else 1.0
 

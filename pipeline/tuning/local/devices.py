@@ -70,7 +70,6 @@ def choose_devices(target: ResolvedTarget, wanted: Sequence[str] | None = None) 
 
 
 def _gpu_models() -> dict[str, str]:
-    """Return the product names of the visible GPUs, by TVM's names of them."""
     models: dict[str, str] = {}
     while (device := tvm.cuda(len(models))).exist:
         models[f"cuda:{len(models)}"] = str(device.device_name)

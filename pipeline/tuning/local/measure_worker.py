@@ -362,5 +362,4 @@ def _tensors(
 
 
 def _duplicate(tensor: tvm.runtime.Tensor) -> tvm.runtime.Tensor:
-    """Return a copy on the same device."""
     return tensor.copyto(tvm.runtime.empty(tensor.shape, tensor.dtype, tensor.device))

@@ -211,7 +211,6 @@ class MeasuringProcess:
                     (self._directory / f"{one.sha256}.so").unlink(missing_ok=True)
 
     def _make_references(self, request: MeasureRequest) -> None:
-        """Have the reference outputs computed if they are not there."""
         if all(path is None or path.exists() for path in map(request.reference_file, request.seeds)):
             return
         try:
@@ -252,15 +251,7 @@ class MeasuringProcess:
             return Outcome(Unmeasured.LOST, error=str(e))
 
     def _ask(self, request: object, timeout_s: float, kind: type[T]) -> T:
-        """Return the answer of the process.
-
-        Raises
-        ------
-        _NoAnswerError
-            The candidate failed, or the run was stopped.
-        WorkerStartError
-            The process cannot be started.
-        """
+        """Return the answer of the process; _NoAnswerError where the candidate failed, or the run was stopped."""
         try:
             reply = self._worker.ask(request, Limits(timeout_s))
         except WorkerStoppedError as e:

@@ -39,11 +39,5 @@ Buildable: TypeAlias = tvm.ir.IRModule | Recipe | PackedModule
 
 
 def scheduled(what: Buildable) -> tvm.ir.IRModule:
-    """Return the scheduled module that is to be built.
-
-    Raises
-    ------
-    TemplateError
-        See `Recipe.make`.
-    """
+    """Return the scheduled module that is to be built; for errors see `Recipe.make`."""
     return what.make() if isinstance(what, Recipe | PackedModule) else what

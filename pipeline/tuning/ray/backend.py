@@ -124,10 +124,7 @@ class ActorMeasurer:
     def _ask(self, method: str, *arguments: object) -> object:
         """Return what a method of the actor's `MeasuringProcess` returns, or as an outcome why there is nothing.
 
-        Raises
-        ------
-        RayTaskError
-            The actor raised: its child cannot be started, or a defect of ours. The device is left alone.
+        It raises where the actor does: its child cannot be started, or a defect of ours. The device is left alone.
         """
         exceptions = self._ray.exceptions
         life = self._life
