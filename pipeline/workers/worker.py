@@ -123,6 +123,7 @@ class Worker:
         with self._asking:
             for left in reversed(range(_TRIES)):
                 child, sent = self._ready(), False
+                self.seconds = 0.0
                 try:
                     child.send(request)
                     sent = True
