@@ -45,7 +45,7 @@ class FinishRequest:
 
 @dataclass(frozen=True)
 class ReadyCell:
-    """A cell that waits for its tuning; None is what was not made yet."""
+    """A cell that waits for its tuning; None where a part is not built yet."""
 
     prepared: PreparedModel
     beforehand: Beforehand | None = None

@@ -28,9 +28,9 @@ _LEFT = frozenset({"cell", "status", "validated", "", "artifact", "host", "state
 
 def render_batch(database: TuningDatabase, batch: Batch) -> str:
     """Return the page of a batch, as the database knows it now."""
-    made = [cell for cell in list_cells(database, batch.id) if cell.facts.artifact is not None]
-    sections = [(cell.spec.name, _section(cell)) for cell in made[:_SECTIONS_MAX]]
-    return page(f"batch {batch.name}", batch_body(database, batch, sections, max(0, len(made) - _SECTIONS_MAX)))
+    finished = [cell for cell in list_cells(database, batch.id) if cell.facts.artifact is not None]
+    sections = [(cell.spec.name, _section(cell)) for cell in finished[:_SECTIONS_MAX]]
+    return page(f"batch {batch.name}", batch_body(database, batch, sections, max(0, len(finished) - _SECTIONS_MAX)))
 
 
 def batch_body(

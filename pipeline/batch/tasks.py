@@ -214,7 +214,7 @@ def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions
     """
     every = sum(len(group.cells) for group in groups)
     trials = trials_of(plan, every)
-    made = []
+    shares = []
     for group in groups:
         devices = len(choose_devices(group.target)) if not group.cells[0].note else 1
         options = group_options(plan, len(group.cells), every, devices)
@@ -225,8 +225,8 @@ def share_budget(plan: Plan, groups: Sequence[TaskGroup]) -> tuple[TuningOptions
             more = trials(one.cell, len(hashes - seen) / max(1, len(hashes)))
             most = None if more is None or most is None else most + more
             seen |= hashes
-        made.append(replace(options, trials=most))
-    return tuple(made)
+        shares.append(replace(options, trials=most))
+    return tuple(shares)
 
 
 def group_job(plan: Plan, cells: Sequence[Cell], target: ResolvedTarget, environment: Environment) -> TuningJob:

@@ -53,7 +53,7 @@ class LookWork:
 
 @dataclass(frozen=True)
 class AheadWork:
-    """An imported cell to get ready for its end while it is tuned: what tuning does not change is made and kept.
+    """An imported cell to get ready for its end while it is tuned: parts that tuning does not change are built and kept.
 
     The answer is whether it was.
     """

@@ -227,8 +227,8 @@ def task(database: TuningDatabase, workload_hash: str) -> Page:
 def model(database: TuningDatabase, name: str) -> Page:
     """Return what is known of a model: how much of it is measured on each device, its jobs, its artifacts."""
     jobs = database.list_jobs(model=name, limit=LISTED)
-    made = artifacts(database, model=name, limit=LISTED)
-    if not jobs and not made:
+    own_artifacts = artifacts(database, model=name, limit=LISTED)
+    if not jobs and not own_artifacts:
         raise NotFoundError(f"no job and no artifact of the model {name}")
     found = coverage(database, name)
     tasks = {one.workload_hash for one in found}
@@ -244,7 +244,7 @@ def model(database: TuningDatabase, name: str) -> Page:
     parts = [
         Section("Coverage", table(columns, rows, {"device", "code"})),
         Section("Jobs", job_list(jobs)),
-        Section("Artifacts", artifact_list(database, made)),
+        Section("Artifacts", artifact_list(database, own_artifacts)),
     ]
     return Page(f"model {name}", sections(name, parts))
 

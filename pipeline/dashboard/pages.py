@@ -39,19 +39,19 @@ def overview(database: TuningDatabase) -> Page:
     none = ("records", "none yet: `relaxtune tune` or `relaxtune batch run` writes them")
     facts = [(f"records {status.value}", f"{counts[status]:,}") for status in Status if counts.get(status)]
     batches, jobs = list_batches(database, limit=LISTED), database.list_jobs(limit=LISTED)
-    made = artifacts(database, limit=LISTED)
+    newest = artifacts(database, limit=LISTED)
     parts = [
-        Section("Needs attention", _attention(database, batches, jobs, made)),
+        Section("Needs attention", _attention(database, batches, jobs, newest)),
         *(_newest(database, jobs[0]) if jobs else ()),
         Section("Batches", _batch_list(database, batches)),
         Section("Jobs", job_list(jobs)),
-        Section("Artifacts", artifact_list(database, made)),
+        Section("Artifacts", artifact_list(database, newest)),
     ]
     return Page("overview", sections(database.url, parts, facts=facts or [none]), live=True)
 
 
 def _attention(
-    database: TuningDatabase, batches: Sequence[Batch], jobs: Sequence[Job], made: Sequence[ArtifactSummary]
+    database: TuningDatabase, batches: Sequence[Batch], jobs: Sequence[Job], newest: Sequence[ArtifactSummary]
 ) -> Markup:
     found: list[tuple[datetime, Markup, str]] = []
     for batch in batches:
@@ -64,7 +64,7 @@ def _attention(
     for job in jobs:
         if job.outcome not in ("done", None):
             found.append((job.started_at, link(f"/jobs/{job.id}", f"job {job.model}"), job.outcome))
-    for one in made:
+    for one in newest:
         if one.validation is not None and not one.validation.passed:
             link_ = link(f"/artifacts/{one.key}", f"artifact {one.model}")
             found.append((one.created_at, link_, "disagrees with ONNX Runtime"))

@@ -77,22 +77,22 @@ def with_partial_sums(arrays: Sequence[np.ndarray], partial_sums: Mapping[str, i
 
     Rows [rows..., K] have partial sums [groups, rows..., 2]: of K / groups elements each, and of their squares.
     """
-    made = list(arrays)
+    filled = list(arrays)
     for position, rows in partial_sums.items():
-        sums = made[int(position)]
-        parts = made[rows].astype(np.float32).reshape(-1, sums.shape[0], made[rows].shape[-1] // sums.shape[0])
+        sums = filled[int(position)]
+        parts = filled[rows].astype(np.float32).reshape(-1, sums.shape[0], filled[rows].shape[-1] // sums.shape[0])
         both = np.stack([parts.sum(axis=-1), np.square(parts).sum(axis=-1)], axis=-1)
-        made[int(position)] = np.ascontiguousarray(both.swapaxes(0, 1)).reshape(sums.shape).astype(sums.dtype)
-    return made
+        filled[int(position)] = np.ascontiguousarray(both.swapaxes(0, 1)).reshape(sums.shape).astype(sums.dtype)
+    return filled
 
 
 def with_column_sums(arrays: Sequence[np.ndarray], column_sums: Mapping[str, Sequence[int]]) -> list[np.ndarray]:
     """Return the arrays, the sums of columns among them those of their matrices (see `workload_spec`)."""
-    made = list(arrays)
+    filled = list(arrays)
     for position, (matrix, axis) in column_sums.items():
-        sums = made[int(position)]
-        made[int(position)] = made[matrix].astype(np.float32).sum(axis=axis).reshape(sums.shape).astype(sums.dtype)
-    return made
+        sums = filled[int(position)]
+        filled[int(position)] = filled[matrix].astype(np.float32).sum(axis=axis).reshape(sums.shape).astype(sums.dtype)
+    return filled
 
 
 @cache
@@ -114,11 +114,11 @@ def _uniform(dtype: np.dtype[np.generic]) -> np.ndarray:
 
 def _taken(drawn: np.ndarray, first: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of these numbers from one of them on, repeated as often as it takes."""
-    made = np.empty(math.prod(shape), drawn.dtype)
+    filled = np.empty(math.prod(shape), drawn.dtype)
 
     def copy(begin: int, end: int) -> None:
         at = (first + begin) % _DRAWN
-        made[begin:end] = drawn[at : at + end - begin]
+        filled[begin:end] = drawn[at : at + end - begin]
 
-    map_chunks(copy, made.size)
-    return made.reshape(shape)
+    map_chunks(copy, filled.size)
+    return filled.reshape(shape)

@@ -35,10 +35,10 @@ class NodeProcesses:
     def __init__(self, ray: ModuleType, run: str, modules: Sequence[str] = ()) -> None:
         self._ray = ray
         self._alive = [one for one in ray.nodes() if one["Alive"]]
-        made = ray.remote(num_cpus=0, max_restarts=0)(_process_class())
+        process = ray.remote(num_cpus=0, max_restarts=0)(_process_class())
         placed = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         self._actors: list[Any] = [
-            made.options(scheduling_strategy=placed(one["NodeID"], soft=False)).remote() for one in self._alive
+            process.options(scheduling_strategy=placed(one["NodeID"], soft=False)).remote() for one in self._alive
         ]
         words = (_SERVER, run, *modules)
         self._answers = [one.begin.remote(words, _TIMEOUT_S) for one in self._actors]

@@ -287,7 +287,7 @@ def test_tune_records_a_template_that_cannot_be_made(
     )
     (result,) = summary.tasks
     assert (result.valid, result.failures) == (2, {Status.BUILD_ERROR: 1})
-    assert result.ended == "no search was asked for"
+    assert result.ended == "the routes have no search"
     (failed,) = database.list_records(RecordFilter(status=Status.BUILD_ERROR))
     assert failed.route is Route.TEMPLATE
     assert "the tile is wider than the matrix" in str(failed.error)
