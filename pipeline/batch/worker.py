@@ -53,10 +53,7 @@ class LookWork:
 
 @dataclass(frozen=True)
 class AheadWork:
-    """An imported cell to get ready for its end while it is tuned: parts that tuning does not change are built and kept.
-
-    The answer is whether it was.
-    """
+    """An imported cell, to build and keep its parts that tuning does not change. The answer is whether it did."""
 
     cell: Cell
     samples: int
