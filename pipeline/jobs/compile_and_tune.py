@@ -141,7 +141,7 @@ def tune_model(
     check_destination(out)
     check_key(tune_request.sign)
     urls = [tune_request.database, *tune_request.shared]
-    began, beforehand, progress = time.monotonic(), None, progress
+    began, beforehand = time.monotonic(), None
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)

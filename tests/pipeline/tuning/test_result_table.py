@@ -169,7 +169,7 @@ def test_time_left_counts_what_follows_the_search() -> None:
         def __init__(self) -> None:
             self.left: list[float | None] = []
 
-        def candidate_measured(self, event: ProgressEvent) -> None:
+        def __call__(self, event: ProgressEvent) -> None:
             self.left.append(event.seconds_left)
 
     noted = Noted()
