@@ -14,6 +14,7 @@ SKIPPED = "import pytest\n\ndef test_skipped():\n    pytest.skip('no device')\n"
 PASSED = "\ndef test_passed():\n    pass\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["alone", "xdist"])
 @pytest.mark.parametrize(("tests", "code"), [(SKIPPED, 1), (SKIPPED + PASSED, 0)], ids=["skipped", "one passed"])
 def test_session_fails_when_every_test_was_skipped(

@@ -284,8 +284,7 @@ def tune_tasks(
 
     Raises `NothingMeasuredError` or `InterruptedEarlyError`: as `tune_prepared`; the job says so too.
     """
-    plain = {"mode": tuning.mode.value, "routes": sorted(tuning.routes)}
-    options = {**of.request, **dataclasses.asdict(tuning), **plain}
+    options = {**of.request, **plain_options(tuning)}
     job = database.start_job(
         model=of.model,
         model_sha256=of.model_sha256,
@@ -348,6 +347,11 @@ def choose_kernels(
 def untuned_kernels(prepared: PreparedModel) -> tuple[KernelChoice, ...]:
     """Return the kernels that a model ships with if tuned ones are no faster in it."""
     return choose_kernels(prepared, None, why=UNTUNED)
+
+
+def plain_options(options: TuningOptions) -> dict[str, object]:
+    """Return options as the database keeps them with a job."""
+    return {**dataclasses.asdict(options), "mode": options.mode.value, "routes": sorted(options.routes)}
 
 
 def require_kept(summary: TuningSummary) -> None:

@@ -12,6 +12,8 @@ import pytest
 from tests.guardrails.fuzz_cases import ARTIFACTS, LENGTHS, FuzzCase, Fuzzed, draw_cases, make_inputs
 from tests.guardrails.fuzz_run import HALF_TOLERANCE, Subject, make_subject, run_case, run_cases, summarise
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parent / "golden.json"
 CASES_EACH = 400
 QUICK = [fuzzed for fuzzed in ARTIFACTS if fuzzed.model in ("bert-tiny", "llama-tiny-decode", "vit-tiny")]

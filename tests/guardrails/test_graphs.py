@@ -41,6 +41,7 @@ def test_graph_that_onnx_runtime_cannot_optimise_is_judged() -> None:
     assert try_graph(604014, STEPS).status is Status.RIGHT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [NEAR, HOPPER], ids=["llvm", "passes of Hopper"])
 def test_a_near_miss_of_each_pattern_agrees_with_onnx_runtime(plan: Plan) -> None:
     assert faults(try_graph(seed, plan) for seed in range(len(PATTERNS))) == []
@@ -109,6 +110,7 @@ class Waits:
         return Outcome(seed, Status.RIGHT)
 
 
+@pytest.mark.slow
 def test_graph_that_waits_for_a_busy_machine_is_not_lost() -> None:
     # The first one may take longer: its process imports.
     assert [one.status for one in try_graphs([0, 1], Waits(), limit_s=2)] == [Status.RIGHT, Status.RIGHT]

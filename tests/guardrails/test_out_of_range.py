@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import helper
 
 from tests.pipeline.importer.onnx_cases import make_model
@@ -28,6 +29,7 @@ def test_a_read_behind_a_table_ends_the_process() -> None:
         assert done.returncode == -signal.SIGSEGV, done.stderr
 
 
+@pytest.mark.slow
 def test_calls_at_and_beyond_the_limits_stay_inside(tmp_path: Path) -> None:
     """Words, positions by a slice, rows by tuples and a branch; a few hundred calls."""
     rng = np.random.default_rng(0)

@@ -55,6 +55,7 @@ def test_a_dynamically_quantised_bert_computes_in_integers(tmp_path: Path) -> No
     assert validation["tolerance"]["rtol"] == 0.1
 
 
+@pytest.mark.slow
 def test_a_statically_quantised_bert_keeps_8_bit_weights(tmp_path: Path) -> None:
     graph = import_model(load_model(quantise("bert-tiny", "static", tmp_path)))
     module = lower(graph, resolve_target("llvm").target, LoweringOptions("int8"))
@@ -64,6 +65,7 @@ def test_a_statically_quantised_bert_keeps_8_bit_weights(tmp_path: Path) -> None
     assert matrices == 2 * (4 * 128 * 128 + 2 * 128 * 512) + 128 * 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["static", "dynamic"])
 def test_the_gemm_template_makes_every_integer_matmul_on_hopper(how: str, tmp_path: Path) -> None:
     target = resolve_target("cuda:sm_90a")

@@ -18,6 +18,8 @@ from relaxtune.tuning_db.records import RecordFilter
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.unoptimised import UNOPTIMISED_TEXT
 
+pytestmark = pytest.mark.slow
+
 TARGET = "cuda:sm_90a"
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.kernels.sanitize_kernels import Outcome, gpu_tests, runs_of, sanitize
 
+pytestmark = pytest.mark.slow
+
 _STAND_IN = """\
 #!{python}
 import sys

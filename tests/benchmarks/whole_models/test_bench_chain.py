@@ -13,6 +13,8 @@ from benchmarks.kernels.cubins import MANIFEST
 from benchmarks.whole_models.bench_chain import CHAIN, VALUES, build, chain_of, run
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 
+pytestmark = pytest.mark.slow
+
 TARGET = "cuda:sm_90a"
 DECODE = Case("llama-tiny-decode", 3, 64)
 

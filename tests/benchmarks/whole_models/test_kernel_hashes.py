@@ -11,6 +11,8 @@ from benchmarks.whole_models.kernel_hashes import GRAPH, default_models, differe
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.generic import plain
 
+pytestmark = pytest.mark.slow
+
 
 def test_default_models_are_of_the_whole_zoo_and_parse() -> None:
     cases = [parse_case(model) for model in default_models()]

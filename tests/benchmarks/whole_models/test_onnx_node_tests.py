@@ -15,6 +15,8 @@ from benchmarks.node_tests.operators import CONSTANT_OPERANDS, OPERATORS
 from benchmarks.node_tests.reasons import REASONS, find_reason
 from benchmarks.whole_models.onnx_node_tests import RESULTS, counts_table, document, entries, explained
 
+pytestmark = pytest.mark.slow
+
 # Small operators of every group, some with failures that are known.
 QUICK = (
     *("Clip", "DequantizeLinear", "DynamicQuantizeLinear", "Expand", "GatherND", "Gelu", "LpNormalization"),

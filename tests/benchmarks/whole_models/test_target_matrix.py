@@ -3,7 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.whole_models.target_matrix import compiled, rows_of, with_rows
+
+pytestmark = pytest.mark.slow
 
 
 def test_rows_that_are_not_compiled_again_stay_with_their_commit(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.whole_models import tune_gpu_cases
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -129,6 +129,7 @@ def test_fully_masked_row_stays_finite_in_fp16(name: str) -> None:
     assert all(np.isfinite(value).all() for value in run_ort(model, inputs).values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_every_weight_changes_the_output(name: str) -> None:
     model = load_model(name, shapes=symbolic_shapes(name))

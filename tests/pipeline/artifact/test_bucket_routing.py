@@ -47,6 +47,7 @@ def test_padding_of_bert_is_allowed_and_weights_are_stored_once(bert: Path) -> N
     assert (small & large) <= set(manifest.weights)
 
 
+@pytest.mark.slow
 def test_an_axis_without_smaller_calls_shows_nothing_and_is_not_padded(tmp_path: Path) -> None:
     buckets = {"batch": (1,), "sequence": (8,)}
     compile_model(ModelRequest("bert-tiny", target=UNOPTIMISED_TEXT, buckets=buckets), tmp_path / "bert", samples=1)
@@ -116,6 +117,7 @@ def test_an_artifact_without_buckets_counts_nothing_and_takes_no_padding(tmp_pat
         record_padding(tmp_path / "plain", ())
 
 
+@pytest.mark.slow
 def test_causal_right_padding_and_repeated_rows_of_gpt2_are_allowed(tmp_path: Path) -> None:
     request = ModelRequest("gpt2-tiny", target=UNOPTIMISED_TEXT, buckets={"batch": (1, 2), "sequence": (8,)})
     result = compile_model(request, tmp_path / "gpt2", samples=1)

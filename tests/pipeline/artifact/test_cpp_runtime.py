@@ -153,6 +153,7 @@ def test_the_library_shows_no_names_but_its_own(runtime: Path) -> None:
     assert [name for name in names if "relaxtune" not in name] == []
 
 
+@pytest.mark.slow
 def test_calls_leave_padding_out_as_in_python(runtime: Path, tmp_path: Path) -> None:
     names = ("input_ids", "attention_mask", "token_type_ids")
     made = relaxtune.compile(

@@ -54,6 +54,7 @@ def test_work_and_memory_survive_the_manifests_json(compiled: CompiledModule) ->
     assert 4 * (32 * 128 + 128) <= (manifest.memory.planned_bytes or 0) < 4 * 32 * 128 * 100
 
 
+@pytest.mark.slow
 def test_symbolic_shapes_have_no_work_and_no_plan(quick_target: ResolvedTarget) -> None:
     model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
     compiled = compile_module(lower(import_model(model), quick_target.target), (), quick_target)
@@ -68,6 +69,7 @@ def test_a_module_without_storage_plans_nothing(compiled: CompiledModule) -> Non
     assert planned_bytes(compiled.lowered.mod) == 0
 
 
+@pytest.mark.slow
 def test_memory_of_symbolic_sizes_is_planned_for_the_largest(quick_target: ResolvedTarget, tmp_path: Path) -> None:
     model = load_model("bert-tiny", shapes={"input_ids": (1, "sequence")})
     options = LoweringOptions(maxima={"sequence": 64})

@@ -56,6 +56,7 @@ def database(folder: Path) -> Iterator[TuningDatabase]:
         yield opened
 
 
+@pytest.mark.slow
 def test_a_second_driver_is_told_who_has_the_plan(folder: Path, database: TuningDatabase, capsys) -> None:
     path = plan_of(folder, "held", cells=FIRST)
     plan = read_plan(path)
@@ -146,6 +147,7 @@ def test_a_cancelled_cell_is_left_out(folder: Path, database: TuningDatabase, ca
     assert heard.count("first-4x32-llvm") == 1
 
 
+@pytest.mark.slow
 def test_other_processes_import_and_finish_cells_beside_the_tuning(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +216,7 @@ class HereWorkers(CellWorkers):
         """Do nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("left", "made"), [(1.0, True), (0.0, False)], ids=["memory is left", "memory is short"])
 def test_what_tuning_does_not_change_is_made_while_a_cell_is_tuned(
     folder: Path, monkeypatch: pytest.MonkeyPatch, left: float, made: bool
@@ -235,6 +238,7 @@ def test_what_tuning_does_not_change_is_made_while_a_cell_is_tuned(
     assert {"compile", "compare", "export", "validate"} <= found[0].stage_s.keys()
 
 
+@pytest.mark.slow
 def test_a_batch_is_iterated_over_and_may_be_left(folder: Path, database: TuningDatabase) -> None:
     path = plan_of(folder, "loop", {"candidates = 6": "candidates = 40"}, FIRST + 'shapes = ["x=3x32"]\n')
     run = relaxtune.batch(path)

@@ -29,6 +29,8 @@ from tests.pipeline.batch.plan_cases import dense
 from tests.pipeline.tuning.ray.clusters import small_cluster
 from tests.tuning_db.postgres_server import running_server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Cluster]:

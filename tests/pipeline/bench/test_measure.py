@@ -78,6 +78,7 @@ def test_arms_run_untimed_as_long_after_an_arm_of_their_process_as_after_another
     assert min(turns) > 3
 
 
+@pytest.mark.slow
 def test_threads_that_never_sleep_are_not_waited_for_for_ever() -> None:
     thread = spin(20_000_000)
     assert wait_until_idle() >= 0.5

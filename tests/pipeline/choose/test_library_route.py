@@ -83,6 +83,7 @@ def bert(batch: int = 1) -> OnnxModel:
     return load_model("bert-tiny", shapes=dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), (batch, 33)))
 
 
+@pytest.mark.slow
 def test_libraries_are_used_where_they_are_asked_for_and_named_in_the_manifest(tmp_path: Path) -> None:
     target = resolve_target("cuda:sm_90a")
     lowered = lowered_for_libraries(bert(), target, "fp16")

@@ -226,6 +226,7 @@ def test_ctrl_c_keeps_what_was_measured_and_still_compiles(tuning_process, tmp_p
         assert recorded.outcome == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuning_process", [SLOW_END], indirect=True, ids=["slow-end"])
 def test_a_second_ctrl_c_half_a_second_later_ends_the_run_and_keeps_what_was_measured(tuning_process, tmp_path) -> None:
     _wait_for(lambda: _valid_records(tmp_path / "tuning.db"))

@@ -103,6 +103,7 @@ def test_what_is_no_artifact_is_told(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "does not exist" in err
 
 
+@pytest.mark.slow
 def test_two_builds_stand_beside_each_other_kernel_by_kernel(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_record_of_another_kernel_than_its_decision_makes_is_passed_over(lower
     assert (choice.record_id, choice.unusable) == (taken, (passed_over,))
 
 
+@pytest.mark.slow
 def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by_now(
     lowered, task, target, measured
 ) -> None:

@@ -17,6 +17,8 @@ from relaxtune.schedules.targets import ResolvedTarget
 from tests.pipeline.faults.planting import FaultyPass, build, edited_constant, with_argument
 from tests.pipeline.faults.small_models import make_model
 
+pytestmark = pytest.mark.slow
+
 Expr = tvm.ir.Expr
 
 

@@ -83,6 +83,7 @@ def assert_right(path: Path) -> None:
         assert error.max() <= 0.05 * span
 
 
+@pytest.mark.slow
 def test_a_bert_with_every_operator_quantised_is_right(tmp_path: Path) -> None:
     assert_right(quantise("bert-tiny-1-layers", "every operator", tmp_path))
 

@@ -55,6 +55,7 @@ def test_each_bucket_ships_with_what_is_faster_in_it(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "rows.onnx"]
 
 
+@pytest.mark.slow
 def test_buckets_share_one_packing_of_each_weight(tmp_path: Path) -> None:
     sizes = {}
     for name, buckets in (("symbolic", {}), ("bucketed", {"sequence": (64, 128)})):

@@ -133,6 +133,7 @@ def test_tune_searches_and_builds_for_a_gpu_at_the_same_time(database: TuningDat
     assert all(record.smem_bytes > 1024 for record in gemms)
 
 
+@pytest.mark.slow
 def test_a_near_shape_lets_every_task_begin_with_one_template(
     database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from relaxtune.pipeline.jobs.tuned_model import _plain
+from relaxtune.pipeline.jobs.tuned_model import plain_options
 from relaxtune.pipeline.tuning import session
 from relaxtune.pipeline.tuning.measure.timing import MeasureOptions
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
@@ -39,7 +39,7 @@ def run(
     place: Place, database: TuningDatabase, outcome: str | None = "done", model: str = "tiny", **changes: object
 ) -> TuningSummary:
     options = dataclasses.replace(OPTIONS, **changes)
-    told = json.dumps(_plain(options), default=str)
+    told = json.dumps(plain_options(options), default=str)
     job = database.start_job(model=model, model_sha256="0" * 64, target=place.key, options=told)
     summary = tune(
         TASKS,
@@ -90,7 +90,7 @@ def test_a_run_that_was_broken_off_goes_on(place: Place, database: TuningDatabas
 KILLED = """
 import dataclasses, json, sys
 from relaxtune.pipeline.environment import detect_environment, target_key
-from relaxtune.pipeline.jobs.tuned_model import _plain
+from relaxtune.pipeline.jobs.tuned_model import plain_options
 from relaxtune.pipeline.tuning.record import Recorder
 from relaxtune.pipeline.tuning.session import tune
 from relaxtune.schedules.targets import resolve_target
@@ -104,7 +104,7 @@ class Progress:
         print(event.done, flush=True)
 with TuningDatabase.open(sys.argv[1]) as database:
     job = database.start_job(model="tiny", model_sha256="0" * 64, target=target_key(target),
-                             options=json.dumps(_plain(options), default=str))
+                             options=json.dumps(plain_options(options), default=str))
     tune(TASKS, target=target, database=database, environment=detect_environment(target), options=options,
          job_id=job.id, progress=Progress(), still_true=all_records)
 """

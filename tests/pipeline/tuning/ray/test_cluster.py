@@ -46,6 +46,8 @@ from tests.pipeline.tuning.tuning_cases import (
     unbuildable_mod,
 )
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = TuningOptions(
     trials=4,
     trials_per_iteration=4,
