@@ -148,7 +148,8 @@ def test_tune_exits_4_when_no_candidate_could_be_built(relaxtune, workspace, tmp
 def test_tune_writes_the_untuned_artifact_when_nothing_valid_was_measured(
     relaxtune, workspace, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(MeasuringProcess, "_measure", lambda *_: Outcome(Status.TIMEOUT, error="killed after 1 s"))
+    late = Outcome(Status.TIMEOUT, error="killed after 1 s")
+    monkeypatch.setattr(MeasuringProcess, "_outcome_of", lambda *_: late)
     command = ["tune", workspace.model, "--target", "llvm", "--shape", "x=7x32", "--trials", 1, "--no-bench"]
     options = ["--db", tmp_path / "tuning.db", "--out", tmp_path / "artifact"]
     outcome = relaxtune(*command, *options)
@@ -171,10 +172,11 @@ def test_tune_refuses_a_device_that_is_not_here(relaxtune, workspace, tmp_path) 
 NOTHING_MEASURED = """
 import time
 from relaxtune.pipeline.tuning.local import measuring_process as module
+assert hasattr(module.MeasuringProcess, "_check")
 def wait(process, *_):
     while not process._worker._stopped: time.sleep(0.05)
     raise module._NoAnswerError(module._STOPPED)
-module.MeasuringProcess._measure = wait
+module.MeasuringProcess._check = wait
 """
 # What follows the search takes minutes: a second Ctrl-C comes in the middle of it, however fast the machine is.
 SLOW_END = (

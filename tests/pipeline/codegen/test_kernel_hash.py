@@ -63,7 +63,7 @@ def built_hash(what, target, directory: Path) -> str | None:
     """Return the hash that the tuner's build process tells of a candidate."""
     stem = str(directory / "candidate")
     reply = start()(BuildRequest(pickle.dumps(what), pickle.dumps(target.target), stem))
-    return reply.artifact.resources.kernel_hash
+    return reply.resources.kernel_hash
 
 
 def entries_of(lowered, task, record, target, directory: Path, routes=DEFAULT_ROUTES) -> list[KernelEntry]:
