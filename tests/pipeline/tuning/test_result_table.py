@@ -59,7 +59,9 @@ def test_table_shows_dashes_when_nothing_is_known() -> None:
 
 def test_to_data_has_every_status_and_all_nodes() -> None:
     assert json.loads(json.dumps(to_data(SUMMARY))) == to_data(SUMMARY)
-    (task,) = to_data(SUMMARY)["tasks"]
+    tasks = to_data(SUMMARY)["tasks"]
+    assert isinstance(tasks, list)
+    task = tasks[0]
     assert task["failures"] == {"build_error": 0, "run_error": 0, "timeout": 2, "wrong_result": 0}
     assert task["speedup"] == 4.0
 

@@ -181,7 +181,9 @@ def mismatches(requests: list[MeasureRequest], options: MeasureOptions) -> list[
     assert answer(ReferenceRequest(requests[0])) is True
     found = []
     for one in requests:
-        (reply,) = answer(dataclasses.replace(one, options=options, spec=requests[0].spec))  # type: ignore[misc]
+        replies = answer(dataclasses.replace(one, options=options, spec=requests[0].spec))
+        assert isinstance(replies, tuple)
+        reply = replies[0]
         assert isinstance(reply, MeasureReply)
         found.append(reply.mismatch)
     return found
