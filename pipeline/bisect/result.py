@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 
 class Culprit(StrEnum):

@@ -28,7 +28,7 @@ from relaxtune.pipeline.cli.options import (
 )
 from relaxtune.pipeline.cli.output import OutputFormat, emit, print_json, stdout_console
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:

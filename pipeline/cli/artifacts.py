@@ -35,7 +35,7 @@ from relaxtune.pipeline.cli.output import OutputFormat, emit, print_json, print_
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.output_file import output_file
 from relaxtune.pipeline.printable import short
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from relaxtune.pipeline.cli.output import (
 from relaxtune.pipeline.cli.report import write_page
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.printable import short
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.events import BatchEvent, CandidateEvent, CellEvent

@@ -9,7 +9,7 @@ import typer
 
 from relaxtune.pipeline.cli.options import FormatOption
 from relaxtune.pipeline.cli.output import OutputFormat, emit
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 app = typer.Typer(help="Look at a Ray cluster.", no_args_is_help=True)
 

@@ -26,7 +26,7 @@ from relaxtune.pipeline.cli.options import (
 from relaxtune.pipeline.cli.output import OutputFormat, print_json, print_table, stderr_console, stdout_console
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.printable import short
-from relaxtune.pipeline.tables import TableView, first_of
+from relaxtune.pipeline.printed_tables import TableView, first_of
 from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, TuningOptions, options_for
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -73,9 +73,14 @@ class SearchOptions:
         Effort.NORMAL, "How much to try; --trials and --time-budget override its limits.", panel=SEARCH
     )
     trials: int | None = option(
-        None, "Candidates over all tasks. Default: the effort's, or the time budget.", min=1, panel=SEARCH
+        None,
+        "Most candidates, all tasks together. Default: as --effort says, or as fit into --time-budget.",
+        min=1,
+        panel=SEARCH,
     )
-    time_budget: float | None = option(None, "Seconds of the command.", min=1.0, metavar="S", panel=SEARCH)
+    time_budget: float | None = option(
+        None, "Seconds that the whole command may take.", min=1.0, metavar="S", panel=SEARCH
+    )
     mode: TuningMode = option(TuningMode.TUNE, "force measures again what the database already knows.", rare=True)
     workers: int | None = option(None, "Build processes. Default: the cores.", min=1, rare=True)
     devices: str | None = option(
@@ -167,7 +172,10 @@ def compile_command(
     ] = False,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compile a model without measuring: kernels follow their records, or are a template's default or the fallback."""
+    """Compile a model without measuring.
+
+    Each kernel is made by its best record, else by a template's default, else by the fallback schedule.
+    """
     from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 
     result = compile_model(

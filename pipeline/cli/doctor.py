@@ -21,7 +21,7 @@ import typer
 from relaxtune.pipeline.cli.options import FormatOption
 from relaxtune.pipeline.cli.output import OutputFormat, emit
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 # The pair the project pins; pyproject.toml is checked against it by a test.
 PINNED_TVM = "0.27.0.post1"

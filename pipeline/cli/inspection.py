@@ -13,7 +13,7 @@ from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
 from relaxtune.pipeline.cli.output import OutputFormat, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.printable import short
-from relaxtune.pipeline.tables import TableView, first_of
+from relaxtune.pipeline.printed_tables import TableView, first_of
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.inspect import Inspection

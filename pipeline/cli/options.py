@@ -43,7 +43,7 @@ def optional_database(text: str) -> Any:
             return DEFAULT_DATABASE if Path(DEFAULT_DATABASE.reveal()).is_file() else None
         return None if url.reveal() == "none" else url
 
-    return url_option(f"{text} Default: {DEFAULT_DATABASE}, if it is there; none leaves it out.", callback=resolved)
+    return url_option(f"{text} Default: {DEFAULT_DATABASE}, if it exists; `none` uses no database.", callback=resolved)
 
 
 ArtifactArgument = Annotated[Path, typer.Argument(metavar="DIR", help="Artifact directory.")]
@@ -124,7 +124,8 @@ class ModelOptions:
     )
     profile: list[str] | None = option(
         None,
-        "Least, typical and largest size of a symbolic axis: memory is planned for the largest, more is refused.",
+        "Least, typical and largest size of a symbolic axis: memory is planned for the largest, "
+        "and larger calls are refused.",
         metavar="AXIS=MIN:TYPICAL:MAX,...",
         panel=SIZES,
     )
@@ -135,7 +136,7 @@ class ModelOptions:
         panel=SIZES,
     )
     unpad: bool = option(
-        False, "Leave padding out: an encoder's time goes with its tokens (docs/shapes.md).", "--unpad", panel=SIZES
+        False, "Compute the tokens of an encoder alone, without padding (docs/shapes.md).", "--unpad", panel=SIZES
     )
     seed: int = option(0, "Seed of the search, the zoo's weights and the inputs.", rare=True)
     disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME", rare=True)

@@ -16,7 +16,7 @@ from rich.segment import Segment
 
 from relaxtune.pipeline.output_file import output_file
 from relaxtune.pipeline.printable import printable
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.tuning_db.questions.data_frames import flatten
 from relaxtune.tuning_db.urls import hide_secrets
 

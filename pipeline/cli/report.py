@@ -13,7 +13,7 @@ from relaxtune.pipeline.cli.options import VerifyKeyOption, optional_database, r
 from relaxtune.pipeline.cli.output import print_json, print_table, stdout_console, write_text
 from relaxtune.pipeline.errors import ArtifactError, UsageError
 from relaxtune.pipeline.printable import short
-from relaxtune.pipeline.tables import TableView, first_of
+from relaxtune.pipeline.printed_tables import TableView, first_of
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from relaxtune.pipeline.gate.checks import Check, Verdict
 from relaxtune.pipeline.gate.gate import GateReport
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 _COLUMNS = ("check", "baseline", "new", "change", "limit", "verdict", "why")
 

@@ -4,7 +4,7 @@
 
     batch          1, 8, 32
     length         1/8, 1/4 and all of its limit
-    cache          one new token after 1/4 and all of the limit; as many new tokens without a cache
+    cache          one new token after 1/4 and all of the limit; as many new tokens after a cache of 1
     image, signal  the smallest that the graph has room for
 
 A limit above 2,048 counts as 2,048, none as 512. Calls that take long are left out: about half a second on two cores of

@@ -16,7 +16,7 @@ from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.errors import PipelineError, ValidationFailedError
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.validate.array_comparison import compare_arrays, differing_bits
 from relaxtune.pipeline.validate.tolerances import Tolerance
 

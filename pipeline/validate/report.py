@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relaxtune.pipeline.errors import ValidationFailedError
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.validate.array_comparison import HISTOGRAM_EDGES, SampleComparison
 from relaxtune.pipeline.validate.tolerances import Tolerance
 

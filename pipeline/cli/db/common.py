@@ -12,7 +12,7 @@ from relaxtune.pipeline.cli.groups import option
 from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
 from relaxtune.pipeline.cli.output import DataFormat, emit
 from relaxtune.pipeline.errors import UsageError
-from relaxtune.pipeline.tables import Item, TableView
+from relaxtune.pipeline.printed_tables import Item, TableView
 from relaxtune.tuning_db.records import Mode
 from relaxtune.tuning_db.urls import DatabasePlace
 

@@ -13,7 +13,7 @@ from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
 from relaxtune.pipeline.cli.output import DataFormat, emit, print_table
 from relaxtune.pipeline.cli.set_option import CommandWithSet
 from relaxtune.pipeline.printable import short
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 if TYPE_CHECKING:
     from relaxtune.pipeline.jobs.explain import ExplainedKernel

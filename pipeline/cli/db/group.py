@@ -10,7 +10,7 @@ from relaxtune.pipeline.cli.db import artifacts, batches, exchange, explain, que
 from relaxtune.pipeline.cli.db.common import TableOptions, app
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.output import emit
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 if TYPE_CHECKING:
     from relaxtune.tuning_db.store import TuningDatabase

@@ -9,7 +9,7 @@ from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds, mi
 from relaxtune.pipeline.cli.db.filters import FilterOptions
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.tables import Item
+from relaxtune.pipeline.printed_tables import Item
 from relaxtune.tuning_db.records import TuningRecord
 
 _RESOURCES = {"registers": "registers", "smem_bytes": "smem B", "spill_bytes": "spill B"}

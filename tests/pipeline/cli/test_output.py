@@ -19,7 +19,7 @@ from relaxtune.pipeline.cli.output import (
     print_error,
     stdout_console,
 )
-from relaxtune.pipeline.tables import TableView
+from relaxtune.pipeline.printed_tables import TableView
 
 VIEW = TableView("title", ("name", "fix"), (("x", "pip install 'relaxtune[export]'"),))
 
