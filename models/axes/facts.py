@@ -23,7 +23,7 @@ ZERO, ONE = Polynomial.number(0), Polynomial.number(1)
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a tensor."""
+    """Known facts of a tensor."""
 
     shape: Shape | None = None  # Its sizes; None where not even the rank is known.
     data: Shape | None = None  # The elements of an integer scalar or vector.
@@ -36,7 +36,7 @@ UNKNOWN = Known()
 
 @dataclass
 class AxisFacts:
-    """What was found so far of the sizes in a graph."""
+    """Facts found so far about the sizes in a graph."""
 
     order: Mapping[str, int]  # The names in the sizes of the inputs, each with its place.
     solved: dict[str, Polynomial] = field(default_factory=dict)  # Name -> the size that it is equal to.
@@ -124,7 +124,7 @@ class AxisFacts:
         return tuple(map(self.resolve, result))
 
 
-# What is known of the results of a node, by what is known of its inputs; None where the rule does not say.
+# Facts of the results of a node, from the facts of its inputs; None where the rule does not say.
 Rule: TypeAlias = Callable[[AxisFacts, onnx.NodeProto, Sequence[Known]], list[Known] | None]
 
 

@@ -117,7 +117,7 @@ class ArmResult:
 
     @property
     def run_ms(self) -> float:
-        """What a run usually takes: all its calls."""
+        """The usual latency of a run: all its calls."""
         return sum(map(statistics.median, self.by_sizes.values())) or self.median_ms
 
     @property

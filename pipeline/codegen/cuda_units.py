@@ -72,7 +72,7 @@ def write_unit(unit: IRModule, target: tvm.target.Target) -> UnitSource:
 def compile_unit(written: UnitSource, asked: CubinRequest, on_log: OnLog | None, worker: Worker) -> tvm.runtime.Module:
     """Return the module of a unit, its cubin made by a worker; by this process where the worker makes none.
 
-    Making it here says what is wrong, or works. nvcc is a process of its own; what the compiler says is told here.
+    Making it here says what is wrong, or works. nvcc is a process of its own; its messages are logged here.
     """
     request = replace(asked, code=written.source.decode())
     here = request.toolchain.kind is not CompilerKind.NVRTC or on_log is not None

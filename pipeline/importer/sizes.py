@@ -1,4 +1,4 @@
-"""What every call of a model keeps of its sizes, and what checks at run time have said of them so far.
+"""Sizes that every call of a model keeps, and sizes that checks at run time have held so far.
 
 Three facts about sizes are known while a graph is converted:
 
@@ -33,7 +33,7 @@ BROADCASTING = frozenset(
 
 
 class KnownSizes:
-    """What is known of sizes at one place of a graph.
+    """Known sizes at one place of a graph.
 
     Parameters
     ----------

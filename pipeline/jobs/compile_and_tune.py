@@ -149,7 +149,7 @@ def tune_model(
             logger.info("%s", sizes_text(prepared.sizes, prepared.tasks))
         budget_s = tune_request.tuning.time_budget_s
         if budget_s is not None and prepared.tasks:
-            # What follows the search takes as long again, and the comparison.
+            # The steps after the search take as long again, and so does the comparison.
             before = time.monotonic()
             beforehand = make_beforehand(prepared, tune_request.samples)
             now, compare_s = time.monotonic(), tune_request.compare_s or min(COMPARE_S, budget_s / 4)

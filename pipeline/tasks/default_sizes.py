@@ -45,7 +45,7 @@ def default_points(model: OnnxModel, kind: str) -> tuple[SizePoint, ...]:
     """
     if not list_symbols(model.inputs):
         return ()
-    # Those of an encoder are the lengths of its mask and of the decoder's caches.
+    # The axes of an encoder are the lengths of its mask and of the decoder's caches.
     batches, caches, encoder, new = _kinds(model)
     limits = {axis: _limit(model, axis) for axis in (*caches, *encoder, *new)}
     weights = sum(math.prod(tensor.dims) for tensor in model.proto.graph.initializer if len(tensor.dims) > 1)

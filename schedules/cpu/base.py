@@ -1,4 +1,4 @@
-"""What the CPU rules share: inlining, and how loops are made parallel and vector."""
+"""Steps that the CPU rules share: inlining, and how loops are made parallel and vector."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class _Scores:
     def _along_table(self, layout: ScoreBias, shape: Shape, places: TablePlaces) -> ScoreBias | None:
         """Return where a mask, laid out in a tensor of some shape, lies in its table; None where no strides say it.
 
-        What counts in the table are queries and keys: along those alone a kernel stays inside.
+        The table is by queries and keys: along those alone a kernel stays inside.
         """
         if layout.offset != 0 or layout.period:
             return None

@@ -13,7 +13,7 @@ from relaxtune.models.unpadding import EXTRA_INPUTS, Unpadding
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.module import LoweringOptions
 
-# What no pass changes, and notes, which stay in the report of a pass that failed.
+# Fields that no pass changes, and notes, which stay in the report of a failed pass.
 _NOT_SAVED = ("graph", "target", "options", "notes", "_order")
 
 

@@ -1,4 +1,4 @@
-"""What the kernel of a matrix product is made of: its roles, its largest tile, and how its loops are cut.
+"""The parts of the kernel of a matrix product: its roles, its largest tile, and how its loops are cut.
 
 The loops are cut so that what is read again comes from the first two caches. Weights are packed in panels, and both
 operands are longer than a cache. Of vectors as long as a line, the left operand waits in the second cache while a job's
