@@ -290,6 +290,7 @@ def test_disk_full_exits_1_and_leaves_nothing(tmp_path) -> None:
     assert "left: []" in outcome.stdout
 
 
+@pytest.mark.slow
 def test_read_only_folder_exits_1_before_any_work(tmp_path) -> None:
     out = tmp_path / "artifact"
     arguments = ["compile", "bert-tiny", "--target", "llvm", "--out", str(out)]

@@ -49,6 +49,7 @@ def test_file_of_a_few_functions_that_stands_for_millions_of_nodes_is_refused_at
     assert time.perf_counter() - started < 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait_s", [0.2, 1.5])
 def test_ctrl_c_ends_the_load_of_the_largest_file_at_once(tmp_path: Path, wait_s: float) -> None:
     """onnx's library sees no signal while it follows the calls: the limit bounds how long that takes."""

@@ -104,6 +104,7 @@ def test_tf32_keeps_ten_bits_rounded_to_even() -> None:
     assert (got[:5].view(np.uint32) & 0x1FFF == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["tf32", "w4a16"])
 def test_a_precision_compiles_for_a_gpu_that_is_not_here(precision: str, tmp_path: Path) -> None:
     request = ModelRequest(

@@ -131,6 +131,7 @@ def test_connection_that_the_server_closed_is_made_anew(filled, samples):
         assert database.count_records() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount the small disk that the server's user writes to")
 def test_full_disk_of_the_server_is_told_and_earlier_records_are_whole():
     folder = tempfile.mkdtemp(prefix="disk")

@@ -67,6 +67,7 @@ def test_a_case_whose_only_arm_ends_its_process_fails(tmp_path: Path, environmen
         run(Child(order("bad"), tmp_path / "log", environment))
 
 
+@pytest.mark.slow
 def test_a_process_that_is_not_ready_in_time_is_given_up(tmp_path: Path, environment: dict[str, str]) -> None:
     child = Child(order("good", "slow"), tmp_path / "log", environment)
     with pytest.raises(ChildError, match="not ready after 2 s, while preparing slow"):

@@ -15,6 +15,7 @@ from relaxtune.pipeline.validate.reference import Reference
 CASES = (Case("bert-tiny", 2, 16), Case("gpt2-tiny", 2, 16), Case("vit-tiny", 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "padding"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fused_graph_agrees_with_the_zoos(case: Case, masked: bool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.kernels.bench_gemm_sm80 import CASES, arms_of, build_case, line_of
 from benchmarks.kernels.bench_gemm_sm90 import fused_matmul
 from benchmarks.kernels.cubins import MANIFEST
@@ -22,6 +24,7 @@ def test_arms_are_candidates_one_of_a_power_of_two_and_some_that_share_sums() ->
     assert [arms["split 0"].split_k > 1, arms["1"].split_k] == [True, 1]
 
 
+@pytest.mark.slow
 def test_build_writes_a_manifest_that_names_the_arms(tmp_path: Path) -> None:
     told = build_case(tmp_path, "attention-output-128", "cuda:sm_90", 1)
     entries = json.loads((tmp_path / MANIFEST).read_text())

@@ -128,6 +128,7 @@ def test_causal_right_padding_and_repeated_rows_of_gpt2_are_allowed(tmp_path: Pa
     assert buckets.sides == {"batch": Side.RIGHT, "sequence": Side.RIGHT}
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_decode_step_is_padded_before(tmp_path: Path) -> None:
     request = ModelRequest("gpt2-tiny-decode", target=UNOPTIMISED_TEXT, buckets={"past_sequence": (8,)})
     result = compile_model(request, tmp_path / "step", samples=1)

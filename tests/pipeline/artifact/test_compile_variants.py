@@ -85,6 +85,7 @@ def test_variants_compute_the_same_on_the_same_weights(
             np.testing.assert_allclose(got[name], array, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_variant_is_one_cuda_graph(bert_tiny: OnnxModel) -> None:
     target = resolve_target("cuda:sm_90a")
     lowered = lower(import_model(bert_tiny), target.target)

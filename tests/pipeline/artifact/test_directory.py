@@ -276,6 +276,7 @@ def test_a_reader_always_finds_an_artifact_while_it_is_replaced(artifact_copy: M
     assert not directory.with_name(directory.name + ".s").exists()
 
 
+@pytest.mark.slow
 def test_several_writers_of_one_place_take_turns(artifact_copy: Maker) -> None:
     """Each of 4 processes moves 25 artifacts to a place that is free at first; none fails, and no lock is left."""
     source = artifact_copy()

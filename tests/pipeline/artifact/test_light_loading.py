@@ -67,6 +67,7 @@ def test_loading_and_running_import_what_they_need(artifact: Path) -> None:
     assert said.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_process_that_has_loaded_may_import_all_of_tvm_and_compile(artifact: Path, tmp_path: Path) -> None:
     """One library for both: artifacts and tensors of before go on, and compiled ones are as ever."""
     rest = """

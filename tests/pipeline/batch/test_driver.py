@@ -150,6 +150,7 @@ def test_the_database_says_what_became_of_each_cell(ran: Ran, database: TuningDa
     assert second.facts.job_id in {job.id for job in database.list_jobs(model="second")}
 
 
+@pytest.mark.slow
 def test_what_did_not_change_is_not_done_again(ran: Ran, database: TuningDatabase, capsys) -> None:
     """The group's tuning is known to be done; accepted cells stay, the others are tried again."""
     shown = preview(read_plan(ran.plan))

@@ -122,6 +122,7 @@ def test_a_driver_that_is_killed_is_taken_up_where_it_was(folder: Path, database
     assert len({one.decision for one in candidates} - measured) == summary.candidates
 
 
+@pytest.mark.slow
 def test_a_cancelled_cell_is_left_out(folder: Path, database: TuningDatabase, capsys, monkeypatch) -> None:
     path = plan_of(folder, "fewer", cells=FIRST + FIRST + 'shapes = ["x=4x32"]\n')
 
@@ -264,6 +265,7 @@ def test_a_plan_is_shown_without_a_database_and_makes_none(tmp_path: Path, capsy
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first.onnx", "new.toml"]
 
 
+@pytest.mark.slow
 def test_a_failed_validation_rejects_its_cell_and_exits_with_3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     validate = jobs.validate_written
 

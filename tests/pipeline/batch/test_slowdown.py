@@ -70,6 +70,7 @@ def test_an_artifact_that_is_slower_is_told_by_how_much(
     assert slower_than_last(fast, tmp_path / "damaged", CALLS, 0.5) is None
 
 
+@pytest.mark.slow
 def test_a_cell_that_became_slower_is_rejected_and_the_last_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

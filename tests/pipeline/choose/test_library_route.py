@@ -102,6 +102,7 @@ def test_libraries_are_used_where_they_are_asked_for_and_named_in_the_manifest(t
     assert b"relaxtune_cudnn_attention" in code
 
 
+@pytest.mark.slow
 def test_an_artifact_needs_only_the_libraries_that_it_calls(tmp_path: Path) -> None:
     target = resolve_target("cuda:sm_90a")
     lowered = lowered_for_libraries(bert(), target, "fp16")

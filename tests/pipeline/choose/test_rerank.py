@@ -172,6 +172,7 @@ def test_a_refuted_runner_up_is_not_tried(prepared: PreparedModel, hot: TuningTa
     assert rerank(prepared, choices, database, tasks=1) == (choices, RerankReport(()))
 
 
+@pytest.mark.slow
 def test_gains_that_do_not_add_up_are_not_taken_together(
     prepared: PreparedModel, hot: TuningTask, database: TuningDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_tuned_kernels_ship_when_the_model_is_faster_with_them(prepared, fast, s
     assert shipping.verdict.startswith("Ships tuned: ")
 
 
+@pytest.mark.slow
 def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared, fast, slow, tmp_path) -> None:
     shipping, loaded = decide(prepared, tuned=slow, untuned=fast, folder=tmp_path)
     assert not shipping.tuned
@@ -77,6 +78,7 @@ def test_untuned_kernels_ship_when_the_model_is_slower_with_tuned_ones(prepared,
     assert shipping.report.runs == len(shipping.report.arm("relaxtune").latencies_ms)
 
 
+@pytest.mark.slow
 def test_why_a_gain_does_not_count_is_told(prepared, fast, tmp_path) -> None:
     shipping = replace(decide(prepared, tuned=fast, untuned=fast, folder=tmp_path)[0], tuned=False)
     slower = replace(shipping, contrast=Contrast(0.031, 0.013, 0.05, Side.ABOVE))

@@ -104,6 +104,7 @@ def test_records_alone_give_the_same_kernels_again(model: Path, prepared: Prepar
     assert hashes[0] == hashes[1] != kernels(prepared, choose_kernels(prepared, None))
 
 
+@pytest.mark.slow
 def test_artifact_with_a_table_of_records_is_made_again_without_them(prepared: PreparedModel, tmp_path: Path) -> None:
     choices = choose_kernels(prepared, database_of(prepared, tmp_path / "tuning.db", others(prepared)))
     manifest = write_artifact(compile_module(prepared.lowered, choices, prepared.target), tmp_path / "artifact")

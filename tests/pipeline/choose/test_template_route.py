@@ -77,6 +77,7 @@ def test_templates_offer_candidates_for_every_matmul_that_tensor_cores_can_do(ta
     assert len(offered) >= 4
 
 
+@pytest.mark.slow
 def test_records_of_templates_become_kernels_of_one_graph(lowered, tasks, target, database, tmp_path) -> None:
     environment = detect_environment(target)
     choices = select_kernels(lowered, tasks, database=database, target=target, environment=environment)
@@ -112,6 +113,7 @@ def test_record_of_a_template_that_does_not_fit_is_refused(tasks, target) -> Non
         replay_record(other, template_record(other, decision, target, fits=False), target)
 
 
+@pytest.mark.slow
 def test_kernels_without_a_record_are_defaults_of_templates(lowered, tasks, target, tmp_path) -> None:
     environment = detect_environment(target)
     choices = select_kernels(lowered, tasks, database=None, target=target, environment=environment)
@@ -197,6 +199,7 @@ def test_a_slip_in_a_template_is_no_kernel_that_cannot_be_made(lowered, tasks, t
         select_kernels(lowered, tasks, database=None, target=target, environment=detect_environment(target))
 
 
+@pytest.mark.slow
 def test_matmuls_of_symbolic_rows_are_tables_of_kernels_without_a_task(target: ResolvedTarget) -> None:
     graph = import_model(load_model("bert-tiny", shapes={"input_ids": ("batch", "sequence")}))
     symbolic = lower(graph, target.target, LoweringOptions(precision="fp16"))

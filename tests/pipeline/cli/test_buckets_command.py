@@ -63,6 +63,7 @@ def test_validate_goes_by_every_route(artifact: Path, capsys: pytest.CaptureFixt
     assert json.loads(shown)["samples"] == 6
 
 
+@pytest.mark.slow
 def test_report_covers_the_code_of_each_bucket(artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, shown, _ = run(capsys, "report", str(artifact), "--no-profile", "--format", "json")
     assert code == 0

@@ -111,6 +111,7 @@ def test_tune_records_every_candidate_under_its_job(workspace) -> None:
         assert len(kept) == measured
 
 
+@pytest.mark.slow
 def test_tuning_again_measures_nothing_unless_forced(relaxtune, workspace, tmp_path) -> None:
     database = tmp_path / "copy.db"
     shutil.copyfile(workspace.database, database)

@@ -4,6 +4,8 @@ import json
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from relaxtune.pipeline.cli import doctor
 from relaxtune.pipeline.cli.doctor import Finding, FindingStatus
 
@@ -16,6 +18,7 @@ def test_pinned_versions_agree_with_the_project_file() -> None:
     assert f"apache-tvm-ffi=={doctor.PINNED_TVM_FFI}" in dependencies
 
 
+@pytest.mark.slow
 def test_every_check_reports_ok_or_a_fix() -> None:
     findings = doctor.run_checks()
     assert len(findings) == len(doctor.CHECKS)
@@ -49,6 +52,7 @@ def test_missing_package_names_the_extra_that_brings_it() -> None:
     )
 
 
+@pytest.mark.slow
 def test_missing_linker_says_how_to_get_one(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     finding = doctor.check_linker()
@@ -59,6 +63,7 @@ def test_missing_linker_says_how_to_get_one(monkeypatch) -> None:
     assert "binutils" in tools["ld"].fix
 
 
+@pytest.mark.slow
 def test_doctor_prints_every_check_and_its_fix(relaxtune) -> None:
     outcome = relaxtune("doctor", "--format", "json")
     assert outcome.code == 0

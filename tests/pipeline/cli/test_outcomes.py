@@ -137,6 +137,7 @@ def test_compile_notes_its_artifact_only_when_asked_to(tuned, relaxtune, tmp_pat
     assert "expected a database (--db URL) with --record" in relaxtune(*command, "--record", code=2)
 
 
+@pytest.mark.slow
 def test_shared_database_is_read_named_and_never_written(tuned, relaxtune, tmp_path):
     # Without a comparison, which on a busy machine may find the tuned kernels no faster, and ship the untuned ones.
     colleagues = tmp_path / "colleagues.db"

@@ -28,6 +28,7 @@ def directory(compiled: CompiledModule, tmp_path: Path) -> Path:
     return tmp_path / "bert-tiny"
 
 
+@pytest.mark.slow
 def test_the_page_lies_beside_the_artifact_and_its_path_is_printed(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,7 @@ def test_the_page_lies_beside_the_artifact_and_its_path_is_printed(
     assert not (directory / page.name).exists()
 
 
+@pytest.mark.slow
 def test_a_profile_names_bottlenecks_on_this_cpu(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +58,7 @@ def test_a_table_goes_to_stdout(directory: Path, capsys: pytest.CaptureFixture[s
     assert "have no time" in out
 
 
+@pytest.mark.slow
 def test_untuned_kernels_are_timed_where_their_device_is(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, str(directory), "--format", "json")
     assert code == 0
@@ -88,6 +91,7 @@ def test_requests_that_cannot_be_are_refused(
     assert message in err
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_written_is_told(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

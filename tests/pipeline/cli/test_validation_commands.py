@@ -136,6 +136,7 @@ def test_a_bisection_that_is_not_possible_leaves_the_verdict(relaxtune, builds, 
     assert "is not what this version makes of the model" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_a_kernel_that_hides_in_the_tolerance_is_found_when_kernels_are_compared(relaxtune, tmp_path) -> None:
     model = make_model("bert", tmp_path)
     slightly = FaultyKernel("encoder_layer_0_intermediate_Mul_1", [("0.70710678118654757", "0.7070")])

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from relaxtune.tuning_db.batches import finish_batch, start_batch
 from relaxtune.tuning_db.cell_states import CellSpec
 from relaxtune.tuning_db.jobs import JobTask
@@ -58,6 +60,7 @@ def filled(path: Path) -> str:
     return job.id
 
 
+@pytest.mark.slow
 def test_words_that_run_nothing_do_without_tvm(artifact: Path, relaxtune: Callable[..., Ended], tmp_path: Path) -> None:
     db = ["--db", tmp_path / "tuning.db"]
     job, store = filled(tmp_path / "tuning.db"), ["--store", tmp_path / "store"]

@@ -86,6 +86,7 @@ def test_a_wrong_converter_is_told_from_a_wrong_pass(
     assert found.node == "/encoder/layer.0/intermediate/Erf"
 
 
+@pytest.mark.slow
 def test_symbolic_axes_take_the_sizes_of_the_sample(
     quick_target: ResolvedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def test_a_pass_is_shown_by_the_nodes_it_spoils(
     assert "kept ok" in healthy.stdout
 
 
+@pytest.mark.slow
 def test_a_kernel_that_is_not_made_again_is_shown_by_the_artifact(quick_target: ResolvedTarget, tmp_path: Path) -> None:
     case = KERNEL_CASES["a mask is read one key early"]
     model = make_model(case.model, tmp_path)

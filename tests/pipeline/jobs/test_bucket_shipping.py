@@ -24,6 +24,7 @@ NODES = """
 """
 
 
+@pytest.mark.slow
 def test_each_bucket_ships_with_what_is_faster_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipping_module, "_QUESTION", Question(-LEAST_GAIN, 0.02, seconds=0.5))
     model = tmp_path / "rows.onnx"

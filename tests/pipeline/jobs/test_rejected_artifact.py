@@ -76,6 +76,7 @@ print(made.manifest.model, made.validation.passed, made.directory)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_place_keep_their_own_artifacts(tmp_path: Path) -> None:
     out, rejected, flags, key = (tmp_path / name for name in ("artifact", "artifact.rejected", "flags", "key.pem"))
     flags.mkdir()

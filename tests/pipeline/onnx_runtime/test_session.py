@@ -106,6 +106,7 @@ def test_a_graph_that_ends_the_optimiser_is_computed_without_it(tmp_path: Path) 
         assert "died of signal SIGSEGV" in peers.left_out["ort"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "told"),
     [

@@ -49,6 +49,7 @@ def test_known_ceilings_name_their_source_and_no_other_device_has_any() -> None:
     assert known_ceilings(None) is None
 
 
+@pytest.mark.slow
 def test_this_cpus_ceilings_are_measured() -> None:
     ceilings = measure_cpu_ceilings()
     assert ceilings.flops_per_s["float32"] > 1e9

@@ -54,6 +54,7 @@ def test_without_a_limit_lengths_are_parts_of_512(tmp_path: Path) -> None:
     assert [one for one in found if "batch=1 " in one] == [f"batch=1 sequence={length}" for length in (64, 128, 512)]
 
 
+@pytest.mark.slow
 def test_calls_that_take_long_are_left_out_but_for_one(tmp_path: Path) -> None:
     assert names(model_of(tmp_path, IDS, 10_000_000), "llvm")[-1] == "batch=8 sequence=128"
     assert names(model_of(tmp_path, IDS, 100_000_000), "llvm") == ["batch=1 sequence=64", "batch=1 sequence=128"]

@@ -100,6 +100,7 @@ def half_matmul(size: int) -> tvm.ir.IRModule:
     return as_workload(te.create_prim_func([a, b, te.compute((size, size), lambda i, j: c[i, j].astype("float16"))]))
 
 
+@pytest.mark.slow
 def test_tune_searches_and_builds_for_a_gpu_at_the_same_time(database: TuningDatabase) -> None:
     """All but the device is real: templates, searches of two tasks, NVRTC, and what it says of each kernel."""
     target = resolve_target("cuda:sm_90a")

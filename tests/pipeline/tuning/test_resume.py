@@ -72,6 +72,7 @@ def test_a_second_run_measures_nothing_and_starts_no_process(
     require_valid(again)
 
 
+@pytest.mark.slow
 def test_more_is_measured_for_more_trials_by_force_or_for_another_model(place: Place, database: TuningDatabase) -> None:
     run(place, database, trials=2)
     assert run(place, database, trials=3).candidates == 3
@@ -79,6 +80,7 @@ def test_more_is_measured_for_more_trials_by_force_or_for_another_model(place: P
     assert run(place, database, model="other", trials=2).candidates > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_goes_on(place: Place, database: TuningDatabase) -> None:
     assert run(place, database, None, trials=2).candidates == 2
     assert run(place, database, "interrupted", trials=3).candidates == 1

@@ -208,6 +208,7 @@ def test_tune_skips_a_task_whose_reference_cannot_be_computed(place: Place, data
     assert children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bad", "status", "text"),
     [

@@ -41,6 +41,7 @@ def test_packed_matmul_matches_numpy_when_rows_are_symbolic(n, batch):
     assert run(packed_matmul_case(37, n, 20, batch=batch, epilogue="gelu", symbolic="m")) == "cpu-any-size-matmul"
 
 
+@pytest.mark.slow
 @given(m=st.integers(1, 40), n=st.integers(1, 150), k=st.integers(1, 40), width=st.sampled_from([16, 32, 48, 64, 112]))
 @settings(max_examples=15, deadline=None, derandomize=True)
 def test_packed_matmul_matches_numpy_when_shapes_and_panels_are_drawn(m, n, k, width):

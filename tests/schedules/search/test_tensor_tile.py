@@ -98,6 +98,7 @@ def test_kernels_copy_asynchronously_multiply_on_tensor_cores_and_spill_nothing(
     assert codes.count(LOCAL_LOAD) == codes.count(LOCAL_STORE) == 0
 
 
+@pytest.mark.slow
 def test_what_takes_the_most_shared_memory_keeps_to_the_limit_of_its_target() -> None:
     resolved = resolve_target("cuda:sm_89")
     assert isinstance(resolved.limits, CudaLimits)

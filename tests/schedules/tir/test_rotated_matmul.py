@@ -118,6 +118,7 @@ def test_epilogue_that_reads_another_table_is_refused() -> None:
     assert isinstance(refusal, Refusal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "parameters", "registers_max"),
     [

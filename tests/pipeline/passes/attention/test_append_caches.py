@@ -91,6 +91,7 @@ def test_append_caches_agrees_with_onnx_runtime_when_caches_are_half_precision(n
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 
 
+@pytest.mark.slow
 def test_append_caches_is_one_launch_of_a_decode_step_on_hopper() -> None:
     options = LoweringOptions(disabled_passes=frozenset({"append_in_attention"}))
     lowered = lower(import_model(small_model("llama-tiny-decode", precision="fp16")), HOPPER.target, options)

@@ -36,6 +36,7 @@ def softmaxes(lowered: LoweredModule) -> int:
     return sum(len(calls) for name, calls in lowered.kernels.items() if "softmax" in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny"])
 def test_attention_of_symbolic_lengths_is_one_kernel_with_the_same_results(name: str) -> None:
     model = symbolic_model(name)

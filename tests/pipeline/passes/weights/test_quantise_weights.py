@@ -29,6 +29,7 @@ def lowered(name: str, precision: str, target=LLVM, **options: object) -> Lowere
     return lower(import_model(small_model(name)), target, LoweringOptions(precision=precision, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "precision"),
     [("bert-tiny", "w8a16"), ("t5-tiny", "w8a16"), ("gpt2-tiny", "w4a16"), ("llama-tiny-decode", "w4a16")],

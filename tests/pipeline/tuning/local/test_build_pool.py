@@ -143,6 +143,7 @@ def test_build_goes_on_when_a_worker_is_killed(pool: BuildPool, place: Place) ->
     assert pool.restarts == restarts + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kills", "status"), [(1, Status.TIMEOUT), (2, Unmeasured.LOST)])
 def test_a_build_killed_from_outside_is_tried_once_more_and_never_called_an_error(
     tmp_path: Path, place: Place, kills: int, status: Status | Unmeasured

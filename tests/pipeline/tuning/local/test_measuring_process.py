@@ -194,6 +194,7 @@ def test_a_machine_that_slept_leaves_no_timeout(pool: BuildPool, place: Place, m
     assert outcome.status is Status.OK
 
 
+@pytest.mark.slow
 def test_measuring_is_given_up_when_the_run_is_stopped(pool: BuildPool, place: Place) -> None:
     stop = StopSignal()
     bad = candidate(pool, place, extern_mod("sleep", 100))

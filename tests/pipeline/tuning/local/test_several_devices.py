@@ -87,6 +87,7 @@ def candidate(pool: BuildPool, place: Place, mod: tvm.ir.IRModule, workload: str
     return built(pool, place.target.target, mod), spec_of(mod, workload)
 
 
+@pytest.mark.slow
 def test_a_slow_candidate_delays_none_on_the_other_device(backend: LocalBackend, pool: BuildPool, place: Place) -> None:
     assert backend.capacity == 2
     slow = candidate(pool, place, extern_mod("usleep", 100_000), "slow")
@@ -118,6 +119,7 @@ def test_only_what_is_in_flight_is_lost_with_a_process(backend: LocalBackend, po
     assert sum(process.pid == pid for process, pid in zip(backend.processes, pids, strict=True)) == 1
 
 
+@pytest.mark.slow
 def test_a_reference_is_computed_once_and_other_work_goes_on(
     backend: LocalBackend, pool: BuildPool, place: Place, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_python_that_answers_late_is_left_to_its_handlers() -> None:
     with subprocess.Popen([sys.executable, "-c", _LATE], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -110,6 +110,7 @@ def test_without_a_nodes_server_children_are_started_afresh(module: str) -> None
             assert psutil.Process(child.pid).ppid() == os.getpid()
 
 
+@pytest.mark.slow
 def test_a_second_node_of_a_host_tells_its_facts_and_leaves_the_forking(module: str) -> None:
     run = new_run()
     with start(run, module) as first, start(run, module) as second:

@@ -309,6 +309,7 @@ def test_next_panel_of_a_packed_weight_is_fetched_by_the_first_tiles_of_rows(pro
     assert len([loop for loop in loops if not any(call in fetches for call in find_all(loop, Call))]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("vector_bytes", "loops", "rows"), [(32, (1, 3), 301), (64, (9, 3), 287)])
 def test_long_panel_is_read_block_by_block_while_groups_of_rows_keep_their_sums(
     vector_bytes: int, loops: tuple[int, int], rows: int

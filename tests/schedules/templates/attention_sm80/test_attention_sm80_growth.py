@@ -66,6 +66,7 @@ def assert_right(case: AttentionCase, arrays: list[np.ndarray], found: list[np.n
     assert error < (6e-3 if case.dtype == "bfloat16" else 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
 def test_attention_writes_the_grown_caches(
     case: AttentionCase, parameters: AttentionParameters, tmp_path: Path

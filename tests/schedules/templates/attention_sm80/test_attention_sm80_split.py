@@ -76,6 +76,7 @@ def assert_near(found: np.ndarray, right: np.ndarray) -> None:
     assert error < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
 def test_shares_of_keys_make_the_attention(
     case: AttentionCase, parameters: AttentionParameters, tmp_path: Path

@@ -143,6 +143,7 @@ def test_they_come_first_for_few_rows_and_what_they_cannot_make_is_refused() -> 
     assert "split is 5, but statistics of rows are made of whole rows" in part.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [Gemv(), GemvStream()], ids=["gemv", "gemv_stream"])
 @pytest.mark.parametrize("rows", [1, 16])
 @pytest.mark.parametrize("case", [NORMED, SUMS], ids=["normalised rows", "partial sums"])
