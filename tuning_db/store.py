@@ -97,6 +97,10 @@ class TuningDatabase(Transactions):
     def open(cls, url: DatabasePlace, *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
         """Return the database at `url`, created if it is not there.
 
+        Raises `DatabaseUrlError`: the URL, its dialect or its driver cannot be used; `DatabaseOpenError`: there is no
+        database, or it is damaged, protected, or not ours; `SchemaVersionError`: its schema is older or newer than this
+        package's.
+
         Parameters
         ----------
         url : str, Path or DatabaseUrl
@@ -105,15 +109,6 @@ class TuningDatabase(Transactions):
             `READ_ONLY` never creates nor writes.
         create : bool
             Whether a missing database is created.
-
-        Raises
-        ------
-        DatabaseUrlError
-            The URL, its dialect or its driver cannot be used.
-        DatabaseOpenError
-            There is no database, or it is damaged, protected, or not ours.
-        SchemaVersionError
-            Its schema is older or newer than this package's.
         """
         location = parse_location(url)
         mode = Mode(mode)
@@ -145,10 +140,7 @@ class TuningDatabase(Transactions):
 
         A workload already known gets the signature, name and IR given now.
 
-        Raises
-        ------
-        NotFoundError
-            The workload, the signature or the job of a record is not in the database.
+        Raises `NotFoundError`: the workload, the signature or the job of a record is not in the database.
         """
         if not workloads and not records:
             return []
@@ -251,10 +243,7 @@ class TuningDatabase(Transactions):
     def get_record(self, record_id: int) -> TuningRecord:
         """Return one record.
 
-        Raises
-        ------
-        NotFoundError
-            There is none with this id.
+        Raises `NotFoundError`: there is none with this id.
         """
         statement = select_records().where(RecordRow.id == record_id)
         found = self.read(lambda session: read_records(session, statement))
@@ -287,10 +276,7 @@ class TuningDatabase(Transactions):
     def get_workload(self, workload_hash: str, tvm_version: str | None = None) -> Workload:
         """Return a workload; with no TVM version, the one recorded last.
 
-        Raises
-        ------
-        NotFoundError
-            It is not known.
+        Raises `NotFoundError`: it is not known.
         """
         workload = self.find_workload(workload_hash, tvm_version)
         if workload is None:
@@ -312,10 +298,7 @@ class TuningDatabase(Transactions):
     def get_job(self, job_id: str) -> Job:
         """Return a job.
 
-        Raises
-        ------
-        NotFoundError
-            It is not known.
+        Raises `NotFoundError`: it is not known.
         """
         return self.read(lambda session: writing.get_job(session, job_id))
 
@@ -367,10 +350,7 @@ class TuningDatabase(Transactions):
 def upgrade(url: DatabasePlace) -> str | None:
     """Bring the schema of the database at `url` to this package's; return the revision it had.
 
-    Raises
-    ------
-    SchemaVersionError
-        The database is newer than this package.
+    Raises `SchemaVersionError`: the database is newer than this package.
     """
     location = parse_location(url)
     database = TuningDatabase(location, make_engine(location, read_only=False, create=False), Mode.TUNE)

@@ -96,10 +96,8 @@ def _content_key(path: Path, _changed_ns: int, _size: int) -> str:
 def list_cells(plan: Plan, tell: OnProgress = lambda _: None) -> tuple[Cell, ...]:
     """Return the cells of a plan, in its order. No model is loaded.
 
-    Raises
-    ------
-    PlanError
-        A model, shape, bucket, precision or target is not known, a cell is there twice, or there are too many.
+    Raises `PlanError`: a model, shape, bucket, precision or target is not known, a cell is there twice, or there are
+    too many.
     """
     table = plan.table
     count = 0

@@ -52,6 +52,10 @@ def run_batch(
 ) -> BatchResult:
     """Carry out a plan.
 
+    Raises `PlanError`, `ArtifactError`, `TuningDatabaseError`: the plan says what cannot be, an artifact's place cannot
+    be written, the database cannot be had, another driver has the plan: before anything is started (the last also
+    later); `InterruptedEarlyError`: Ctrl-C came before anything was measured or accepted.
+
     Parameters
     ----------
     fail_fast : bool
@@ -66,14 +70,6 @@ def run_batch(
     Notes
     -----
     Ctrl-C keeps every finished measurement and every finished cell; `resume_batch` takes the others up.
-
-    Raises
-    ------
-    PlanError, ArtifactError, TuningDatabaseError
-        The plan says what cannot be, an artifact's place cannot be written, the database cannot be had, another driver
-        has the plan: before anything is started. TuningDatabaseError also later.
-    InterruptedEarlyError
-        Ctrl-C came before anything was measured or accepted.
     """
     cells = list_cells(plan)
     for cell in cells:
@@ -102,17 +98,14 @@ def resume_batch(
 ) -> BatchResult:
     """Go on with a batch that another driver left.
 
+    Raises `NotFoundError`, `BatchHeldError`: there is no such batch; its driver works on it.
+
     Parameters
     ----------
     start : str or None
         The batch's name or the start of its id; None is the newest.
     retry : bool
         Whether cells that failed, were rejected or were cancelled are done again.
-
-    Raises
-    ------
-    NotFoundError, BatchHeldError
-        There is no such batch; its driver works on it.
     """
     with open_executors(cluster, database) as executors, open_databases([database], create=False) as opened:
         found = batches.get_batch(opened, start)
@@ -312,10 +305,7 @@ class BatchRun:
     def result(self) -> BatchResult:
         """Return what became of the plan, which is carried out first if that was not done.
 
-        Raises
-        ------
-        UsageError, ArtifactError, TuningDatabaseError, InterruptedEarlyError
-            See `run_batch`.
+        Raises `UsageError`, `ArtifactError`, `TuningDatabaseError`, `InterruptedEarlyError`: see `run_batch`.
         """
         if self._result is None:
             self._result = run_batch(self._plan, fail_fast=self._fail_fast, cluster=self._cluster)

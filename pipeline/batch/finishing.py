@@ -72,10 +72,7 @@ def finish_cell(
     `lock` is held while something is timed. `on_validating` is called once the database says that the cell is being
     validated. `ready` are the parts built while the cell was tuned; the others are built now.
 
-    Raises
-    ------
-    TuningDatabaseError
-        The database is gone. All other errors are the cell's own, and in the result.
+    Raises `TuningDatabaseError`: the database is gone. All other errors are the cell's own, and in the result.
     """
     began = time.monotonic()
     try:

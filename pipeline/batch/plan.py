@@ -195,10 +195,7 @@ class Plan:
 def read_plan(path: str | Path) -> Plan:
     """Return the plan in a file; nothing is loaded or started.
 
-    Raises
-    ------
-    PlanError
-        The file cannot be read, is no TOML, or has a key or a value that a plan does not have.
+    Raises `PlanError`: the file cannot be read, is no TOML, or has a key or a value that a plan does not have.
     """
     from relaxtune.models.files import read_regular
 

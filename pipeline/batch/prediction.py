@@ -89,10 +89,7 @@ def preview(plan: Plan, tell: OnProgress = lambda _: None) -> Preview:
 
     `tell` is given lines of progress.
 
-    Raises
-    ------
-    PlanError, TuningDatabaseError
-        The plan, or the database, cannot be had.
+    Raises `PlanError`, `TuningDatabaseError`: the plan, or the database, cannot be had.
     """
     cells = lower_cells(list_cells(plan, tell), LoweredBefore(cache_folder("plans")), tell)
     groups = group_cells([one for one in cells if isinstance(one, LoweredCell)])

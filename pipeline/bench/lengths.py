@@ -91,6 +91,8 @@ def measure_lengths(
 ) -> LengthsReport:
     """Return the latency of artifacts and peers at each point, where all take turns.
 
+    Raises `UsageError`: the first artifact takes no more of an axis than a point has.
+
     Parameters
     ----------
     artifacts : mapping of str to LoadedArtifact
@@ -100,11 +102,6 @@ def measure_lengths(
         With symbolic axes.
     request : BenchRequest
         Peers and how long; its `dims` are sizes of axes that the points leave open.
-
-    Raises
-    ------
-    UsageError
-        The first artifact takes no more of an axis than a point has.
     """
     first = next(iter(artifacts.values()))
     maxima = first.module.manifest.maxima

@@ -59,10 +59,7 @@ class BenchRequest:
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.
 
-        Raises
-        ------
-        UsageError
-            Names the option.
+        Raises `UsageError`: names the option.
         """
         unknown = [name for name in self.against if name not in PEERS]
         if unknown:
@@ -90,10 +87,7 @@ class BenchRequest:
     def check_device(self, kind: str) -> None:
         """Check that the peers compute on the artifact's kind of device: a ratio over another device means nothing.
 
-        Raises
-        ------
-        UsageError
-            Names the peer that does not.
+        Raises `UsageError`: names the peer that does not.
         """
         for name in self.against:
             if kind not in PEERS[name]:

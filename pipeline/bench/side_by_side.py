@@ -83,10 +83,8 @@ class SideBySide:
     def measure(self, artifacts: Mapping[str, LoadedArtifact], inputs: Mapping[str, np.ndarray]) -> BenchmarkReport:
         """Return the latencies of artifacts and of all peers that compute the inputs right, taking turns.
 
-        Raises
-        ------
-        ValidationFailedError
-            An artifact's outputs are not what ONNX Runtime gives on the CPU: its latency would mean nothing.
+        Raises `ValidationFailedError`: an artifact's outputs are not what ONNX Runtime gives on the CPU: its latency
+        would mean nothing.
         """
         expected = self.reference.run(inputs)
         for artifact in artifacts.values():
@@ -150,10 +148,7 @@ class SideBySide:
 def side_by_side(artifact: LoadedArtifact, model: OnnxModel, request: BenchRequest) -> Iterator[SideBySide]:
     """Start the peers that are asked for, and end them with the context.
 
-    Raises
-    ------
-    UsageError
-        A peer does not compute on the artifact's kind of device.
+    Raises `UsageError`: a peer does not compute on the artifact's kind of device.
     """
     manifest = artifact.module.manifest
     request.check_device(manifest.target.kind)

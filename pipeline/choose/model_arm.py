@@ -29,10 +29,7 @@ class LoadedArm:
 def compiled_arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
     """Return a model as an arm on random inputs; its artifact is written to a directory that stays while it runs.
 
-    Raises
-    ------
-    LoweringError, ArtifactError
-        The model does not compile, or not load here.
+    Raises `LoweringError`, `ArtifactError`: the model does not compile, or not load here.
     """
     return compiled_arms(prepared, choices, (), directory)[0]
 

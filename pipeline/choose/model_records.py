@@ -128,10 +128,7 @@ class MeasuredModel:
 def read_decision(record: TuningRecord) -> ModelDecision:
     """Return the decision of a model's record.
 
-    Raises
-    ------
-    DatabaseOpenError
-        It is none: the record is damaged.
+    Raises `DatabaseOpenError`: it is none: the record is damaged.
     """
     try:
         plain = json.loads(record.decision)

@@ -26,10 +26,8 @@ from relaxtune.tuning_db.records import Route, TuningRecord
 def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
     """Return the task's PrimFunc scheduled as a record says, postprocessing included.
 
-    Raises
-    ------
-    LoweringError
-        The decision does not fit the task, or makes another kernel by now than the one that was measured.
+    Raises `LoweringError`: the decision does not fit the task, or makes another kernel by now than the one that was
+    measured.
     """
     if has_tensor_tiles(target.target):
         register_intrinsics()

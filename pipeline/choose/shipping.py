@@ -96,6 +96,8 @@ def decide(
 ) -> tuple[Shipping, LoadedArm]:
     """Return which of two compiled models ships, after an experiment on both; and that one, written and loaded.
 
+    Raises `ArtifactError`: one of them does not load here.
+
     Parameters
     ----------
     prepared : PreparedModel
@@ -110,11 +112,6 @@ def decide(
         Gives what is timed beside them; by default `find_peers`.
     seconds : float
         Time of the comparison, unless it is sure before.
-
-    Raises
-    ------
-    ArtifactError
-        One of them does not load here.
     """
     same = tuned.kernel_hashes == untuned.kernel_hashes
     calls = timed_calls(prepared)

@@ -129,6 +129,9 @@ def run_gate(
 ) -> GateReport:
     """Return whether an artifact may take the place of another; both run here.
 
+    Raises `UsageError`: the two have other inputs or outputs, the model is another, or there is no call;
+    `ArtifactError`, `ModelError`: one of them, or the model, cannot be had here.
+
     Parameters
     ----------
     new, baseline : Path
@@ -144,13 +147,6 @@ def run_gate(
         Random inputs for the drift.
     database : TuningDatabase or None
         Open to write: where the report is kept without raw latencies, passed or refused, and both artifacts.
-
-    Raises
-    ------
-    UsageError
-        The two have other inputs or outputs, the model is another, or there is no call.
-    ArtifactError, ModelError
-        One of them, or the model, cannot be had here.
     """
     limits = limits or GateLimits()
     module, before = Module.load(new), Module.load(baseline)

@@ -60,10 +60,8 @@ def validate_artifact(
 ) -> ValidatedArtifact:
     """Compare an artifact with ONNX Runtime, by every route if it has shape buckets, and note that in its manifest.
 
-    Raises
-    ------
-    ArtifactError, ModelError, TuningDatabaseError, UsageError
-        The artifact, its model or the database cannot be had. A comparison that fails is a report.
+    Raises `ArtifactError`, `ModelError`, `TuningDatabaseError`, `UsageError`: the artifact, its model or the database
+    cannot be had. A comparison that fails is a report.
     """
     request = request or ValidationRequest()
     module = Module.load(directory)
@@ -136,10 +134,8 @@ def bench_lengths(
 
     Of more than 24 different sizes, 24 that stand for about as many calls each are measured.
 
-    Raises
-    ------
-    ModelShapeError, UsageError
-        The file cannot be read or is of other axes; an artifact is of another model, or two have one name.
+    Raises `ModelShapeError`, `UsageError`: the file cannot be read or is of other axes; an artifact is of another
+    model, or two have one name.
     """
     points = read_histogram(histogram)
     return _bench_points(directories, source, request, lambda model: few_points(points, _LENGTHS_MAX))

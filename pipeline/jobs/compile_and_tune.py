@@ -83,6 +83,9 @@ def compile_model(
 ) -> CompileResult:
     """Compile a model from records alone; nothing is measured.
 
+    Raises `ModelError`, `ScheduleError`, `TuningDatabaseError`, `PipelineError`: see `pipeline.errors`. Nothing is
+    written then.
+
     Parameters
     ----------
     request : ModelRequest
@@ -99,11 +102,6 @@ def compile_model(
         Random inputs to validate with; 0 leaves the validation out.
     sign : Path or None
         As of `TuneRequest`.
-
-    Raises
-    ------
-    ModelError, ScheduleError, TuningDatabaseError, PipelineError
-        See `pipeline.errors`. Nothing is written then.
     """
     check_destination(out)
     check_key(sign)
@@ -130,13 +128,9 @@ def tune_model(
 
     Ctrl-C during the tuning keeps every finished measurement and still compiles.
 
-    Raises
-    ------
-    NothingMeasuredError
-        Not one candidate nor fallback was measured validly, and the database knew none. The failures are recorded, and
-        the untuned artifact is written.
-    ModelError, ScheduleError, TuningDatabaseError, PipelineError
-        See `pipeline.errors`.
+    Raises `NothingMeasuredError`: not one candidate nor fallback was measured validly, and the database knew none (the
+    failures are recorded, and the untuned artifact is written); `ModelError`, `ScheduleError`, `TuningDatabaseError`,
+    `PipelineError`: see `pipeline.errors`.
     """
     check_destination(out)
     check_key(tune_request.sign)
@@ -190,10 +184,7 @@ def _write_untuned(prepared: PreparedModel, request: TuneRequest, database: Tuni
 def require_device(prepared: PreparedModel) -> None:
     """Check that a model can be measured on this machine.
 
-    Raises
-    ------
-    PipelineError
-        Its target is another.
+    Raises `PipelineError`: its target is another.
     """
     if not prepared.can_measure:
         raise PipelineError(not_here(prepared.target))

@@ -112,6 +112,8 @@ POLICY_NAMES = tuple(_POLICIES)
 def named_policy(name: str, group_size: int | None = None) -> PrecisionPolicy:
     """Return a policy by name.
 
+    Raises `UsageError`: the name is unknown, or the group size is not one of that policy.
+
     Parameters
     ----------
     name : str
@@ -119,11 +121,6 @@ def named_policy(name: str, group_size: int | None = None) -> PrecisionPolicy:
     group_size : int or None
         Weights along K with one scale, a multiple of 32, or 0 for one scale a column; None for the policy's own. Only
         for policies that quantise.
-
-    Raises
-    ------
-    UsageError
-        The name is unknown, or the group size is not one of that policy.
     """
     policy = _POLICIES.get(name)
     if policy is None:

@@ -36,14 +36,8 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
 
     The database has the records under the numbers that the manifests name; `out` is not there yet.
 
-    Raises
-    ------
-    ArtifactError
-        One of them is no artifact, or a record is not the one that its manifest names; the kernels are named.
-    UsageError
-        The file is there.
-    TuningDatabaseError
-        A database cannot be read or written.
+    Raises `ArtifactError`: one of them is no artifact, or a record is not the one that its manifest names; the kernels
+    are named; `UsageError`: the file is there; `TuningDatabaseError`: a database cannot be read or written.
     """
     if out.exists():
         raise UsageError(f"{out} exists; expected a new file, so that nothing else is in the bundle")

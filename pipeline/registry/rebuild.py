@@ -91,12 +91,9 @@ def rebuild_artifact(
     `database` and `shared` are as of `compile_model`. `source` is the ONNX model, where it is not where the manifest
     says.
 
-    Raises
-    ------
-    ArtifactError
-        A decision is not in the database, or makes another kernel by now: each kernel is named. Nothing is written.
-    ModelError, ScheduleError, TuningDatabaseError, PipelineError
-        The model is another, or does not lower or compile.
+    Raises `ArtifactError`: a decision is not in the database, or makes another kernel by now: each kernel is named, and
+    nothing is written; `ModelError`, `ScheduleError`, `TuningDatabaseError`, `PipelineError`: the model is another, or
+    does not lower or compile.
     """
     manifest = verify_artifact(directory)
     model = manifest_model(manifest, source)

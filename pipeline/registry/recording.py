@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 class CallRecorder:
     """Runs a module, and writes the inputs of every so many calls to a folder, each call whole or not at all.
 
+    Raises `UsageError`: `every` or `most` is below 1.
+
     Parameters
     ----------
     module : Module
@@ -35,11 +37,6 @@ class CallRecorder:
     ----------
     lost
         Calls that could not be written, which the log names. The service goes on.
-
-    Raises
-    ------
-    UsageError
-        `every` or `most` is below 1.
     """
 
     def __init__(self, module: Module, folder: Path | str, *, every: int = 100, most: int = 100) -> None:
@@ -52,10 +49,7 @@ class CallRecorder:
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs as `Module.run` does; only calls that the module took are kept.
 
-        Raises
-        ------
-        PipelineError
-            As `Module.run`.
+        Raises `PipelineError`: as `Module.run`.
         """
         outputs = self.module.run(inputs)
         number, rest = divmod(next(self._calls), self._every)

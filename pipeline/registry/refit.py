@@ -77,6 +77,11 @@ def refit_artifact(
 ) -> Refit:
     """Write an artifact with the weights of another model of the same graph, whole or not at all.
 
+    Raises `UsageError`: neither `weights` nor `lora` is given, or the merged model would be written over its base;
+    `ArtifactError`: the new weights do not fit the code: each kernel, constant or weight that is another is named, with
+    its ONNX nodes and initialisers, and nothing is written; `ModelError`, `ScheduleError`, `PipelineError`: the model
+    cannot be loaded or lowered, or the directory is no artifact.
+
     Parameters
     ----------
     directory : Path
@@ -94,16 +99,6 @@ def refit_artifact(
         Random inputs to validate with; 0 leaves the validation out.
     sign : Path or None
         The private key (PEM) that the artifact is signed with, None leaves it unsigned.
-
-    Raises
-    ------
-    UsageError
-        Neither `weights` nor `lora` is given, or the merged model would be written over its base.
-    ArtifactError
-        The new weights do not fit the code: each kernel, constant or weight that is another is named, with its ONNX
-        nodes and initialisers. Nothing is written then.
-    ModelError, ScheduleError, PipelineError
-        The model cannot be loaded or lowered, or the directory is no artifact.
     """
     out = out or directory
     check_destination(out)

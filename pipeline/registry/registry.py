@@ -93,10 +93,8 @@ class Registry:
     def tag(self, artifact: str | Path, tag: str, why: str = "") -> TagMove:
         """Set a tag to an artifact, by directory, tag or key; a directory is copied into the store. No gate is run.
 
-        Raises
-        ------
-        ArtifactError, UsageError, TuningDatabaseError
-            There is no such artifact, the tag cannot be one, or another process moved it meanwhile.
+        Raises `ArtifactError`, `UsageError`, `TuningDatabaseError`: there is no such artifact, the tag cannot be one,
+        or another process moved it meanwhile.
         """
         _require_tag(tag)
         key, number = self._put(artifact), len(list_moves(self._database, tag))
@@ -118,6 +116,9 @@ class Registry:
 
         A tag that stands nowhere needs an artifact that was validated.
 
+        Raises `GateRefusedError`: the gate says no; nothing is moved; `ArtifactError`, `UsageError`,
+        `TuningDatabaseError`: as `tag`, also where another process moved the tag while the gate ran.
+
         Parameters
         ----------
         limits, model, inputs : as of `run_gate`
@@ -126,13 +127,6 @@ class Registry:
             Whether a no moves the tag all the same; the history keeps both.
         on_gate : callable
             Called with the gate's report, before a no ends the promotion.
-
-        Raises
-        ------
-        GateRefusedError
-            The gate says no; nothing is moved.
-        ArtifactError, UsageError, TuningDatabaseError
-            As `tag`. Another process that moved the tag while the gate ran is one of the last.
         """
         # A gate runs artifacts; no other word of a registry needs TVM.
         from relaxtune.pipeline.gate.checks import Verdict, check_validation
@@ -161,12 +155,7 @@ class Registry:
     def rollback(self, tag: str, why: str = "") -> TagMove:
         """Set a tag back to the artifact that it stood at before, whose own roll-backs are undone already.
 
-        Raises
-        ------
-        UsageError
-            It stood at none before.
-        ArtifactError
-            That artifact is no longer in the store.
+        Raises `UsageError`: it stood at none before; `ArtifactError`: that artifact is no longer in the store.
         """
         moves = list_moves(self._database, tag)
         stack = stood_at(moves)
@@ -180,10 +169,7 @@ class Registry:
     def remove_tag(self, tag: str, why: str = "") -> TagMove:
         """Take a tag away; its artifacts are collected later unless other tags need them.
 
-        Raises
-        ------
-        UsageError
-            There is no such tag.
+        Raises `UsageError`: there is no such tag.
         """
         moves = list_moves(self._database, tag)
         if not stood_at(moves):
@@ -215,10 +201,7 @@ class Registry:
     def find(self, name: str) -> StoredArtifact:
         """Return an artifact of the store by tag or key.
 
-        Raises
-        ------
-        ArtifactError
-            There is none.
+        Raises `ArtifactError`: there is none.
         """
         stacks = self._stacks()
         known = stacks.get(name)
@@ -277,10 +260,7 @@ def _require_tag(tag: str) -> None:
 def open_store(place: Path | str) -> Store:
     """Return the store in a folder or at a URL.
 
-    Raises
-    ------
-    ArtifactError
-        fsspec, or what it needs for the URL, is not installed, or does not know it.
+    Raises `ArtifactError`: fsspec, or what it needs for the URL, is not installed, or does not know it.
     """
     return RemoteStore(place) if isinstance(place, str) and "://" in place else ArtifactStore(Path(place))
 
@@ -288,10 +268,7 @@ def open_store(place: Path | str) -> Store:
 def find_artifact(name: str, store: Store) -> Path:
     """Return the directory of an artifact by its path, or by its tag or the start of its key in a store.
 
-    Raises
-    ------
-    ArtifactError
-        It is none of them, or the start of several keys.
+    Raises `ArtifactError`: it is none of them, or the start of several keys.
     """
     path = Path(name)
     return path if (path / MANIFEST_FILE).is_file() else store.path_of(find_key(name, store))
@@ -300,10 +277,7 @@ def find_artifact(name: str, store: Store) -> Path:
 def find_key(name: str, store: Store) -> str:
     """Return the key of an artifact of a store by its tag, or by the start of the key.
 
-    Raises
-    ------
-    ArtifactError
-        It is neither, or the start of several keys.
+    Raises `ArtifactError`: it is neither, or the start of several keys.
     """
     links = store.links()
     if name in links:

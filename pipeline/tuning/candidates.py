@@ -217,10 +217,7 @@ class Evaluator:
     def take(self, timeout_s: float) -> list[object] | None:
         """Return what arrived next: finished candidates, or another event; None when nothing did within the time.
 
-        Raises
-        ------
-        MeasuringBrokenError
-            Nothing can be built or measured any more.
+        Raises `MeasuringBrokenError`: nothing can be built or measured any more.
         """
         try:
             event = self.inbox.get(timeout=timeout_s) if timeout_s else self.inbox.get_nowait()

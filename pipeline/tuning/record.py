@@ -159,10 +159,7 @@ class Recorder:
     def lose(self, task: TuningTask, outcome: Outcome) -> None:
         """Log a lost candidate; it leaves no record.
 
-        Raises
-        ------
-        MeasuringBrokenError
-            Too many were lost one after another.
+        Raises `MeasuringBrokenError`: too many were lost one after another.
         """
         self._lost += not outcome.no_reference
         message = f"a candidate of task {task.name} was lost and is not recorded: {last_line(outcome.error)}"
@@ -187,10 +184,7 @@ class Recorder:
     def flush(self) -> None:
         """Write what is pending, all or none.
 
-        Raises
-        ------
-        TuningDatabaseError
-            It cannot be written; it stays pending.
+        Raises `TuningDatabaseError`: it cannot be written; it stays pending.
         """
         if not self._pending:
             return
@@ -216,10 +210,7 @@ class Recorder:
     def close(self) -> None:
         """Write what is pending, at the end of a run: a server that is away is waited for.
 
-        Raises
-        ------
-        TuningDatabaseError
-            It cannot be written, or the server did not come back.
+        Raises `TuningDatabaseError`: it cannot be written, or the server did not come back.
         """
         began = time.monotonic()
         while True:

@@ -51,6 +51,8 @@ def tune(
 ) -> TuningSummary:
     """Tune tasks and return the summary; every candidate is in the database by then.
 
+    Raises `UsageError`: neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
+
     Parameters
     ----------
     tasks : sequence of TuningTask
@@ -79,11 +81,6 @@ def tune(
     Ctrl-C or SIGTERM ends the run at the next opportunity, within a second unless MetaSchedule is searching: what is
     finished is recorded, and the summary says `interrupted`. A second Ctrl-C raises KeyboardInterrupt.
     The processes started here end before this returns or raises.
-
-    Raises
-    ------
-    UsageError
-        Neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
     """
     if options.trials is None and options.time_budget_s is None:
         raise UsageError("A tuning run needs a limit: expected trials or time_budget_s, got neither.")
@@ -142,10 +139,8 @@ def tune(
 def require_valid(summary: TuningSummary) -> None:
     """Check that a run measured something valid, or found it in the database.
 
-    Raises
-    ------
-    NothingMeasuredError
-        No candidate of any task was valid; the message has the failures by status and the last error.
+    Raises `NothingMeasuredError`: no candidate of any task was valid; the message has the failures by status and the
+    last error.
     """
     if not summary.tasks or any(task.valid or task.known for task in summary.tasks):
         return

@@ -45,10 +45,7 @@ class Forks:
     def fork(self, spec: ChildSpec) -> Forked:
         """Return a child; it is forked when the server has done its imports.
 
-        Raises
-        ------
-        OSError
-            The server is gone.
+        Raises `OSError`: the server is gone.
         """
         return Forked(spec, self._path, self.last_words)
 
@@ -93,10 +90,7 @@ class ForkServer(Forks):
 def listening(path: Path) -> Iterator[socket.socket]:
     """Give a socket on which a fork server listens.
 
-    Raises
-    ------
-    OSError
-        Another server listens there.
+    Raises `OSError`: another server listens there.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         with short_address(path) as address:

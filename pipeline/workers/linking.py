@@ -25,10 +25,7 @@ def run_compiler(
 
     One that was killed from outside, or a part of which was, is started once more.
 
-    Raises
-    ------
-    OSError, subprocess.TimeoutExpired
-        It cannot be started; it took longer than `timeout_s`.
+    Raises `OSError`, `subprocess.TimeoutExpired`: it cannot be started; it took longer than `timeout_s`.
     """
     environment = {**os.environ, "TMPDIR": str(folder)}
 
@@ -67,10 +64,7 @@ def link_to_load(output: str, objects: Sequence[str | Path], options: Sequence[s
 
     A compiler's driver, as an artifact is linked by, takes six times as long (31 against 5 ms of a processor).
 
-    Raises
-    ------
-    OSError
-        There is no linker, or it failed.
+    Raises `OSError`: there is no linker, or it failed.
     """
     done = run_compiler(["ld", "-shared", "-o", output, *options, *map(str, objects)], Path(output).parent)
     if done.returncode != 0:

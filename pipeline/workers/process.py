@@ -31,10 +31,7 @@ END_S = 5.0
 class Process(ABC):
     """A child that answers requests on a socket, in order. It leads a group of its own.
 
-    Raises
-    ------
-    OSError
-        It cannot be started.
+    Raises `OSError`: it cannot be started.
     """
 
     def __init__(self, spec: ChildSpec) -> None:
@@ -84,10 +81,7 @@ class Process(ABC):
     def send(self, request: object) -> None:
         """Hand a request to the child.
 
-        Raises
-        ------
-        WorkerDiedError
-            The child is dead.
+        Raises `WorkerDiedError`: the child is dead.
         """
         try:
             self.connection.send(request)
@@ -97,10 +91,7 @@ class Process(ABC):
     def receive(self) -> Reply:
         """Return the message that has come.
 
-        Raises
-        ------
-        WorkerDiedError
-            The child is dead; the message says how it died.
+        Raises `WorkerDiedError`: the child is dead; the message says how it died.
         """
         try:
             message = self.connection.recv_bytes()

@@ -109,16 +109,8 @@ class Worker:
         Where the machine ended the child, another one without earlier requests gets the request, unless `again` is
         False.
 
-        Raises
-        ------
-        WorkerDiedError
-            The child ended: by itself, or by the machine once more.
-        WorkerKilledError
-            It went beyond a limit.
-        WorkerStoppedError
-            The run was stopped.
-        WorkerStartError
-            No child can be started.
+        Raises `WorkerDiedError`: the child ended: by itself, or by the machine once more; `WorkerKilledError`: it went
+        beyond a limit; `WorkerStoppedError`: the run was stopped; `WorkerStartError`: no child can be started.
         """
         with self._asking:
             for left in reversed(range(_TRIES)):

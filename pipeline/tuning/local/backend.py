@@ -90,10 +90,7 @@ def this_machine(
 
     A `backend` that is given is not closed here.
 
-    Raises
-    ------
-    UsageError
-        `options.devices` names a device that cannot be used.
+    Raises `UsageError`: `options.devices` names a device that cannot be used.
     """
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(temporary_folder()))

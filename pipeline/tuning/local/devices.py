@@ -39,10 +39,7 @@ def choose_devices(target: ResolvedTarget, wanted: Sequence[str] | None = None) 
 
     A CPU is one device: two measurements side by side would disturb each other.
 
-    Raises
-    ------
-    UsageError
-        A device is not there, of another kind or model, or named twice.
+    Raises `UsageError`: a device is not there, of another kind or model, or named twice.
     """
     if target.kind != "cuda":
         if wanted and tuple(wanted) != ("cpu:0",):

@@ -203,10 +203,7 @@ def pack(code: bytes) -> bytes:
 def place(artifact: BuiltArtifact, directory: Path) -> BuiltArtifact:
     """Return an artifact whose content is a file of this machine; packed bytes are written to the directory first.
 
-    Raises
-    ------
-    OSError
-        The bytes are not those that were built.
+    Raises `OSError`: the bytes are not those that were built.
     """
     if isinstance(artifact.content, str):
         return artifact

@@ -27,10 +27,7 @@ class Recipe:
     def make(self) -> tvm.ir.IRModule:
         """Return the module with the kernel as `main`.
 
-        Raises
-        ------
-        TemplateError
-            The template does not make it after all.
+        Raises `TemplateError`: the template does not make it after all.
         """
         return tvm.IRModule({"main": apply_decision(self.mod.make()["main"], self.target, self.decision)})
 

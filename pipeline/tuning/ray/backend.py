@@ -52,10 +52,7 @@ class ActorMeasurer:
     def ready(self) -> bool:
         """Wait until the actor lives on a device; False once it was left.
 
-        Raises
-        ------
-        MeasuringBrokenError
-            It is away for too long and so are all others, or its device is not the run's.
+        Raises `MeasuringBrokenError`: it is away for too long and so are all others, or its device is not the run's.
         """
         with self._lock:
             began = time.monotonic()

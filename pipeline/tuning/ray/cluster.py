@@ -60,10 +60,7 @@ def new_run() -> str:
 def connected(address: str) -> Iterator[ModuleType]:
     """Connect this process to a cluster; a connection that is there already is used and left open.
 
-    Raises
-    ------
-    UsageError
-        Ray is not installed, or no cluster answers at the address.
+    Raises `UsageError`: ray is not installed, or no cluster answers at the address.
     """
     try:
         import ray
@@ -105,10 +102,7 @@ class NodeReport:
 def check_cluster(address: str) -> tuple[NodeReport, ...]:
     """Return what each living node has and lacks, against this process.
 
-    Raises
-    ------
-    UsageError
-        Ray is not installed here, or no cluster answers.
+    Raises `UsageError`: ray is not installed here, or no cluster answers.
     """
     with connected(address) as ray, closing(NodeProcesses(ray, new_run())) as processes:
         return tuple(report_on(node) for node in processes.nodes())
@@ -145,10 +139,7 @@ def other_versions(node: Node) -> Iterator[str]:
 def require_equal(nodes: Sequence[Node]) -> None:
     """Check that every node has what this process has: else code and records would differ.
 
-    Raises
-    ------
-    PipelineError
-        One does not; the message names it.
+    Raises `PipelineError`: one does not; the message names it.
     """
     for node in nodes:
         for fault in other_versions(node):

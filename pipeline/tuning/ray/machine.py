@@ -32,19 +32,15 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 class RayCluster:
     """A connection to a cluster, whose nodes all have what this process has.
 
+    Raises `UsageError`: ray is missing, or no cluster answers; `PipelineError`: a node lacks this package or has
+    another version of something.
+
     Parameters
     ----------
     address : str
         Such as `10.0.0.1:6379`, or `auto` on a node of the cluster.
     modules : sequence of str
         Modules that a process on each node imports too, to fork children that have done so.
-
-    Raises
-    ------
-    UsageError
-        Ray is missing, or no cluster answers.
-    PipelineError
-        A node lacks this package or has another version of something.
     """
 
     def __init__(self, address: str, modules: Sequence[str] = ()) -> None:
@@ -76,10 +72,7 @@ class RayCluster:
     ) -> Iterator[Machine]:
         """Start builders and measuring actors for a target, on devices that may be reserved, and end them.
 
-        Raises
-        ------
-        UsageError
-            No node has a device for the target.
+        Raises `UsageError`: no node has a device for the target.
         """
         place = self.get_place(target)
         settings = ActorSettings(
@@ -106,10 +99,7 @@ class RayCluster:
     def get_place(self, target: ResolvedTarget) -> MeasuringPlace:
         """Return what measures for a target.
 
-        Raises
-        ------
-        UsageError
-            No node has a device for it.
+        Raises `UsageError`: no node has a device for it.
         """
         place = find_place(self.nodes, target)
         if place is None:
@@ -120,10 +110,7 @@ class RayCluster:
 def require_server(database: DatabaseUrl) -> None:
     """Check that a database serves a cluster.
 
-    Raises
-    ------
-    UsageError
-        It is a SQLite file.
+    Raises `UsageError`: it is a SQLite file.
     """
     if not database.on_server:
         raise UsageError(

@@ -100,10 +100,7 @@ class MeasuringActor:
 
     It is started with a pickled `ActorSettings`.
 
-    Raises
-    ------
-    PipelineError
-        The device is of another model than the run's.
+    Raises `PipelineError`: the device is of another model than the run's.
     """
 
     def __init__(self, pickled: bytes) -> None:
@@ -174,10 +171,7 @@ class PackedWork:
 def answer_by(worker: Worker, work: object) -> object:
     """Return the answer of a worker to work on a cell.
 
-    Raises
-    ------
-    PipelineError
-        The work ended its process, or was refused.
+    Raises `PipelineError`: the work ended its process, or was refused.
     """
     try:
         reply = worker.ask(work)
