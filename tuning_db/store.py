@@ -97,18 +97,11 @@ class TuningDatabase(Transactions):
     def open(cls, url: DatabasePlace, *, mode: Mode = Mode.TUNE, create: bool = True) -> Self:
         """Return the database at `url`, created if it is not there.
 
+        `url`: a path, `sqlite:///path`, `sqlite://` for memory, or `postgresql://user@host/name`. `mode`: `READ_ONLY`
+        never creates nor writes. `create`: whether a missing database is created.
         Raises `DatabaseUrlError`: the URL, its dialect or its driver cannot be used; `DatabaseOpenError`: there is no
         database, or it is damaged, protected, or not ours; `SchemaVersionError`: its schema is older or newer than this
         package's.
-
-        Parameters
-        ----------
-        url : str, Path or DatabaseUrl
-            A path, `sqlite:///path`, `sqlite://` for memory, or `postgresql://user@host/name`.
-        mode : Mode
-            `READ_ONLY` never creates nor writes.
-        create : bool
-            Whether a missing database is created.
         """
         location = parse_location(url)
         mode = Mode(mode)

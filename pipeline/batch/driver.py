@@ -98,14 +98,9 @@ def resume_batch(
 ) -> BatchResult:
     """Go on with a batch that another driver left.
 
+    `start`: the batch's name or the start of its id; None is the newest. `retry`: whether cells that failed, were
+    rejected or were cancelled are done again.
     Raises `NotFoundError`, `BatchHeldError`: there is no such batch; its driver works on it.
-
-    Parameters
-    ----------
-    start : str or None
-        The batch's name or the start of its id; None is the newest.
-    retry : bool
-        Whether cells that failed, were rejected or were cancelled are done again.
     """
     with open_executors(cluster, database) as executors, open_databases([database], create=False) as opened:
         found = batches.get_batch(opened, start)

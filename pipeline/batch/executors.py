@@ -117,14 +117,9 @@ Executors: TypeAlias = LocalExecutors | ClusterExecutors
 def open_executors(cluster: str | None = None, database: DatabasePlace | None = None) -> closing[Executors]:
     """Return the place where a plan is carried out; leaving the context ends what was started there.
 
+    `cluster`: address of a Ray cluster; None is this machine. `database`: where its records go: a cluster needs a
+    server.
     Raises `UsageError`: the cluster cannot be used, or the database is a file.
-
-    Parameters
-    ----------
-    cluster : str or None
-        Address of a Ray cluster; None is this machine.
-    database : str, Path, DatabaseUrl or None
-        Where its records go: a cluster needs a server.
     """
     if cluster is None:
         return closing(LocalExecutors())

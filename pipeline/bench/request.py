@@ -24,37 +24,19 @@ _LOAD_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """How artifacts and peers are measured.
+    """How artifacts and peers are measured."""
 
-    Attributes
-    ----------
-    against
-        Peers, out of `PEERS`.
-    runs, warmup
-        Timed runs of each arm, and untimed ones before.
-    duration_s
-        In place of `runs`: each arm runs for so many seconds.
-    streams
-        Callers at once; latencies are then those under load, taken for `duration_s` (3 by default).
-    torch_module
-        `MODULE:FACTORY` or `FILE.py:FACTORY` that returns the `torch.nn.Module` for `torch` and `torch-compile`.
-    python
-        The interpreter of the peers' processes; None is the one that runs this.
-    dims
-        Sizes of symbolic axes.
-    seed
-        Of the random inputs.
-    """
-
-    against: tuple[str, ...] = (ORT_ARM,)
+    against: tuple[str, ...] = (ORT_ARM,)  #: Peers, out of `PEERS`.
+    #: Timed runs of each arm, and untimed ones before.
     runs: int = DEFAULT_RUNS
     warmup: int = DEFAULT_WARMUP
-    duration_s: float | None = None
-    streams: int = 1
+    duration_s: float | None = None  #: In place of `runs`: each arm runs for so many seconds.
+    streams: int = 1  #: Callers at once; latencies are then those under load, taken for `duration_s` (3 by default).
+    #: `MODULE:FACTORY` or `FILE.py:FACTORY` that returns the `torch.nn.Module` for `torch` and `torch-compile`.
     torch_module: str | None = None
-    python: Path | None = None
-    dims: Mapping[str, int] = field(default_factory=dict)
-    seed: int = 0
+    python: Path | None = None  #: The interpreter of the peers' processes; None is the one that runs this.
+    dims: Mapping[str, int] = field(default_factory=dict)  #: Sizes of symbolic axes.
+    seed: int = 0  #: Of the random inputs.
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured.

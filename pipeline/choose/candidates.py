@@ -29,14 +29,8 @@ _LISTED = 1000
 class CandidateLookup:
     """Looks up the records of tasks for one place.
 
-    Parameters
-    ----------
-    database
-        Where records are.
-    target, environment
-        What is compiled for, and where it is to run.
-    explain
-        Whether the trace has the records that are not true here, too. That reads all records of a task.
+    `database`: where records are. `target`, `environment`: what is compiled for, and where it is to run. `explain`:
+    whether the trace has the records that are not true here, too. That reads all records of a task.
     """
 
     def __init__(
@@ -125,12 +119,7 @@ def without_stale(lookup: CandidateLookup, task: TuningTask, known: Sequence[Tun
     Those of templates and libraries are tried as selection tries them, the fastest first, until one holds; when none
     of those holds, all of their routes are stale.
 
-    Parameters
-    ----------
-    lookup : CandidateLookup
-        Of this device, and of the database that `known` is from.
-    known : sequence of TuningRecord
-        Of this device, failed ones included.
+    `lookup`: of this device, and of the database that `known` is from. `known`: of this device, failed ones included.
     """
     doubt = doubt_of(task, lookup.target)
     known = [record for record in known if doubt(record) is None]

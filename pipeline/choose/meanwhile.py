@@ -44,14 +44,8 @@ def meanwhile(
 ) -> Iterator[Meanwhile]:
     """Give what ONNX Runtime loads and computes while the context's body goes on.
 
-    Parameters
-    ----------
-    benchmark : bool
-        Whether the model is timed, beside a peer.
-    samples : int
-        Random inputs that the artifact is validated with.
-    reference : Reference or None
-        Of `make_reference`, where it was made already.
+    `benchmark`: whether the model is timed, beside a peer. `samples`: random inputs that the artifact is validated
+    with. `reference`: of `make_reference`, where it was made already.
     """
     threads = default_threads()
     pool = ThreadPoolExecutor(1, "onnxruntime")

@@ -120,12 +120,8 @@ def choose_form(
 ) -> tuple[str, NormFormsReport]:
     """Return the form whose whole model is the fastest, and what each takes; the database has it recorded.
 
-    Parameters
-    ----------
-    forms : mapping
-        Form -> the model in it, with the choices of its kernels.
-    default : str
-        The form that the model was lowered to: another must surely be faster than it.
+    `forms`: form -> the model in it, with the choices of its kernels. `default`: the form that the model was lowered
+    to: another must surely be faster than it.
     """
     prepared, choices = forms[default]
     launches = {name: sum(map(len, form.lowered.kernels.values())) for name, (form, _) in forms.items()}

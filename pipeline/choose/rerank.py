@@ -95,14 +95,8 @@ def rerank(
 ) -> tuple[tuple[KernelChoice, ...], RerankReport]:
     """Return the choices, with winners replaced by runners-up that make the whole model faster, and what was tried.
 
-    Parameters
-    ----------
-    choices : sequence of KernelChoice
-        As selected from the records.
-    tasks : int
-        How many of the tasks that take most of the model's time are looked at.
-    turn : context manager or None
-        Held while models are timed, where other processes time something on the same device.
+    `choices`: as selected from the records. `tasks`: how many of the tasks that take most of the model's time are
+    looked at. `turn`: held while models are timed, where other processes time something on the same device.
     """
     lookup = CandidateLookup(database, prepared.target, prepared.environment)
     hottest = _hottest(prepared, choices, tasks)

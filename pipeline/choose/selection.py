@@ -50,12 +50,7 @@ def choose_table(
 ) -> KernelChoice | None:
     """Return the table of a function's fastest recorded kernels; None where none is recorded, or it cannot be made.
 
-    Parameters
-    ----------
-    func : PrimFunc
-        With a symbolic number of rows.
-    chosen : mapping
-        Number of rows -> the record that wins there.
+    `func`: with a symbolic number of rows. `chosen`: number of rows -> the record that wins there.
     """
     found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
     if not found:

@@ -50,12 +50,7 @@ class Bounds:
 def centre(differences: Sequence[float] | np.ndarray, *, doubt: float) -> Bounds:
     """Return the centre of differences; each bound is wrong with a probability of at most `doubt`.
 
-    Parameters
-    ----------
-    differences : sequence of float
-        Independent, at least one.
-    doubt : float
-        Between 0 and 0.5.
+    `differences`: independent, at least one. `doubt`: between 0 and 0.5.
     """
     values = np.asarray(differences, np.float64)
     pairs = np.triu_indices(values.size)
@@ -164,16 +159,9 @@ def run_experiment(
 ) -> Experiment:
     """Return how arms compare with a baseline.
 
-    Parameters
-    ----------
-    load : callable
-        Returns the arms by name, the baseline first.
-    question : Question
-        The border, and how sure the answer must be.
-    unjudged : collection of str
-        Arms that are timed with the others and have no verdict.
-    reload : bool
-        Whether `load` is called again for later blocks.
+    `load`: returns the arms by name, the baseline first. `question`: the border, and how sure the answer must be.
+    `unjudged`: arms that are timed with the others and have no verdict. `reload`: whether `load` is called again for
+    later blocks.
     """
     from relaxtune.pipeline.bench.measure import ArmResult, measure
 
@@ -225,16 +213,9 @@ def decide(
 ) -> tuple[dict[str, Contrast], int]:
     """Return what is known of each arm after as many blocks as it takes, or as were planned, and the number of looks.
 
-    Parameters
-    ----------
-    block : callable
-        Measures one more block; returns the logarithm of each arm's latency over the baseline's.
-    looks : tuple of int
-        Blocks after which the bounds are computed, rising; at least one.
-    question : Question
-        The border, and how sure the answer must be.
-    out_of_time : callable
-        Whether no more blocks may begin; called after the fewest that can give bounds.
+    `block`: measures one more block; returns the logarithm of each arm's latency over the baseline's. `looks`: blocks
+    after which the bounds are computed, rising; at least one. `question`: the border, and how sure the answer must be.
+    `out_of_time`: whether no more blocks may begin; called after the fewest that can give bounds.
     """
     rows: list[Mapping[str, float]] = []
     done = 0

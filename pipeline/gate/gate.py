@@ -41,53 +41,31 @@ _SIZES_MAX = 4
 
 @dataclass(frozen=True)
 class GateLimits:
-    """The limits of a gate; None sets none.
+    """The limits of a gate; None sets none."""
 
-    Attributes
-    ----------
-    latency
-        See `LatencyLimit`.
-    size, memory, compile_time
-        By which share each may grow.
-    tolerance
-        Allowed difference of the outputs; None takes the sum of both builds' tolerances.
-    exact
-        Whether all bits must be the same.
-    strict
-        Whether a latency that noise hides is a no.
-    """
-
-    latency: LatencyLimit = field(default_factory=LatencyLimit)
+    latency: LatencyLimit = field(default_factory=LatencyLimit)  #: See `LatencyLimit`.
+    #: By which share each may grow.
     size: float | None = 0.05
     memory: float | None = 0.05
     compile_time: float | None = None
+    #: Allowed difference of the outputs; None takes the sum of both builds' tolerances.
     tolerance: Tolerance | None = None
-    exact: bool = False
-    strict: bool = False
+    exact: bool = False  #: Whether all bits must be the same.
+    strict: bool = False  #: Whether a latency that noise hides is a no.
 
 
 @dataclass(frozen=True)
 class GateReport:
-    """What a gate found.
+    """What a gate found."""
 
-    Attributes
-    ----------
-    new, baseline
-        The artifacts, as the caller named them.
-    checks
-        One line each.
-    latencies
-        The comparisons behind the latency lines, by shape bucket; "" without buckets.
-    conditions
-        The conditions of the latencies.
-    """
-
+    #: The artifacts, as the caller named them.
     new: str
     baseline: str
     model: str
-    checks: tuple[Check, ...]
+    checks: tuple[Check, ...]  #: One line each.
+    #: The comparisons behind the latency lines, by shape bucket; "" without buckets.
     latencies: Mapping[str, LatencyComparison]
-    conditions: Mapping[str, str]
+    conditions: Mapping[str, str]  #: The conditions of the latencies.
     strict: bool
 
     @property

@@ -38,22 +38,13 @@ _SPEEDS = {Side.BELOW: Speed.WITHIN, Side.ABOVE: Speed.SLOWER, Side.UNSURE: Spee
 
 @dataclass(frozen=True)
 class LatencyLimit:
-    """The limit of a build's latency.
+    """The limit of a build's latency."""
 
-    Attributes
-    ----------
-    max_slowdown
-        0.02 allows 2 % more than the baseline.
-    alpha
-        The probability with which a build at the limit may be called slower, and as much for one beyond it to be called
-        within.
-    seconds
-        Seconds of the runs; they end sooner where all is clear.
-    """
-
-    max_slowdown: float = 0.02
+    max_slowdown: float = 0.02  #: 0.02 allows 2 % more than the baseline.
+    #: The probability with which a build at the limit may be called slower, and as much for one beyond it to be called
+    #: within.
     alpha: float = 0.05
-    seconds: float = 60.0
+    seconds: float = 60.0  #: Seconds of the runs; they end sooner where all is clear.
 
     def __post_init__(self) -> None:
         """Refuse limits that mean nothing.

@@ -38,21 +38,13 @@ class ExplainedKernel:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The kernels of a model on a target.
-
-    Attributes
-    ----------
-    device
-        The device of the look-up: the one that is here, or "unknown" where code for the target cannot run.
-    note
-        A note on all kernels: the newest record of the whole model may say that it is no faster with records.
-    """
+    """The kernels of a model on a target."""
 
     model: str
     target: str
-    device: str
+    device: str  #: The device of the look-up: the one that is here, or "unknown" where code for the target cannot run.
     tvm_version: str
-    note: str
+    note: str  #: A note on all kernels: the newest record of the whole model may say that it is no faster with records.
     kernels: tuple[ExplainedKernel, ...]
 
     def to_json(self) -> dict[str, object]:

@@ -57,46 +57,29 @@ class TaskCost:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `relaxtune inspect` says.
+    """What `relaxtune inspect` says."""
 
-    Attributes
-    ----------
-    model, sha256, opsets, nodes
-        Name, content hash, version by domain, nodes of the main graph.
-    inputs, outputs, parameters
-        The signature, and the weights by dtype.
-    relations
-        The graph's limits on the symbolic axes of the inputs, as text.
-    cache
-        The KV cache among the inputs, None where there is none.
-    survey
-        Nodes that stop the import.
-    target
-        The target of the tasks; None, as are tasks, flops and bytes, where the import is stopped.
-    tasks, without_task
-        The tasks; kernels that none can be made of, with the reason.
-    flops, bytes
-        Of one inference, over all tasks.
-    code
-        Whether the code of the kernels was generated.
-    """
-
+    #: Name, content hash, version by domain, nodes of the main graph.
     model: str
     sha256: str
     opsets: Mapping[str, int]
     nodes: int
+    #: The signature, and the weights by dtype.
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     parameters: tuple[ParameterCount, ...]
-    relations: tuple[str, ...]
-    cache: CacheSize | None
-    survey: ImportSurvey
+    relations: tuple[str, ...]  #: The graph's limits on the symbolic axes of the inputs, as text.
+    cache: CacheSize | None  #: The KV cache among the inputs, None where there is none.
+    survey: ImportSurvey  #: Nodes that stop the import.
+    #: The target of the tasks; None, as are tasks, flops and bytes, where the import is stopped.
     target: str | None = None
+    #: The tasks; kernels that none can be made of, with the reason.
     tasks: tuple[TaskCost, ...] = ()
     without_task: Mapping[str, str] = field(default_factory=dict)
+    #: Of one inference, over all tasks.
     flops: float | None = None
     bytes: float | None = None
-    code: bool = False
+    code: bool = False  #: Whether the code of the kernels was generated.
 
     @property
     def unsupported(self) -> tuple[UnsupportedNode, ...]:

@@ -19,24 +19,14 @@ from relaxtune.tuning_db.urls import DatabasePlace
 
 @dataclass(frozen=True)
 class CompileResult:
-    """A written artifact.
+    """A written artifact."""
 
-    Attributes
-    ----------
-    directory, manifest
-        Where it is and what it says about itself.
-    choices
-        How each kernel got its schedule.
-    without_record
-        Names of the tuning tasks that had no usable record and took the fallback.
-    validation
-        The comparison with ONNX Runtime; None where the target cannot run here or it was left out.
-    """
-
+    #: Where it is and what it says about itself.
     directory: Path
     manifest: Manifest
-    choices: tuple[KernelChoice, ...]
-    without_record: tuple[str, ...]
+    choices: tuple[KernelChoice, ...]  #: How each kernel got its schedule.
+    without_record: tuple[str, ...]  #: Names of the tuning tasks that had no usable record and took the fallback.
+    #: The comparison with ONNX Runtime; None where the target cannot run here or it was left out.
     validation: ValidationReport | None
 
 

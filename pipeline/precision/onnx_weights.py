@@ -90,10 +90,7 @@ def with_quantised_weights(model: OnnxModel, nodes: Iterable[str], bits: int, gr
 
     Each weight is first rounded to float16, as the pass that quantises finds it.
 
-    Parameters
-    ----------
-    nodes : iterable of str
-        Names of matmuls whose right operand is constant.
+    `nodes`: names of matmuls whose right operand is constant.
     """
     weights = MatmulWeights(model)
     proto = onnx.ModelProto()

@@ -112,15 +112,9 @@ POLICY_NAMES = tuple(_POLICIES)
 def named_policy(name: str, group_size: int | None = None) -> PrecisionPolicy:
     """Return a policy by name.
 
+    `name`: one of `POLICY_NAMES`. `group_size`: weights along K with one scale, a multiple of 32, or 0 for one scale a
+    column; None for the policy's own. Only for policies that quantise.
     Raises `UsageError`: the name is unknown, or the group size is not one of that policy.
-
-    Parameters
-    ----------
-    name : str
-        One of `POLICY_NAMES`.
-    group_size : int or None
-        Weights along K with one scale, a multiple of 32, or 0 for one scale a column; None for the policy's own. Only
-        for policies that quantise.
     """
     policy = _POLICIES.get(name)
     if policy is None:
@@ -147,16 +141,8 @@ def policy_entry(
 ) -> PolicyEntry:
     """Return the entry of a lowered model.
 
-    Parameters
-    ----------
-    policy : PrecisionPolicy or None
-        What was asked for.
-    weights : mapping
-        The weights as they are stored, for a graph that was compiled as it is.
-    graph_dtype : str
-        The dtype in which the graph as given computes.
-    float_nodes : tuple of str
-        See `PolicyEntry`.
+    `policy`: what was asked for. `weights`: the weights as they are stored, for a graph that was compiled as it is.
+    `graph_dtype`: the dtype in which the graph as given computes. `float_nodes`: see `PolicyEntry`.
     """
     cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
     # Without a matmul in integers (the pass is switched off) the graph is compiled as given.

@@ -50,14 +50,7 @@ def group_of(k: int, group_size: int) -> int:
 def quantise(weight: np.ndarray, bits: int, group_size: int, scale_dtype: str = "float16") -> QuantisedMatrix:
     """Return a [K, N] float matrix quantised; the last group of a column may be shorter.
 
-    Parameters
-    ----------
-    weight : numpy.ndarray
-        Finite, of any float dtype.
-    bits : int
-        4 or 8.
-    group_size : int
-        Weights along K with one scale; 0 for all.
+    `weight`: finite, of any float dtype. `bits`: 4 or 8. `group_size`: weights along K with one scale; 0 for all.
     """
     k, columns = weight.shape
     group = group_of(k, group_size)

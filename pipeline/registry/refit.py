@@ -43,25 +43,16 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Refit:
-    """An artifact with other weights.
+    """An artifact with other weights."""
 
-    Attributes
-    ----------
-    directory, manifest
-        Where it is and what it says about itself.
-    changed, same
-        Weights that have other values than before, and those that do not.
-    seconds
-        Seconds without the validation.
-    validation
-        The comparison with ONNX Runtime; None where the target cannot run here or it was left out.
-    """
-
+    #: Where it is and what it says about itself.
     directory: Path
     manifest: Manifest
+    #: Weights that have other values than before, and those that do not.
     changed: tuple[str, ...]
     same: tuple[str, ...]
-    seconds: float
+    seconds: float  #: Seconds without the validation.
+    #: The comparison with ONNX Runtime; None where the target cannot run here or it was left out.
     validation: ValidationReport | None
 
 

@@ -116,17 +116,11 @@ class Registry:
 
         A tag that stands nowhere needs an artifact that was validated.
 
+        `limits`, `model`, `inputs`: the limits of the artifact, where the ONNX model is, and the inputs of both.
+        `force`: whether a no moves the tag all the same; the history keeps both. `on_gate`: called with the gate's
+        report, before a no ends the promotion.
         Raises `GateRefusedError`: the gate says no; nothing is moved; `ArtifactError`, `UsageError`,
         `TuningDatabaseError`: as `tag`, also where another process moved the tag while the gate ran.
-
-        Parameters
-        ----------
-        limits, model, inputs : as of `run_gate`
-            The limits of the artifact, where the ONNX model is, and the inputs of both.
-        force : bool
-            Whether a no moves the tag all the same; the history keeps both.
-        on_gate : callable
-            Called with the gate's report, before a no ends the promotion.
         """
         # A gate runs artifacts; no other word of a registry needs TVM.
         from relaxtune.pipeline.gate.checks import Verdict, check_validation

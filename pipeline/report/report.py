@@ -49,55 +49,32 @@ _SHIPS_UNTUNED = (
 
 @dataclass(frozen=True)
 class Report:
-    """Where a model's time goes.
+    """Where a model's time goes."""
 
-    Attributes
-    ----------
-    model, source
-        Its name, and the artifact or job that the report is of.
-    target, device
-        What the code is for, and the device that the times are true for; None where no time says.
-    kernels
-        Those that take the most time first.
-    model_us
-        The whole module, measured with the profile.
-    planned_bytes, weights_bytes
-        Device memory by the static plan, and of the weights.
-    observed_bytes
-        Device memory that the module really took, measured with the profile on a GPU.
-    validation
-        What the manifest says of the last validation.
-    ceilings
-        What rates are compared with.
-    versions
-        What the artifact was made by, or the record's TVM.
-    bucket, buckets
-        The shape bucket whose code it is of; and the same of the code of each bucket, of the artifact's own code.
-    curve
-        The course of its tuning: seconds since the job began, microseconds of all calls by the best kernels then.
-    arms
-        The last benchmark on each device: the artifact, and peers that alternated with it.
-    notes
-        What a reader must know besides: missing times, missing ceilings, records of another database.
-    """
-
+    #: Its name, and the artifact or job that the report is of.
     model: str
     source: str
+    #: What the code is for, and the device that the times are true for; None where no time says.
     target: str
     device: str | None
-    kernels: tuple[KernelRow, ...]
+    kernels: tuple[KernelRow, ...]  #: Those that take the most time first.
     created_at: datetime
-    model_us: float | None = None
+    model_us: float | None = None  #: The whole module, measured with the profile.
+    #: Device memory by the static plan, and of the weights.
     planned_bytes: int | None = None
     weights_bytes: int | None = None
-    observed_bytes: int | None = None
-    validation: Mapping[str, object] | None = None
-    ceilings: Ceilings | None = None
-    versions: Mapping[str, str] | None = None
+    observed_bytes: int | None = None  #: Device memory that the module really took, measured with the profile on a GPU.
+    validation: Mapping[str, object] | None = None  #: What the manifest says of the last validation.
+    ceilings: Ceilings | None = None  #: What rates are compared with.
+    versions: Mapping[str, str] | None = None  #: What the artifact was made by, or the record's TVM.
+    #: The shape bucket whose code it is of; and the same of the code of each bucket, of the artifact's own code.
     bucket: str | None = None
     buckets: tuple[Report, ...] = ()
+    #: The course of its tuning: seconds since the job began, microseconds of all calls by the best kernels then.
     curve: tuple[tuple[float, float], ...] = ()
+    #: The last benchmark on each device: the artifact, and peers that alternated with it.
     arms: tuple[ArmSummary, ...] = ()
+    #: What a reader must know besides: missing times, missing ceilings, records of another database.
     notes: tuple[str, ...] = ()
 
     @property
@@ -136,18 +113,9 @@ def report_artifact(
 ) -> Report:
     """Return the report of an artifact.
 
-    Parameters
-    ----------
-    directory : Path
-        The artifact; only its manifest is read.
-    database : TuningDatabase or None
-        The one it was compiled from: its records are looked up and checked against the manifest, and it has the
-        course of the tuning and the benchmarks.
-    profile : Profile or None
-        Times that replace those of the records.
-    ceilings : Ceilings or None
-        By default those known of the device, if any.
-
+    `directory`: the artifact; only its manifest is read. `database`: the one it was compiled from: its records are
+    looked up and checked against the manifest, and it has the course of the tuning and the benchmarks. `profile`: times
+    that replace those of the records. `ceilings`: by default those known of the device, if any.
     Raises `ArtifactError`: there is no artifact, or its manifest is damaged.
     """
     manifest = load_manifest(directory)

@@ -197,12 +197,8 @@ class TaskState:
 class Tasks:
     """The tasks of a run, and which of them is next.
 
-    Parameters
-    ----------
-    target : ResolvedTarget or None
-        The target of the kernels; it may bound the reach of a search. None leaves that aside.
-    min_gain : float
-        A task ends when a round of it promises less than this part of a model's kernel time.
+    `target`: the target of the kernels; it may bound the reach of a search. None leaves that aside. `min_gain`: a task
+    ends when a round of it promises less than this part of a model's kernel time.
     """
 
     def __init__(self, target: ResolvedTarget | None = None, min_gain: float = 0.0) -> None:

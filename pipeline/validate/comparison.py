@@ -62,27 +62,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two builds side by side.
+    """Two builds side by side."""
 
-    Attributes
-    ----------
-    a, b
-        The two sides: artifact directories or files of saved outputs.
-    outputs
-        In the order of the first build.
-    kernels, builds
-        Where the manifests differ: in kernels, and in all else (model, target, precision, passes, versions). Empty when
-        one of the two is a file of outputs.
-    asked
-        `bits`, a tolerance in words, or nothing: then every difference passes.
-    """
-
+    #: The two sides: artifact directories or files of saved outputs.
     a: str
     b: str
-    outputs: tuple[OutputDrift, ...]
+    outputs: tuple[OutputDrift, ...]  #: In the order of the first build.
+    #: Where the manifests differ: in kernels, and in all else (model, target, precision, passes, versions). Empty when
+    #: one of the two is a file of outputs.
     kernels: tuple[Difference, ...] = ()
     builds: tuple[Difference, ...] = ()
-    asked: str = ""
+    asked: str = ""  #: `bits`, a tolerance in words, or nothing: then every difference passes.
 
     @property
     def passed(self) -> bool:

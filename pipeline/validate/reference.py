@@ -114,12 +114,7 @@ class Reference:
 
         ONNX Runtime 1.30 merges a Pad by zeros into a MaxPool that pads by the least number, as an example.
 
-        Parameters
-        ----------
-        samples : sequence of mappings
-            Inputs, as of `run`.
-        tolerance : Tolerance
-            The largest difference that rounding explains.
+        `samples`: inputs, as of `run`. `tolerance`: the largest difference that rounding explains.
         """
         if self._settings.level is Level.NONE:
             return False

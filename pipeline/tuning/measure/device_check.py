@@ -53,13 +53,8 @@ class DeviceCheck:
     def is_right(self, output: tvm.runtime.Tensor, expected: tvm.runtime.Tensor, rtol: float, absolute: float) -> bool:
         """Whether every element is surely within tolerance; False asks for a comparison on the host.
 
-        Parameters
-        ----------
-        output, expected : tvm.runtime.Tensor
-            Both of one shape and dtype, on the device.
-        rtol, absolute : float
-            `|output - expected| <= rtol * |expected| + absolute`; NaN and infinities where they are expected. Integers
-            must be equal.
+        `output`, `expected`: both of one shape and dtype, on the device. `rtol`, `absolute`: `|output - expected| <=
+        rtol * |expected| + absolute`; NaN and infinities where they are expected. Integers must be equal.
         """
         dtype = str(output.dtype)
         kernel = compile_check(dtype, self._target) if dtype in _FLOATS + _INTEGERS else None

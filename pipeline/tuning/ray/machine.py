@@ -32,15 +32,10 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 class RayCluster:
     """A connection to a cluster, whose nodes all have what this process has.
 
+    `address`: such as `10.0.0.1:6379`, or `auto` on a node of the cluster. `modules`: modules that a process on each
+    node imports too, to fork children that have done so.
     Raises `UsageError`: ray is missing, or no cluster answers; `PipelineError`: a node lacks this package or has
     another version of something.
-
-    Parameters
-    ----------
-    address : str
-        Such as `10.0.0.1:6379`, or `auto` on a node of the cluster.
-    modules : sequence of str
-        Modules that a process on each node imports too, to fork children that have done so.
     """
 
     def __init__(self, address: str, modules: Sequence[str] = ()) -> None:
