@@ -30,9 +30,9 @@ class BenchRequest:
     #: Timed runs of each arm, and untimed ones before.
     runs: int = DEFAULT_RUNS
     warmup: int = DEFAULT_WARMUP
-    duration_s: float | None = None  #: In place of `runs`: each arm runs for so many seconds.
+    duration_s: float | None = None  #: Seconds that each arm runs, in place of `runs`.
     streams: int = 1  #: Callers at once; latencies are then those under load, taken for `duration_s` (3 by default).
-    #: `MODULE:FACTORY` or `FILE.py:FACTORY` that returns the `torch.nn.Module` for `torch` and `torch-compile`.
+    #: The function that returns the `torch.nn.Module` for `torch` and `torch-compile`, as `--torch` names it.
     torch_module: str | None = None
     python: Path | None = None  #: The interpreter of the peers' processes; None is the one that runs this.
     dims: Mapping[str, int] = field(default_factory=dict)  #: Sizes of symbolic axes.

@@ -42,9 +42,9 @@ class Explanation:
 
     model: str
     target: str
-    device: str  #: The device of the look-up: the one that is here, or "unknown" where code for the target cannot run.
+    device: str  #: The device of the look-up, the one that is here, or "unknown" where code for the target cannot run.
     tvm_version: str
-    note: str  #: A note on all kernels: the newest record of the whole model may say that it is no faster with records.
+    note: str  #: A note on all kernels, where the newest record of the whole model is no faster with records.
     kernels: tuple[ExplainedKernel, ...]
 
     def to_json(self) -> dict[str, object]:

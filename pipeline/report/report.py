@@ -70,11 +70,11 @@ class Report:
     #: The shape bucket whose code it is of; and the same of the code of each bucket, of the artifact's own code.
     bucket: str | None = None
     buckets: tuple[Report, ...] = ()
-    #: The course of its tuning: seconds since the job began, microseconds of all calls by the best kernels then.
+    #: Points of its tuning, as seconds since the job began and microseconds of all calls by the best kernels then.
     curve: tuple[tuple[float, float], ...] = ()
-    #: The last benchmark on each device: the artifact, and peers that alternated with it.
+    #: The artifact and the peers that alternated with it, in the last benchmark on each device.
     arms: tuple[ArmSummary, ...] = ()
-    #: What a reader must know besides: missing times, missing ceilings, records of another database.
+    #: Missing times, missing ceilings, and records of another database.
     notes: tuple[str, ...] = ()
 
     @property

@@ -64,15 +64,15 @@ class Difference:
 class Comparison:
     """Two builds side by side."""
 
-    #: The two sides: artifact directories or files of saved outputs.
+    #: The two sides, artifact directories or files of saved outputs.
     a: str
     b: str
     outputs: tuple[OutputDrift, ...]  #: In the order of the first build.
-    #: Where the manifests differ: in kernels, and in all else (model, target, precision, passes, versions). Empty when
+    #: Differences of the manifests, in kernels and in all else (model, target, precision, passes, versions). Empty when
     #: one of the two is a file of outputs.
     kernels: tuple[Difference, ...] = ()
     builds: tuple[Difference, ...] = ()
-    asked: str = ""  #: `bits`, a tolerance in words, or nothing: then every difference passes.
+    asked: str = ""  #: `bits`, a tolerance in words, or nothing, with which every difference passes.
 
     @property
     def passed(self) -> bool:
