@@ -8,7 +8,7 @@ The choice says which, and why. Compiling never fails for want of a record.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -23,82 +23,23 @@ from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.printable import last_line
-from relaxtune.pipeline.tasks.extract import as_workload
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
-from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
+from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.marks import NAMED_ROWS_ATTR, ROWS_MAX_ATTR, as_scheduled, is_scheduled
+from relaxtune.schedules.marks import as_scheduled, is_scheduled
 from relaxtune.schedules.registry import RANGES, apply_decision, list_candidates
-from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
-from relaxtune.schedules.templates.ranges import symbolic_rows
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
 from relaxtune.tuning_db.store import TuningDatabase
-from relaxtune.tuning_db.winner import Choice, Preferred, left_aside, summary, winner
-
-# The table of a kernel of symbolic sizes, from the records of its sizes.
-#
-# The same records give the same table: tuning and compiling from records alone both end here.
-
-
-def choose_table(
-    function: str,
-    func: tirx.PrimFunc,
-    chosen: Mapping[int, Choice],
-    target: ResolvedTarget,
-) -> KernelChoice | None:
-    """Return the table of a function's fastest recorded kernels; None where none is recorded, or it cannot be made.
-
-    `func`: with a symbolic number of rows. `chosen`: number of rows -> the record that wins there.
-    """
-    found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
-    if not found:
-        return None
-    table = RANGES.measured(func, target, {rows: record.decision for rows, record in found.items()})
-    if isinstance(table, Refusal):
-        logger.warning("kernel %s: its records make no table: %s", function, table.reason)
-        return None
-    decision = table.to_json()
-    measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
-    try:
-        scheduled = as_scheduled(apply_decision(func, target, decision))
-    except (TemplateError, *TVM_ERRORS) as e:
-        logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
-        return None
-    return KernelChoice(
-        function=function,
-        task=None,
-        route=Route.TEMPLATE,
-        decision=decision,
-        note=f"table of kernels measured at rows {measured}",
-        of_sizes=True,
-        scheduled=scheduled,
-    )
-
-
-def _fastest(
-    task: TuningTask, func: tirx.PrimFunc, rows: int, lookup: CandidateLookup, target: ResolvedTarget
-) -> Choice:
-    """Return the fastest record that still makes the kernel that was measured, and one for symbolic rows too."""
-
-    def refusal(record: TuningRecord) -> str | None:
-        reason = unusable(task, record, target)
-        if reason is not None:
-            logger.warning("%s", reason)
-            return reason
-        refused = RANGES.refusal(func, target, record.decision, rows)
-        if refused is None:
-            return None
-        logger.info("record %s of task %s is not for symbolic rows: %s", record.id, task.name, refused.reason)
-        return f"it is not for symbolic rows: {refused.reason}"
-
-    return winner(lookup.judge(task), routes=(Route.TEMPLATE,), unusable=refusal)
-
+from relaxtune.tuning_db.winner import Choice, Considered, Judged, Preferred, Trace, left_aside, summary, winner
 
 logger = logging.getLogger(__name__)
 
 NO_DATABASE = "no database was given"
+# Faster by no more in a table, a kernel is as fast in a model, and one more to compile.
+_TIE = 0.01
 
 
 def select_kernels(
@@ -140,17 +81,14 @@ def select_kernels(
     for function in lowered.kernels:
         task = by_function.get(function)
         if task is None:
-            own = (lowered.graph.name, function)
-            places = [(of, one) for one in tasks for of in one.tables if (of.model, of.function) == own]
-            # Of equal ones, the more rows, the more time. Without sizes of the user, no number of rows is likely.
-            likely = sorted(places, key=lambda size: (-size[1].weight, -size[0].rows))
-            func = untuned_function(lowered, function, [of.rows for of, _ in likely if not of.is_default])
-            chosen = {}
-            if lookup is not None and Route.TEMPLATE in routes:
-                chosen = {of.rows: _fastest(one, func, of.rows, lookup, target) for of, one in places}
-            table = choose_table(function, func, chosen, target)
+            place = (lowered.graph.name, function)
+            places = [(of, one) for one in tasks for of in one.tables if (of.model, of.function) == place]
+            func = untuned_function(lowered, function, places)
+            table: KernelChoice | None = None
+            trace: Trace = ()
+            if lookup is not None and places and Route.TEMPLATE in routes:
+                table, trace = _choose_table(function, func, places, lookup, target)
             choice = table or _untuned(function, func, target, routes, bool(places))
-            trace = tuple(entry for one in chosen.values() for entry in one.trace)
             choices.append(replace(choice, trace=trace if table else left_aside(trace, "its table cannot be made")))
         elif lookup is None:
             fallback = KernelChoice(function, task.name, Route.FALLBACK)
@@ -162,18 +100,6 @@ def select_kernels(
     if database is not None or why == NO_DATABASE:
         _log_choices(choices)
     return tuple(choices)
-
-
-def untuned_function(lowered: LoweredModule, function: str, named: Sequence[int] = ()) -> tirx.PrimFunc:
-    """Return a function that has no tuning task as templates are asked for it: with the rows that calls will have.
-
-    `named` are the numbers of rows of sizes that the user names, the likeliest first.
-    """
-    func = as_workload(lowered.mod[function])["main"]
-    rows = symbolic_rows(func)
-    most = None if rows is None else largest_size(rows, lowered.options.maxima)
-    func = func if most is None else func.with_attr(ROWS_MAX_ATTR, most)
-    return func.with_attr(NAMED_ROWS_ATTR, list(named)) if named else func
 
 
 def tasks_without_record(choices: Sequence[KernelChoice]) -> tuple[str, ...]:
@@ -243,6 +169,71 @@ def _untuned(
     candidates, _ = list_candidates(func, target) if Route.TEMPLATE in routes and not is_scheduled(func) else ([], [])
     chosen = _default(fallback, func, target, candidates[0]) if candidates else fallback
     return _noted(chosen, "no record of any size" if is_table else "not tunable: it has no tuning task")
+
+
+def _choose_table(
+    function: str,
+    func: tirx.PrimFunc,
+    places: Sequence[tuple[SizeOfTable, TuningTask]],
+    lookup: CandidateLookup,
+    target: ResolvedTarget,
+) -> tuple[KernelChoice | None, Trace]:
+    """Return the table of a function's fastest recorded kernels, and the records that were looked at.
+
+    There is no table where nothing is recorded, or it cannot be made. The same records give the same table: tuning and
+    compiling from records alone both end here.
+    """
+    offered = RANGES.candidates(func, target)
+    if isinstance(offered, Refusal):
+        return None, ()
+    (own,) = offered
+    chosen = {of.rows: _fastest(task, func, of.rows, own.at(of.rows), lookup, target) for of, task in places}
+    trace = tuple(entry for one in chosen.values() for entry in one.trace)
+    found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
+    if not found:
+        return None, trace
+    decision = own.with_measured({rows: record.decision for rows, record in found.items()}).to_json()
+    measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
+    try:
+        scheduled = as_scheduled(apply_decision(func, target, decision))
+    except (TemplateError, *TVM_ERRORS) as e:
+        logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
+        return None, trace
+    note = f"table of kernels measured at rows {measured}"
+    made = KernelChoice(
+        function, None, Route.TEMPLATE, decision=decision, note=note, of_sizes=True, scheduled=scheduled
+    )
+    return made, trace
+
+
+def _fastest(
+    task: TuningTask, func: tirx.PrimFunc, rows: int, own: str, lookup: CandidateLookup, target: ResolvedTarget
+) -> Choice:
+    """Return the fastest record that still makes the kernel that was measured, and one for symbolic rows too.
+
+    The decision of the table without records, `own`, stays where no other is faster by more than `_TIE`.
+    """
+
+    def refusal(record: TuningRecord) -> str | None:
+        reason = unusable(task, record, target)
+        if reason is not None:
+            logger.warning("%s", reason)
+            return reason
+        refused = RANGES.refusal(func, target, record.decision, rows)
+        if refused is None:
+            return None
+        logger.info("record %s of task %s is not for symbolic rows: %s", record.id, task.name, refused.reason)
+        return f"it is not for symbolic rows: {refused.reason}"
+
+    judged = lookup.judge(task)
+    kept = next((one for one in judged.standing if (one.route, one.decision) == (Route.TEMPLATE, own)), None)
+    if kept is not None:
+        least_us = (kept.latency_us or 0.0) / (1 + _TIE)
+        close = [one for one in judged.standing if one is not kept and (one.latency_us or 0.0) >= least_us]
+        passed = tuple(Considered.of(one, f"no more than {_TIE:.0%} faster than the untuned line") for one in close)
+        standing = tuple(one for one in judged.standing if one not in close)
+        judged = Judged(standing, (*judged.trace, *passed))
+    return winner(judged, routes=(Route.TEMPLATE,), unusable=refusal)
 
 
 def _noted(choice: KernelChoice, why: str) -> KernelChoice:

@@ -25,12 +25,12 @@ from relaxtune.pipeline.artifact.manifest import PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.choose.replay import replay_record
-from relaxtune.pipeline.choose.selection import untuned_function
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.extract import as_workload, extract_tasks
+from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.builds import manifest_model
 from relaxtune.pipeline.validate.comparison import Difference, OutputDrift, compare_manifests, compare_outputs

@@ -10,15 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import tvm
+from tvm import tirx
+
 from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import AxisProfile, sizes_within
 from relaxtune.models.size_histogram import SizePoint, few_points
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.tasks.default_sizes import default_points
 from relaxtune.pipeline.tasks.extract import as_workload, called_kernels, make_task, untunable_reason
+from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
-from relaxtune.schedules.marks import AT_SIZES_ATTR
+from relaxtune.schedules.marks import AT_SIZES_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR
 from relaxtune.schedules.registry import RANGES
+from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.ranges import symbolic_rows
 from relaxtune.schedules.tir.symbolic_sizes import at_sizes, size_at
@@ -104,7 +109,27 @@ def tasks_of_tables(
             task = make_task(f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name, calls=nodes)
             place = SizeOfTable(lowered.graph.name, name, rows, point.is_default)
             by_rows[rows] = replace(task, functions={}, tables=(place,))
+        untuned = untuned_function(lowered, name, [(task.tables[0], task) for task in by_rows.values()])
+        symbolic = PackedModule.of(tvm.IRModule({"main": untuned}))
         for task in by_rows.values():
             known = found.get(task.workload_hash)
+            task = replace(task, symbolic=symbolic)
             found[task.workload_hash] = task if known is None else known.joined(task)
     return tuple(found.values())
+
+
+def untuned_function(
+    lowered: LoweredModule, function: str, places: Sequence[tuple[SizeOfTable, TuningTask]] = ()
+) -> tirx.PrimFunc:
+    """Return a function that has no tuning task as templates are asked for it: with the rows that calls will have.
+
+    `places` are its sizes in tables, each with the task. Those that the user names are likely, the likeliest first.
+    """
+    func = as_workload(lowered.mod[function])["main"]
+    rows = symbolic_rows(func)
+    most = None if rows is None else largest_size(rows, lowered.options.maxima)
+    func = func if most is None else func.with_attr(ROWS_MAX_ATTR, most)
+    # Of equal ones, the more rows, the more time.
+    likely = sorted(places, key=lambda size: (-size[1].weight, -size[0].rows))
+    named = [of.rows for of, _ in likely if not of.is_default]
+    return func.with_attr(NAMED_ROWS_ATTR, named) if named else func

@@ -60,6 +60,7 @@ class TuningTask(TaskFacts):
     """One kernel to make."""
 
     packed: PackedModule  # `mod` as bytes: of a task, the module would be most of what a driver keeps.
+    symbolic: PackedModule | None = None  # The function of `tables`, with the marks that its own table is made by.
 
     @property
     def mod(self) -> tvm.ir.IRModule:

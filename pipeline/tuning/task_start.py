@@ -7,9 +7,9 @@ thread that tunes has some milliseconds of work with a task.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 
 import tvm
@@ -24,9 +24,10 @@ from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
-from relaxtune.schedules.registry import LIBRARIES, TEMPLATES, list_candidates
+from relaxtune.schedules.registry import LIBRARIES, RANGES, TEMPLATES, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Template
+from relaxtune.schedules.templates.ranges import RangesParameters
 from relaxtune.schedules.tir.blocks import written_params
 from relaxtune.schedules.tir.dependent_arguments import column_sums_of_weights, padding_masks, partial_sums_of_rows
 from relaxtune.schedules.tir.matmul import recognise_matmul
@@ -143,9 +144,30 @@ def template_candidates(
     for route, makers in _MAKERS.items():
         if route not in routes:
             continue
-        found, refused = list_candidates(task.mod["main"], target, makers)
-        for reason in refused:
-            logger.debug("task %s: %s", task.name, reason)
-        decisions = [parameters.to_json() for parameters in found]
+        if task.symbolic is not None and route is Route.TEMPLATE:
+            decisions = _lines_of_table(task.symbolic, task.tables[0].rows, target)
+        else:
+            found, refused = list_candidates(task.mod["main"], target, makers)
+            for reason in refused:
+                logger.debug("task %s: %s", task.name, reason)
+            decisions = [parameters.to_json() for parameters in found]
         offers.append([Candidate(route, one, Recipe(task.packed, target, one)) for one in decisions])
     return [one for rank in zip_longest(*offers) for one in rank if one is not None]
+
+
+def _lines_of_table(symbolic: PackedModule, rows: int, target: ResolvedTarget) -> list[str]:
+    """Return the decisions that can be at so many rows of a table, that of the untuned table first."""
+    func, table = _table_of(symbolic, target)
+    offered = RANGES.lines(func, target, rows)
+    others = () if isinstance(offered, Refusal) else offered
+    own = () if isinstance(table, Refusal) else (table[0].at(rows),)
+    return [*dict.fromkeys([*own, *(one.to_json() for one in others)])]
+
+
+@lru_cache(maxsize=64)
+def _table_of(
+    symbolic: PackedModule, target: ResolvedTarget
+) -> tuple[tirx.PrimFunc, Sequence[RangesParameters] | Refusal]:
+    """Return a symbolic function, one object for all its sizes, and its untuned table."""
+    func = symbolic.make()["main"]
+    return func, RANGES.candidates(func, target)

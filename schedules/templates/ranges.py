@@ -106,6 +106,26 @@ class RangesParameters(Parameters):
             )
         return cls(ranges)
 
+    def at(self, rows: int) -> str:
+        """Return the decision for so many rows."""
+        return next((one.decision for one in self.ranges if rows <= one.most), self.ranges[-1].decision)
+
+    def with_measured(self, winners: Mapping[int, str]) -> RangesParameters:
+        """Return this table with the decisions that were the fastest at some numbers of rows.
+
+        Between two numbers with one winner, that is the decision. Between others, where the winner changes, and beyond
+        them, decisions stay.
+        """
+        points = sorted(winners)
+        sizes = sorted({*points, *DEFAULT_RANGES})
+        found: list[str] = []
+        for most in sizes:
+            at = next((one for one in points if most <= one), None)
+            before = max((one for one in points if one < most), default=None)
+            wins = at is not None and (most == at or (before is not None and winners[before] == winners[at]))
+            found.append(winners[at] if at is not None and wins else self.at(most))
+        return _ranges(sizes, found)
+
 
 class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
     """The template of functions with a symbolic number of rows; `makers` make the kernels of the ranges."""
@@ -169,30 +189,10 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
             chosen, bounds = [*chosen, beyond], (*bounds, OPEN_ROWS)
         return [_ranges(bounds, [one.to_json() for one in chosen], own)]
 
-    def measured(
-        self, func: tirx.PrimFunc, target: ResolvedTarget, winners: Mapping[int, str]
-    ) -> RangesParameters | Refusal:
-        """Return the table with the decisions that were the fastest at some numbers of rows, or why there is none.
-
-        Between two numbers with one winner, that is the decision. Between others, where the winner changes, and beyond
-        them, decisions are those of the table of predictions.
-        """
-        offered = self.candidates(func, target)
-        if isinstance(offered, Refusal):
-            return offered
-        predicted = offered[0].ranges
-        points = sorted(winners)
-        found: list[str] = []
-        sizes = sorted({*points, *DEFAULT_RANGES})
-        for most in sizes:
-            at = next((one for one in points if most <= one), None)
-            before = max((one for one in points if one < most), default=None)
-            if at is not None and (most == at or (before is not None and winners[before] == winners[at])):
-                decision = winners[at]
-            else:
-                decision = next((one.decision for one in predicted if most <= one.most), predicted[-1].decision)
-            found.append(decision)
-        return _ranges(sizes, found)
+    def lines(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Sequence[Parameters] | Refusal:
+        """Return what may be at so many rows of a function's table, the most promising first, or why nothing may."""
+        offered = self._offered(func, target)
+        return offered if isinstance(offered, Refusal) else offered[0].candidates(func, target, rows)
 
     def refusal(self, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, rows: int) -> Refusal | None:
         """Return why a decision that was measured at so many rows cannot be in a function's table."""

@@ -20,8 +20,10 @@ from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.jobs.tuned_model import choose_kernels
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
+from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
 from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.task_start import template_candidates
+from relaxtune.schedules.registry import RANGES
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.templates.ranges import RangesParameters
 from relaxtune.tuning_db.records import Route
@@ -95,6 +97,34 @@ def test_table_is_of_the_winners_and_cut_where_they_change(prepared: PreparedMod
     # One decision wins at 128 and at 4096, and so between them; of 17 rows nothing is known.
     assert at[129] == at[4096]
     assert at[17].decision not in winners.values()
+
+
+def test_candidates_of_a_size_can_be_in_the_table_and_its_untuned_line_comes_first(prepared: PreparedModel) -> None:
+    (untuned,) = choose_kernels(prepared, None)
+    ranges = RangesParameters.from_json(untuned.decision or "")
+    func, dropped = untuned_function(prepared.lowered, untuned.function), 0
+    for task in prepared.tasks:
+        rows = task.tables[0].rows
+        offered = [one.decision for one in template_candidates(task, prepared.target)]
+        of_static = template_candidates(replace(task, symbolic=None), prepared.target)
+        dropped += len({one.decision for one in of_static} - set(offered))
+        assert offered[0] == ranges.at(rows)
+        assert [RANGES.refusal(func, prepared.target, one, rows) for one in offered[::5]] == [None] * len(offered[::5])
+    # Sums that all blocks share need a known number of rows.
+    assert dropped > 0
+
+
+def test_untuned_line_stays_where_nothing_is_surely_faster(prepared: PreparedModel, tmp_path: Path) -> None:
+    database = TuningDatabase.open(tmp_path / "tuning.db")
+    for task, gain in zip(prepared.tasks, (0.995, 0.995, 0.9), strict=True):
+        database.record_workload(describe_workload(task))
+        first, second = template_candidates(task, prepared.target)[:2]
+        for one, latency_us in ((first, 10.0), (second, 10.0 * gain)):
+            record = template_record(task, one.decision, prepared.target)
+            database.record_measurement(replace(record, latencies_us=(latency_us,)))
+    (choice,) = choose_kernels(prepared, database)
+    assert "rows 16 (record 1), 128 (record 3), 4096 (record 6)" in choice.note
+    assert [one.reason for one in choice.trace if one.id == 2] == ["no more than 1% faster than the untuned line"]
 
 
 def test_records_alone_give_the_same_kernels_again(model: Path, prepared: PreparedModel, tmp_path: Path) -> None:
