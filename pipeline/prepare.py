@@ -201,7 +201,7 @@ def _lowering_for(request: ModelRequest) -> LoweringOptions:
     if Route.TEMPLATE in request.routes:
         return options
     aside = TEMPLATE_PASSES - (LIBRARY_PASSES if Route.LIBRARY in request.routes else frozenset())
-    logger.info("route template is left aside, and with it: %s", ", ".join(sorted(aside)))
+    logger.info("route template is switched off, and with it the passes %s", ", ".join(sorted(aside)))
     return replace(options, disabled_passes=options.disabled_passes | aside)
 
 

@@ -46,31 +46,34 @@ class TableView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, in the width that there is; a row is a section of its own where the columns have no room."""
-        title, caption = Text(self.title, style="table.title"), self.caption or None
-        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        title, caption = Text(self.title, style="table.title"), Text(self.caption) if self.caption else None
+        # Columns that are empty in every row are left out.
+        shown = [column for column in zip(self.columns, *self.rows, strict=True) if not self.rows or any(column[1:])]
+        columns, *rows = zip(*shown, strict=True)
+        widths = [max(map(len, column)) for column in shown]
         room = options.max_width - 3 * len(widths) - 1
         if sum(min(width, _LEAST) for width in widths) > room:
-            table = Table(title=title, title_justify="left", caption=caption, show_header=False)
-            for row in self.rows:
-                for column, cell in zip(self.columns, row, strict=True):
+            table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", show_header=False)
+            for row in rows:
+                for column, cell in zip(columns, row, strict=True):
                     if cell:
                         table.add_row(Text(column), Text(cell))
                 table.add_section()
             yield table
             return
-        table = Table(title=title, title_justify="left", caption=caption)
+        table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         narrow = [width <= _NARROW for width in widths]
         # Numbers and words keep their width where names have room to be folded beside them.
         kept = sum(width for width, short in zip(widths, narrow, strict=True) if short)
         whole = room - kept >= _NARROW * narrow.count(False)
-        for column, short in zip(self.columns, narrow, strict=True):
+        for column, short in zip(columns, narrow, strict=True):
             table.add_column(
                 column,
                 overflow="fold",
                 no_wrap=short and whole,
                 justify="right" if column in self.right else "left",
             )
-        for row in self.rows:
+        for row in rows:
             # As plain text: names and messages may hold brackets, which rich would read as markup.
             table.add_row(*(Text(cell) for cell in row))
         yield table

@@ -154,9 +154,9 @@ def judge(
     for record in held:
         # A refutation on this device counts for measurements of all.
         if wrong & {_measured(record), (here, record.route, record.decision)}:
-            dropped.append(Considered.of(record, "its decision gave a wrong result since: it is refuted"))
+            dropped.append(Considered.of(record, "refuted: its decision gave a wrong result later"))
         elif record is not newest[_measured(record)]:
-            dropped.append(Considered.of(record, "a later measurement of the same decision counts"))
+            dropped.append(Considered.of(record, "the same decision was measured again later"))
         else:
             standing.append(record)
     ranked = _in_order([record for record in standing if device_of(record.environment) == here], held)
@@ -189,10 +189,10 @@ def winner(
 
     wanted = frozenset(routes)
     offered = [record for record in judged.standing if record.route in wanted]
-    drop(_without(judged.standing, offered), "its route is left aside (--routes)")
+    drop(_without(judged.standing, offered), "its route is switched off (--routes)")
     if all(record.route is Route.FALLBACK for record in offered) and (not offered or has_default()):
         # A run that ended early measured the fallback alone: that says nothing against a template.
-        drop(offered, "of default schedules alone: a template's default goes before them")
+        drop(offered, "only default schedules were measured; a template's first proposal is preferred")
         return Choice(None, "no record of a candidate" if offered else "no record", tuple(trace))
     inside = []
     # Unless the fastest was measured since.
@@ -201,13 +201,13 @@ def winner(
         inside = [record for record in offered if (record.route, record.decision) == decided]
     distinct = without_ties(offered)
     tied = _without(offered, [*distinct, *inside])
-    drop(tied, "no faster than the default schedule, whose latencies scatter as much")
+    drop(tied, "within the noise of the default schedule")
     ranked = [*inside, *_without(distinct, inside)]
     stale: list[tuple[TuningRecord, str]] = []
     for number, record in enumerate(ranked[:RECORDS_TRIED]):
         if record.route is Route.FALLBACK and stale and has_default():
             # The faster record used an older schedule: the new one is more likely faster still than slower than this.
-            drop(ranked[number:], "a template's default goes before it: faster records are stale")
+            drop(ranked[number:], "faster records are stale; a template's first proposal is preferred")
             break
         reason = unusable(record)
         if reason is not None:
@@ -217,14 +217,14 @@ def winner(
         of_model = record in inside
         why = "the whole model is faster with it" if of_model else ""
         trace.append(Considered.of(record, f"{_TAKEN}: {why}" if why else _TAKEN, taken=True))
-        drop(ranked[number + 1 :], "the one taken ranks before it")
+        drop(ranked[number + 1 :], "the record taken ranks higher")
         note = "faster inside the model than alone" if of_model else _passed_over(stale)
         faster_us = tied[0].latency_us if tied else None
         if not note and record.route is Route.FALLBACK and faster_us and faster_us < (record.latency_us or 0.0):
             note = f"within noise, default kept: the fastest candidate took {faster_us:.3g} us"
         return Choice(record, note, tuple(trace), tuple(one for one, _ in stale), of_model)
     else:
-        drop(ranked[RECORDS_TRIED:], f"{RECORDS_TRIED} faster ones could not be used, more are not tried")
+        drop(ranked[RECORDS_TRIED:], f"{RECORDS_TRIED} faster records could not be used; no more are tried")
     return Choice(None, _passed_over(stale), tuple(trace), tuple(one for one, _ in stale))
 
 
@@ -237,7 +237,7 @@ def not_in_answer(question: Question, records: Iterable[TuningRecord], answer: S
             continue
         reason = why_not_true(question.target, question.environment, record)
         if reason is None and record.workload_hash != question.workload_hash and record.route in WORKLOAD_ROUTES:
-            reason = f"of a like workload: a decision of route {record.route} belongs to one workload alone"
+            reason = f"of a similar workload; route {record.route} needs the same workload"
         if reason is None and record.status is not Status.OK:
             reason = f"the candidate failed: {record.status}"
         reason = reason or f"more than {len(answer)} records are faster"
@@ -262,11 +262,11 @@ def left_aside(trace: Trace, why: str) -> Trace:
 def summary(trace: Trace) -> str:
     """Return a trace as one line: the record taken, and how many were left out for each reason."""
     taken = next((one for one in trace if one.taken), None)
-    first = "no record is taken"
+    first = "no record taken"
     if taken is not None:
         first = f"record {taken.id} ({taken.route}, {taken.latency_us:.4g} us) is {taken.reason}"
     counts = Counter(one.reason for one in trace if not one.taken)
-    return "; ".join([first, *(f"{count} left out: {reason}" for reason, count in counts.most_common())])
+    return "; ".join([first, *(f"{count} not taken: {reason}" for reason, count in counts.most_common())])
 
 
 def _passed_over(stale: Sequence[tuple[TuningRecord, str]]) -> str:

@@ -434,9 +434,9 @@ def render(report: BenchmarkReport) -> Table:
     conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
     runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
     left_out = "".join(f"; {name} is left out: {why}" for name, why in report.left_out.items())
-    caption = f"{runs} after a warm-up ({report.warmup}); {conditions}{left_out}"
+    caption = f"{runs}, {report.warmup} untimed before; {conditions}{left_out}"
     sizes = f": mean of {len(report.sizes)} sizes" if len(report.sizes) > 1 else " at ".join(["", *report.sizes])
-    table = Table(title=f"latency, ms{sizes}", caption=caption)
+    table = Table(title=f"latency, ms{sizes}", title_justify="left", caption=caption, caption_justify="left")
     for column in ("arm", "median", "p90", "p95", "p99", "min", "calls/s", "spread", "ratio"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in report.arms:

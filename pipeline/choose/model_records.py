@@ -85,9 +85,10 @@ class MeasuredModel:
             return None
         decision = read_decision(newest)
         logger.info(
-            "model as record %s of %s says: norms in matmuls of up to %d rows, %d kernels for their time inside it%s",
-            newest.id, newest.environment.device_name, decision.norm_rows_max, len(decision.kernels),
-            ", untuned since tuned kernels were not surely faster in the model" * decision.untuned,
+            "record %s (%s) decides for the whole model: %snorms of up to %d rows inside matmuls; %d re-ranked kernels",
+            newest.id, newest.environment.device_name,
+            "untuned kernels, since tuned ones were not surely faster; " * decision.untuned,
+            decision.norm_rows_max, len(decision.kernels),
         )  # fmt: skip
         return decision
 

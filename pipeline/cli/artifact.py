@@ -36,11 +36,13 @@ if TYPE_CHECKING:
     from relaxtune.pipeline.registry.registry import Registry, StoredArtifact
     from relaxtune.tuning_db.tags import TagMove
 
-app = typer.Typer(help="Keep artifacts in a store, and move tags such as prod over them.", no_args_is_help=True)
+app = typer.Typer(
+    help="Keep artifacts in a store, under tags such as prod; rebuild them, change their weights.", no_args_is_help=True
+)
 
 _KEY_DIGITS = 12
 
-ArtifactName = Annotated[str, typer.Argument(metavar="ARTIFACT", help="Its directory, a tag, or the start of its key.")]
+ArtifactName = Annotated[str, typer.Argument(metavar="ARTIFACT", help="A directory, a tag, or the start of a key.")]
 WhyOption = Annotated[str, typer.Option("--why", help="The reason, for the history.")]
 TagName = Annotated[str, typer.Argument(metavar="TAG", help="Such as prod or canary.")]
 
@@ -92,7 +94,7 @@ def list_command(registry: RegistryOptions) -> None:
 @app.command()
 @takes_groups()
 def show(name: ArtifactName, registry: RegistryOptions) -> None:
-    """Show an artifact and, for a tag, everywhere that it stood."""
+    """Show an artifact; for a tag, also its history."""
     with registry.open() as opened:
         moves = list(opened.history(name))
         found = opened.find(name) if not moves or name in opened.tags() else None
@@ -113,11 +115,11 @@ def tag(
     registry: RegistryOptions,
     why: WhyOption = "",
     artifact: Annotated[
-        str | None, typer.Option("--to", metavar="ARTIFACT", help="Its directory, a tag, or the start of its key.")
+        str | None, typer.Option("--to", metavar="ARTIFACT", help="A directory, a tag, or the start of a key.")
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the tag away.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag.")] = False,
 ) -> None:
-    """Set a tag to an artifact, which is copied into the store; no gate is run."""
+    """Set a tag to an artifact without a gate. The artifact is copied into the store."""
     if remove == (artifact is not None):
         raise UsageError("artifact tag needs --to ARTIFACT, or --remove")
     with registry.open() as opened:
@@ -136,10 +138,10 @@ def promote(
     why: WhyOption = "",
     model: ReferenceOption = None,
     inputs: CallsOption = None,
-    force: Annotated[bool, typer.Option("--force", help="Move the tag although the gate says no.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Move the tag even if the gate refuses.")] = False,
     verify_key: VerifyKeyOption = None,
 ) -> None:
-    """Set a tag to an artifact if the gate accepts it in place of the tag's present one. Exits 5 when it says no."""
+    """Move a tag to an artifact if the gate accepts it. Exits 5 if the gate refuses."""
     from relaxtune.pipeline.gate.report import render
     from relaxtune.pipeline.registry.registry import find_artifact, open_store
 
@@ -162,7 +164,7 @@ def promote(
 @app.command()
 @takes_groups()
 def rollback(tag: TagName, registry: RegistryOptions, why: WhyOption = "") -> None:
-    """Set a tag back to the artifact that it stood at before."""
+    """Move a tag back to its previous artifact."""
     with registry.open() as opened:
         move = opened.rollback(tag, why)
     registry.emit_move(move)
@@ -172,12 +174,12 @@ def rollback(tag: TagName, registry: RegistryOptions, why: WhyOption = "") -> No
 @takes_groups()
 def gc(
     registry: RegistryOptions,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="Roll-backs that stay possible for each tag.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", min=0, help="Roll-backs of each tag that stay possible.")] = 5,
     older_than: Annotated[
-        float, typer.Option("--older-than", min=0.0, help="Hours that each artifact is kept.")
+        float, typer.Option("--older-than", min=0.0, help="Keep artifacts younger than this many hours.")
     ] = 24.0,
 ) -> None:
-    """Remove the artifacts that no tag stands at or can be rolled back to."""
+    """Remove artifacts that no tag, and no roll-back of a tag, needs."""
     with registry.open() as opened:
         gone = opened.collect(steps=steps, older_than_s=older_than * 3600)
     view = TableView(f"{len(gone)} artifacts removed", ("artifact",), tuple((key[:_KEY_DIGITS],) for key in gone))
@@ -190,17 +192,16 @@ def rebuild(
     artifact: ArtifactName,
     store: StoreOption = DEFAULT_STORE,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Keep the new one here. Default: nowhere.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Keep the new artifact here. Default: delete it.")
     ] = None,
-    db: Annotated[DatabaseUrl | None, optional_database("Where the records of its kernels are.")] = None,
+    db: Annotated[DatabaseUrl | None, optional_database("Database with the records of its kernels.")] = None,
     shared_db: SharedDatabasesOption = None,
     model: ReferenceOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Make an artifact again from its manifest and its records, and say whether it is the same, bit for bit.
+    """Build an artifact again from its manifest and records, and check that it is the same, bit for bit.
 
-    It needs no device: where the artifact's is not here, hashes of kernels and weights are compared. Exits 1 and names
-    what changed when it is another.
+    Without the artifact's device, only hashes of kernels and weights are compared. Exits 1 and names the differences.
     """
     from relaxtune.pipeline.registry.rebuild import rebuild_artifact
     from relaxtune.pipeline.registry.registry import find_artifact, open_store
@@ -228,12 +229,12 @@ def rebuild(
 @takes_groups()
 def fetch(
     artifact: ArtifactName,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where it goes.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The new directory.")],
     store: StoreOption = DEFAULT_STORE,
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Copy an artifact of the store, by its tag or key, to a directory; its files are checked."""
+    """Copy an artifact of the store to a directory, and check its files."""
     from relaxtune.pipeline.artifact.directory import copy_artifact
     from relaxtune.pipeline.registry.registry import find_artifact, open_store
 
@@ -272,27 +273,31 @@ def refit(
     ] = None,
     lora: Annotated[
         Path | None,
-        typer.Option("--lora", metavar="ADAPTER", help="A LoRA adapter (PEFT's folder or file) to merge into them."),
+        typer.Option(
+            "--lora", metavar="ADAPTER", help="A LoRA adapter (a folder or file of PEFT) to merge into the weights."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="The new artifact. Default: in place of the old one.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Directory of the new artifact. Default: replace the old one."),
     ] = None,
     seed: SeedOption = 0,
     samples: Annotated[
-        int, typer.Option("--samples", min=0, help="Random inputs to validate with; 0 leaves the validation out.")
+        int, typer.Option("--samples", min=0, help="Random inputs to validate with; 0 skips the validation.")
     ] = 3,
     sign: Annotated[
-        Path | None, typer.Option("--sign", metavar="KEY", help="Sign it with this Ed25519 private key (PEM).")
+        Path | None,
+        typer.Option("--sign", metavar="KEY", help="Sign the artifact with this Ed25519 private key (PEM)."),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Give an artifact other weights without compiling or tuning; its code stays as it is.
+    """Change the weights of an artifact without compiling or tuning.
 
-    With --lora alone, the adapter is merged into the model that the artifact was compiled from.
+    With --lora alone, the adapter is merged into the artifact's source model.
 
-    Exits 1 and names what does not fit: a weight inside the code, or another graph. Exits 3 when the new artifact
-    fails the validation; it is in DIR.rejected then.
+    Exits 1 if the weights do not fit (another graph, a weight inside the code). Exits 3 if the validation fails; the
+    new artifact is then in DIR.rejected.
     """
     from relaxtune.pipeline.registry.refit import refit_artifact
     from relaxtune.pipeline.registry.registry import find_artifact, open_store

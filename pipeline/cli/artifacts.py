@@ -56,11 +56,11 @@ class ValidateOptions:
 
     samples: SamplesOption = 3
     seed: SeedOption = 0
-    repeat: int = option(2, "Runs of each input; from 2 on their bits are compared.", min=1)
-    logits: list[str] | None = option(None, "Output that is logits, for the drift (repeatable).", metavar="NAME")
-    tokens: Path | None = option(None, "Token ids (.npy or text) to take the perplexity of.", metavar="FILE")
-    kernels: bool = option(False, "Compare each kernel with its unscheduled form too, on one input.", "--kernels")
-    bisect: bool = option(False, "If it fails, find the ONNX node, and the pass or the kernel to blame.", "--bisect")
+    repeat: int = option(2, "Runs of each input; with 2 or more, their bits are compared.", min=1)
+    logits: list[str] | None = option(None, "Output to treat as logits in the drift (repeatable).", metavar="NAME")
+    tokens: Path | None = option(None, "Token ids (.npy or text) to compute the perplexity of.", metavar="FILE")
+    kernels: bool = option(False, "Also compare each kernel with its unscheduled function, on one input.", "--kernels")
+    bisect: bool = option(False, "After a failure, find the ONNX node and the pass or kernel to blame.", "--bisect")
     repro: Path | None = option(None, "Where --bisect writes a reproduction. Default: DIR-repro.", metavar="DIR")
     db: OutcomeDatabaseOption = None
 
@@ -82,9 +82,9 @@ def validate_command(
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compare an artifact with ONNX Runtime on random inputs. Exits 3 when they disagree.
+    """Compare an artifact with ONNX Runtime on random inputs. Exits 3 if they disagree.
 
-    The tolerance is by dtype and precision if it is not given.
+    By default the tolerance follows from dtype and precision.
     """
     from relaxtune.pipeline.artifact.directory import record_validation
     from relaxtune.pipeline.bisect import check_kernels
@@ -133,13 +133,11 @@ def validate_command(
 @takes_groups()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An artifact, or a .npz of outputs that `run` saved.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The same of another build, or from another machine.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="Another build, or its outputs from another machine.")],
     limits: ToleranceOptions,
     inputs: Annotated[
         Path | None,
-        typer.Option(
-            "--inputs", metavar="X.npz", help="What artifacts are run on. Default: random, for two artifacts."
-        ),
+        typer.Option("--inputs", metavar="X.npz", help="Inputs of both artifacts. Default: random."),
     ] = None,
     model: ReferenceOption = None,
     samples: SamplesOption = 3,
@@ -150,8 +148,7 @@ def compare(
 ) -> None:
     """Measure the drift between two builds of a model.
 
-    Exits 3 only beyond a limit that is given: equal bits (--exact) or a tolerance; if only one of --rtol and --atol is
-    given, the other is 0.
+    Exits 3 if --exact, --rtol or --atol is given and not met. With only one of --rtol and --atol, the other is 0.
     """
     from relaxtune.pipeline.validate.builds import compare_builds
     from relaxtune.pipeline.validate.comparison import render
@@ -182,12 +179,12 @@ class BenchOptions:
 
     against: str = option("ort", "Peers: ort, ort-cuda, torch, torch-compile; '' for none.", metavar="PEER,..")
     runs: int = option(50, "Timed runs of each arm.", min=1)
-    warmup: int = option(10, "Runs of each arm before.", min=0)
-    duration: float | None = option(None, "In place of --runs: seconds that each arm runs.", metavar="SECONDS")
+    warmup: int = option(10, "Untimed runs of each arm before.", min=0)
+    duration: float | None = option(None, "Seconds for each arm, in place of --runs.", metavar="SECONDS")
     streams: int = option(1, "Callers at once: throughput, and latencies under load.", min=1)
     dim: DimOption = None
     torch: str | None = option(
-        None, "For torch and torch-compile: what returns the torch.nn.Module.", metavar="MODULE:FACTORY"
+        None, "Function that returns the torch.nn.Module, for torch and torch-compile.", metavar="MODULE:FACTORY"
     )
     peer_python: Path | None = option(None, "Interpreter of the peers' processes. Default: this one.", metavar="PYTHON")
     seed: SeedOption = 0
@@ -229,11 +226,11 @@ def bench(
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure an artifact, each shape bucket if it has any, side by side with peers, in alternation.
+    """Compare an artifact's latency with other libraries, by turns; each shape bucket has its own table.
 
-    Each peer has a process of its own, and is timed only if its outputs are right. Inputs are random, with masks that
-    hide nothing. --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Exits 1 where a
-    peer cannot run the model, 3 where its outputs are wrong; one that is not installed is left out.
+    Each peer runs in its own process and is timed only if its outputs are right. Inputs are random, without padding.
+    --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Peers that are not installed are
+    skipped. Exits 1 if a peer cannot run the model, 3 if its outputs are wrong.
     """
     from relaxtune.pipeline.bench.measure import render
     from relaxtune.pipeline.jobs.artifacts import bench_artifact, bench_batches, bench_lengths
@@ -260,8 +257,8 @@ def bench(
                 rows = tuple((one.name, str(one.exact), str(one.padded)) for one in calls.buckets)
                 print_table(TableView("calls by bucket", ("bucket", "exact", "padded"), rows))
                 stdout_console().print(
-                    f"{calls.slow_path} calls on the slow path (symbolic shapes); {calls.padding_waste:.1%} of what "
-                    "buckets computed was padding"
+                    f"{calls.slow_path} calls on the slow path (symbolic shapes); {calls.padding_waste:.1%} of the "
+                    "work of buckets was padding"
                 )
         for report in reports.values():
             report.raise_if_failed()

@@ -47,7 +47,7 @@ PlanArgument = Annotated[Path, typer.Argument(metavar="FILE", help="The plan: a 
 
 @app.command()
 def plan(file: PlanArgument, output_format: FormatOption = OutputFormat.TABLE) -> None:
-    """Show the cells of a plan, the tasks they share, what is known of them and what tuning will take."""
+    """Show the cells of a plan, the tasks they share, their records, and the predicted time. Nothing is measured."""
     from relaxtune.pipeline.batch.plan import read_plan
     from relaxtune.pipeline.batch.prediction import preview
     from relaxtune.pipeline.batch.tasks import CellFault
@@ -76,10 +76,10 @@ def _progress() -> Callable[[str], None]:
 
 
 FailFastOption = Annotated[
-    bool, typer.Option("--fail-fast/--keep-going", help="End at the first cell that is not accepted, or do the others.")
+    bool, typer.Option("--fail-fast/--keep-going", help="Stop at the first cell that is not accepted, or continue.")
 ]
 ClusterOption = Annotated[
-    str | None, typer.Option("--cluster", metavar="ADDRESS", help="Measure on a cluster. Default: on this machine.")
+    str | None, typer.Option("--cluster", metavar="ADDRESS", help="Measure on this Ray cluster. Default: this machine.")
 ]
 BatchArgument = Annotated[
     str | None,
@@ -94,7 +94,7 @@ def run(
     cluster: ClusterOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Tune the tasks of a plan, then compile, compare and validate each cell. JSON is a line for each cell."""
+    """Tune the tasks of a plan; compile, compare and validate each cell. --format json prints a line for each cell."""
     from relaxtune.pipeline.batch.cells import list_cells
     from relaxtune.pipeline.batch.driver import run_batch
     from relaxtune.pipeline.batch.plan import read_plan
@@ -111,14 +111,12 @@ def run(
 def resume(
     batch: BatchArgument = None,
     db: DatabaseOption = DEFAULT_DATABASE,
-    retry: Annotated[
-        bool, typer.Option("--retry", help="Do cells again that failed, were rejected or were cancelled.")
-    ] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed, rejected and cancelled cells.")] = False,
     fail_fast: FailFastOption = False,
     cluster: ClusterOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Go on with a batch whose driver is gone; what it measured is not measured again."""
+    """Continue a batch whose driver is gone. Recorded candidates are not measured again."""
     from relaxtune.pipeline.batch.driver import resume_batch
 
     leave_out_details()
@@ -132,7 +130,7 @@ def resume(
 def status(
     batch: BatchArgument = None, db: DatabaseOption = DEFAULT_DATABASE, output_format: FormatOption = OutputFormat.TABLE
 ) -> None:
-    """Show how far the cells of a batch are. A cell is `dead` where its driver works no more."""
+    """Show the state of each cell of a batch. Cells are `dead` if their driver is gone."""
     from relaxtune.tuning_db.batches import get_batch, list_cells
 
     place, start = _place(batch, db)
@@ -147,7 +145,7 @@ def status(
 def watch(
     batch: BatchArgument = None,
     db: DatabaseOption = DEFAULT_DATABASE,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 2.0,
 ) -> None:
     """Show the cells of a batch until it is over, or its driver is gone."""
     from relaxtune.tuning_db.batches import get_batch, list_cells
@@ -181,7 +179,7 @@ def report(
         Path | None, typer.Option("--out", metavar="FILE", help="The page. Default: NAME.html, by the batch's name.")
     ] = None,
 ) -> None:
-    """Write one page on a batch: its cells, before and after, its attempts, and where each model's time goes."""
+    """Write a page about a batch: cells before and after, attempts, and the time of each model by kernel."""
     from relaxtune.pipeline.batch.report import render_batch
     from relaxtune.tuning_db.batches import get_batch
 
@@ -197,7 +195,7 @@ def cancel(
     batch: BatchArgument = None,
     db: DatabaseOption = DEFAULT_DATABASE,
 ) -> None:
-    """Leave a cell out of a batch that goes on; its driver hears of it within seconds."""
+    """Remove a cell from a running batch, within seconds."""
     from relaxtune.tuning_db.batches import cancel_cell, get_batch
     from relaxtune.tuning_db.store import TuningDatabase
 

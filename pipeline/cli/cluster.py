@@ -24,7 +24,7 @@ def check(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Such as 10.0.0.1:6379, or auto on a node of it.")],
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Say what each node has, and what it lacks or has in another version. Exits 1 when something is wrong."""
+    """List what each node has and lacks, and other versions. Exits 1 if a node is not ready."""
     from relaxtune.pipeline.tuning.ray.cluster import check_cluster
 
     found = check_cluster(address)

@@ -57,8 +57,10 @@ class ArtifactOptions:
     """Where the artifact goes, and how it is validated."""
 
     out: Path | None = option(None, "Artifact directory. Default: out/MODEL-TARGET.", metavar="DIR", panel=OUTPUT)
-    samples: int = option(3, "Random inputs to validate with; 0 leaves the validation out.", min=0, panel=OUTPUT)
-    sign: Path | None = option(None, "Sign it with this Ed25519 private key (PEM).", metavar="KEY", panel=OUTPUT)
+    samples: int = option(3, "Random inputs to validate with; 0 skips the validation.", min=0, panel=OUTPUT)
+    sign: Path | None = option(
+        None, "Sign the artifact with this Ed25519 private key (PEM).", metavar="KEY", panel=OUTPUT
+    )
 
     def directory(self, model: ModelOptions) -> Path:
         """Return the artifact's directory, by default named after the model and the target."""
@@ -70,32 +72,36 @@ class SearchOptions:
     """How much is tried and how it is measured; `tuning` is what the tuner takes."""
 
     effort: Effort = option(
-        Effort.NORMAL, "How much to try; --trials and --time-budget override its limits.", panel=SEARCH
+        Effort.NORMAL, "How much to try. --trials or --time-budget replaces its limit of candidates.", panel=SEARCH
     )
     trials: int | None = option(
         None,
-        "Most candidates, all tasks together. Default: as --effort says, or as fit into --time-budget.",
+        "Limit of candidates over all tasks. Default: set by --effort, or by --time-budget.",
         min=1,
         panel=SEARCH,
     )
     time_budget: float | None = option(
-        None, "Seconds that the whole command may take.", min=1.0, metavar="S", panel=SEARCH
+        None, "Limit of seconds for the whole command.", min=1.0, metavar="S", panel=SEARCH
     )
-    mode: TuningMode = option(TuningMode.TUNE, "force measures again what the database already knows.", rare=True)
+    mode: TuningMode = option(TuningMode.TUNE, "force measures recorded candidates again.", rare=True)
     workers: int | None = option(None, "Build processes. Default: the cores.", min=1, rare=True)
     devices: str | None = option(
         None,
-        "GPUs to measure on side by side, such as cuda:0,cuda:1. Default: all of the target's model.",
+        "GPUs to measure on, such as cuda:0,cuda:1. Default: all GPUs of the target's model.",
         metavar="LIST",
         rare=True,
     )
     build_timeout: float = option(30.0, "Seconds to build one candidate.", min=0.0, metavar="S", rare=True)
     run_timeout: float = option(10.0, "Seconds to measure one candidate.", min=0.0, metavar="S", rare=True)
     rerank: int | None = option(
-        None, "Hot kernels tried inside the model. Default: the effort's.", min=0, metavar="N", rare=True
+        None,
+        "Number of hot kernels whose runners-up are tried inside the model. Default: set by --effort.",
+        min=0,
+        metavar="N",
+        rare=True,
     )
     norm_forms: bool | None = option(
-        None, "Try norms inside the matmuls and apart, in the whole model. Default: the effort's.", rare=True
+        None, "Tune with norms inside matmuls and apart; keep the faster. Default: set by --effort.", rare=True
     )
 
     compare_seconds: float | None = option(
@@ -130,16 +136,19 @@ def tune(
         bool,
         typer.Option(
             "--record/--no-record",
-            help="Note artifact, validation and latencies in the database too.",
+            help="Record artifact, validation and latencies in the database.",
             rich_help_panel=RECORDS,
         ),
     ] = True,
     bench: Annotated[
-        bool, typer.Option("--bench/--no-bench", help="Time tuned, untuned and ONNX Runtime.", rich_help_panel=OUTPUT)
+        bool,
+        typer.Option(
+            "--bench/--no-bench", help="Time the tuned and the untuned model and ONNX Runtime.", rich_help_panel=OUTPUT
+        ),
     ] = True,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Import, tune, compile, validate and export a model: the main job."""
+    """Tune a model on the device of this machine, then compile, compare and validate it."""
     from relaxtune.pipeline.jobs.compile_and_tune import tune_model
     from relaxtune.pipeline.jobs.values import TuneRequest
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
@@ -166,15 +175,15 @@ def compile_command(
         bool,
         typer.Option(
             "--record/--no-record",
-            help="Note the artifact and its validation in the database.",
+            help="Record the artifact and its validation in the database.",
             rich_help_panel=RECORDS,
         ),
     ] = False,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compile a model without measuring.
+    """Compile a model without measuring, and validate it.
 
-    Each kernel is made by its best record, else by a template's default, else by the fallback schedule.
+    Each kernel comes from its best record, else from a template's first proposal, else from a default schedule.
     """
     from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 
@@ -296,9 +305,13 @@ def _print_compiled(result: CompileResult) -> None:
         "route": lambda kernel: kernel.route,
         "us alone": lambda kernel: None if kernel.latency_us is None else f"{kernel.latency_us:.1f}",
         "record": lambda kernel: " of ".join(str(one) for one in (kernel.record_id, kernel.database) if one),
-        "note": lambda kernel: kernel.note,
     }
-    print_table(TableView.of(f"kernels of {result.directory}", result.manifest.kernels, columns))
+    kernels = result.manifest.kernels
+    notes = {kernel.note for kernel in kernels}
+    if len(notes) > 1:
+        columns["note"] = lambda kernel: kernel.note
+    caption = notes.pop() if len(notes) == 1 else ""
+    print_table(TableView.of(f"kernels of {result.directory}", kernels, columns, caption))
     stdout_console().print(_footprint(result.manifest))
     if result.manifest.buckets is not None:
         print_table(_bucket_table(result.manifest.buckets))
@@ -308,7 +321,7 @@ def _print_compiled(result: CompileResult) -> None:
 
 def _footprint(manifest: Manifest) -> str:
     """Return a line about what one inference takes: calls of kernels, launches on a GPU, memory."""
-    parts = [f"{sum(kernel.calls for kernel in manifest.kernels)} kernels"]
+    parts = [f"{sum(kernel.calls for kernel in manifest.kernels)} kernel calls"]
     if manifest.launches is not None:
         parts.append(f"{manifest.launches} launches")
     if manifest.memory is not None:

@@ -23,20 +23,20 @@ _PORT = 8760
 def dashboard(
     db: DatabaseOption = DEFAULT_DATABASE,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen at. Beyond loopback, a token is asked for.")
+        str, typer.Option("--host", help="Address to listen at; beyond this machine, browsers need a token.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 takes a free one.")
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 picks a free port.")
     ] = _PORT,
     ceilings: Annotated[
         list[Path] | None,
         typer.Option("--ceilings", metavar="FILE", help="JSON of a device's measured ceilings (repeatable)."),
     ] = None,
 ) -> None:
-    """Serve pages of the database until Ctrl-C: batches, jobs, tasks, artifacts, what failed and what it took.
+    """Serve pages about the database until Ctrl-C: batches, jobs, tasks, artifacts, failures.
 
-    Pages are read only, and those of what is going on renew themselves. Listening beyond this machine, the server asks
-    for the token of RELAXTUNE_DASHBOARD_TOKEN, or for one that it makes and prints.
+    Pages are read only; pages of running work refresh. If --host is beyond this machine, browsers need a token:
+    RELAXTUNE_DASHBOARD_TOKEN, or a token that the server creates and prints.
     """
     try:
         import uvicorn

@@ -123,7 +123,8 @@ def check_cpu() -> Finding:
     from relaxtune.schedules.targets import resolve_target
 
     resolved = resolve_target("llvm")
-    return Finding("CPU target", FindingStatus.OK, str(resolved.target), resolved.source, True)
+    cores = f"{resolved.target.attrs['num-cores']} cores"
+    return Finding("CPU target", FindingStatus.OK, f"llvm {resolved.arch}, {cores}", resolved.source, True)
 
 
 def check_gpu() -> Finding:
@@ -134,7 +135,7 @@ def check_gpu() -> Finding:
         return Finding("CUDA device", FindingStatus.WRONG, "", how, False, "check the driver with nvidia-smi")
     found = outcome.stdout.strip()
     if not found:
-        fix = "none needed: `--target cuda:sm_90a` still compiles; running and tuning on a GPU need one"
+        fix = "needed to tune and run on a GPU only; `--target cuda:sm_90a` compiles without"
         return Finding("CUDA device", FindingStatus.MISSING, "", "tvm.cuda(0)", False, fix)
     return Finding("CUDA device", FindingStatus.OK, found, "tvm.cuda(0)", False)
 
@@ -157,7 +158,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: check_package("nvidia-cuda-nvrtc", required=False, extra="cuda"),
     lambda: check_package("cuda-bindings", required=False, extra="cuda"),
     lambda: check_package("nvidia-nvfatbin", required=False, extra="cuda"),
-    lambda: check_tool("nvcc", "release", "none needed where NVRTC is installed", required=False),
+    lambda: check_tool("nvcc", "release", "not needed where NVRTC is installed", required=False),
     lambda: check_package("nvidia-cublas", required=False, extra="cublas"),
     lambda: check_package("nvidia-cudnn-cu13", required=False, extra="cudnn"),
     lambda: check_package("torch", required=False, extra="export"),
@@ -178,15 +179,16 @@ def _run_probe(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
 
 
 def doctor(output_format: FormatOption = OutputFormat.TABLE) -> None:
-    """Say what is installed and found, from where, and what is missing. Exits 1 when something required is not ok."""
+    """List what is installed and what is missing, with the remedy. Exits 1 if a required part is missing."""
     findings = run_checks()
     columns = {
         "check": lambda finding: finding.name,
         "status": lambda finding: finding.status.value,
         "found": lambda finding: finding.found,
         "where": lambda finding: finding.source,
-        "fix": lambda finding: finding.fix,
     }
-    emit(output_format, [asdict(one) for one in findings], TableView.of("relaxtune doctor", findings, columns))
+    # Below the table, so that no column folds a command to copy.
+    fixes = "\n".join(f"{one.name}: {one.fix}" for one in findings if one.fix)
+    emit(output_format, [asdict(one) for one in findings], TableView.of("relaxtune doctor", findings, columns, fixes))
     if any(finding.required and finding.status is not FindingStatus.OK for finding in findings):
         raise typer.Exit(1)

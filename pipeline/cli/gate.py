@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CallsOption = Annotated[
     Path | None,
-    typer.Option("--inputs", metavar="X.npz|DIR", help="Recorded calls that both are run on. Default: random ones."),
+    typer.Option("--inputs", metavar="X.npz|DIR", help="Recorded inputs for both artifacts. Default: random inputs."),
 ]
 
 
@@ -42,14 +42,14 @@ CallsOption = Annotated[
 class LimitOptions:
     """The limits of a gate."""
 
-    max_slowdown: str = option("2%", "By how much longer the new build may take.", metavar="PERCENT")
-    alpha: float = option(0.05, "The probability of a false alarm, and of a slower build that passes.")
-    seconds: float = option(60.0, "What timing may take; it ends sooner where all is clear.")
-    max_size: str = option("5%", "By how much the files may grow; 'none' for no limit.", metavar="PERCENT")
-    max_memory: str = option("5%", "By how much memory on the device may grow; 'none'.", metavar="PERCENT")
-    max_compile_time: str = option("none", "By how much longer compiling may take; 'none'.", metavar="PERCENT")
-    exact: bool = option(False, "Say no unless all bits of the outputs are the same.", "--exact")
-    strict: bool = option(False, "Say no, too, where noise hides whether the build is slower.", "--strict")
+    max_slowdown: str = option("2%", "Allowed slowdown of the new build.", metavar="PERCENT")
+    alpha: float = option(0.05, "Probability of a false alarm, and of accepting a slower build.")
+    seconds: float = option(60.0, "Limit of seconds for timing; a clear result ends it early.")
+    max_size: str = option("5%", "Allowed growth of the files; 'none': no limit.", metavar="PERCENT")
+    max_memory: str = option("5%", "Allowed growth of memory on the device; 'none': no limit.", metavar="PERCENT")
+    max_compile_time: str = option("none", "Allowed growth of the compile time; 'none': no limit.", metavar="PERCENT")
+    exact: bool = option(False, "Refuse unless all bits of the outputs are equal.", "--exact")
+    strict: bool = option(False, "Also refuse if noise hides whether the build is slower.", "--strict")
 
     def limits(self, tolerance: ToleranceOptions) -> GateLimits:
         """Return what these options say.
@@ -75,9 +75,10 @@ class LimitOptions:
 
 @takes_groups()
 def gate(
-    new: Annotated[str, typer.Argument(metavar="NEW", help="The artifact that wants to take the place: DIR or TAG.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The new artifact: a directory or a tag of the store.")],
     baseline: Annotated[
-        str, typer.Option("--baseline", metavar="DIR|TAG", help="The artifact that has it, or a tag of the store.")
+        str,
+        typer.Option("--baseline", metavar="DIR|TAG", help="The artifact in use: a directory or a tag of the store."),
     ],
     options: LimitOptions,
     tolerance: ToleranceOptions,
@@ -92,10 +93,11 @@ def gate(
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Say whether an artifact may take the place of another. Exits 5 when it says no.
+    """Decide whether an artifact may replace another. Exits 5 if not.
 
-    Both run alternately on this device until it is clear whether the new one is slower by more than --max-slowdown, or
-    --seconds are over. Where noise hides that, it passes and says what would have shown; --strict says no then.
+    Both run by turns on this device until it is clear whether the new artifact is slower than --max-slowdown allows, or
+    until --seconds are over. If noise hides the answer, the gate passes and prints the slowdown that it would have
+    seen; with --strict it refuses.
     """
     from relaxtune.pipeline.gate.gate import run_gate
     from relaxtune.pipeline.gate.report import render, to_junit, to_markdown

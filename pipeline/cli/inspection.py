@@ -27,10 +27,9 @@ def inspect(
     ] = False,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Say what a model needs: signature, weights, tasks, FLOPs, bytes, KV cache; or every node that stops its import.
+    """Show inputs, outputs, weights, limits, KV cache and tasks of a model, or every node that cannot be imported.
 
-    Exits 1 when a node cannot be imported, or when compiling would refuse the model; without --code, the code of its
-    kernels is not tried.
+    Exits 1 if a node cannot be imported or compiling would refuse the model. --code also generates the kernels.
     """
     from relaxtune.pipeline.jobs.inspect import inspect_model
 
@@ -80,20 +79,20 @@ def _print_tasks(inspection: Inspection) -> None:
         "task": lambda task: short(task.name),
         "family": lambda task: task.family,
         "sizes": lambda task: _sizes(task.signature),
-        "runs": lambda task: task.weight,
+        "calls": lambda task: task.weight,
         "MFLOP": lambda task: f"{task.flops / 1e6:,.3f}",
         "MB": lambda task: f"{task.bytes / 1e6:,.3f}",
     }
     console = stdout_console()
     if inspection.tasks:
-        print_table(TableView.of(f"tasks for {inspection.target}, work of one run", inspection.tasks, columns))
-        work = f"{inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by its kernels"
+        print_table(TableView.of(f"tasks for {inspection.target}, work of one inference", inspection.tasks, columns))
+        work = f"{inspection.flops:,.0f} FLOPs, {inspection.bytes:,.0f} bytes read and written by kernels"
         console.print(f"one inference: {work}")
     else:
         console.print(f"no tasks for {inspection.target}: no kernel can be tuned")
     _print_without_task(inspection)
     if not inspection.code:
-        console.print("the code of its kernels was not generated; --code tries that too")
+        console.print("kernels were not generated; add --code to try")
 
 
 def _print_without_task(inspection: Inspection) -> None:

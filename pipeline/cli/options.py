@@ -51,13 +51,15 @@ DatabaseOption = Annotated[DatabaseUrl, url_option("Tuning database: a file or a
 SharedDatabasesOption = Annotated[
     list[DatabaseUrl] | None, url_option("Database to read under --db (repeatable); never written.", "--shared-db")
 ]
-OutcomeDatabaseOption = Annotated[DatabaseUrl | None, optional_database("Note the result in this tuning database.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of the search, the zoo's weights and the inputs.")]
+OutcomeDatabaseOption = Annotated[DatabaseUrl | None, optional_database("Record the result in this tuning database.")]
+SeedOption = Annotated[
+    int, typer.Option("--seed", help="Seed of the search, of the zoo's weights and of random inputs.")
+]
 FormatOption = Annotated[
     OutputFormat, typer.Option("--format", help="How to write the result to stdout.", rich_help_panel=OUTPUT)
 ]
 ReferenceOption = Annotated[
-    str | None, typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the one it was compiled from.")
+    str | None, typer.Option("--model", metavar="MODEL", help="The ONNX model. Default: the artifact's source.")
 ]
 DimOption = Annotated[
     list[str] | None,
@@ -82,7 +84,7 @@ VerifyKeyOption = Annotated[
         "--verify-key",
         envvar="RELAXTUNE_VERIFY_KEY",
         metavar="KEY",
-        help="Refuse an artifact that the owner of this public key (PEM) did not sign.",
+        help="Accept only artifacts signed with the private key of this public key (PEM).",
     ),
 ]
 SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Random inputs to compare.")]
@@ -93,14 +95,14 @@ class ModelOptions:
     """The options of a model; `request` makes the value that the jobs take."""
 
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name: bert-tiny (1x128).")
+        str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name such as bert-tiny.")
     ]
     target: str = option(
         "auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, cuda:sm_89@L4, a tag, JSON.", panel=MODEL
     )
     portable: bool = option(
         False,
-        "Keep PTX beside the GPU's code: newer GPUs run it too, translated by their driver.",
+        "Add PTX to the GPU's code, so that the drivers of newer GPUs can translate it.",
         "--portable",
         panel=MODEL,
     )
@@ -110,35 +112,38 @@ class ModelOptions:
         panel=MODEL,
     )
     group_size: int | None = option(
-        None, "Weights with one scale (w8a16, w4a16), 0: a column. Default: 128.", metavar="N", rare=True
+        None, "Weights that share a scale (w8a16, w4a16); 0: a whole column. Default: 128.", metavar="N", rare=True
     )
     shape: list[str] | None = option(
-        None, "Pin input shapes; a name instead of a size stays symbolic.", metavar="IN=1x128,...", panel=SIZES
+        None,
+        "Pin input shapes; a name in place of a size keeps the axis symbolic.",
+        metavar="IN=1x128,...",
+        panel=SIZES,
     )
     dim: DimOption = None
     bucket: list[str] | None = option(
         None,
-        "Sizes of a symbolic axis that get code of their own, beside code for any size (repeatable).",
+        "Add code for these sizes of a symbolic axis; other sizes use the symbolic code (repeatable).",
         metavar="AXIS=128,256,...",
         panel=SIZES,
     )
     profile: list[str] | None = option(
         None,
-        "Least, typical and largest size of a symbolic axis: memory is planned for the largest, "
-        "and larger calls are refused.",
+        "Least, typical and largest size of a symbolic axis. Memory is planned for the largest; "
+        "larger calls are refused.",
         metavar="AXIS=MIN:TYPICAL:MAX,...",
         panel=SIZES,
     )
     lengths: Path | None = option(
         None,
-        "Instead of --profile: sizes of real calls, lines of 'sequence,count' (docs/shapes.md).",
+        "Sizes of real calls in place of --profile: lines of 'sequence,count' (docs/shapes.md).",
         metavar="FILE",
         panel=SIZES,
     )
     unpad: bool = option(
-        False, "Compute the tokens of an encoder alone, without padding (docs/shapes.md).", "--unpad", panel=SIZES
+        False, "Compute only the tokens of an encoder, not the padding (docs/shapes.md).", "--unpad", panel=SIZES
     )
-    seed: int = option(0, "Seed of the search, the zoo's weights and the inputs.", rare=True)
+    seed: int = option(0, "Seed of the search, of the zoo's weights and of random inputs.", rare=True)
     disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME", rare=True)
     dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR", rare=True)
     embed_weights: bool = option(
@@ -146,8 +151,8 @@ class ModelOptions:
     )
     routes: str | None = option(
         None,
-        "Who may make kernels: metaschedule, template, library (cuBLASLt and cuDNN, which the artifact then needs "
-        "where it runs). Default: all but library.",
+        "Routes that may make kernels: metaschedule, template, library. An artifact with library needs cuBLASLt and "
+        "cuDNN where it runs. Default: all but library.",
         metavar="ROUTE,...",
         panel=SEARCH,
     )
@@ -206,7 +211,7 @@ class ToleranceOptions:
     """Allowed differences; None takes the command's default."""
 
     rtol: float | None = option(None, "Relative tolerance.", min=0.0)
-    atol: float | None = option(None, "Absolute tolerance, by the output's size.", min=0.0)
+    atol: float | None = option(None, "Absolute tolerance, as a multiple of the output's RMS.", min=0.0)
 
     def limit(self) -> Tolerance | None:
         """Return both as one limit, where the one that is not given is 0; None without either."""

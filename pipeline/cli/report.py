@@ -37,7 +37,7 @@ def report(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Artifact directory.")] = None,
     db: Annotated[
         DatabaseUrl | None,
-        optional_database("Tuning database: of the artifact's records, or without DIR of all its models."),
+        optional_database("Tuning database with the artifact's records; without DIR, all its models are reported."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE", help="The page. Default: DIR.html, or report.html.")
@@ -46,7 +46,7 @@ def report(
         bool | None,
         typer.Option(
             "--profile/--no-profile",
-            help="Time every kernel of DIR on the device that is here. Default: where no record has a kernel's time.",
+            help="Time every kernel of DIR on this machine's device. Default: only kernels without a recorded time.",
         ),
     ] = None,
     ceilings: Annotated[
@@ -54,14 +54,14 @@ def report(
     ] = None,
     diff: Annotated[
         Path | None,
-        typer.Option("--diff", metavar="OLD", help="Another build of DIR's model: what changed, kernel by kernel."),
+        typer.Option("--diff", metavar="OLD", help="Another build of the model, to compare kernel by kernel."),
     ] = None,
     verify_key: VerifyKeyOption = None,
     output_format: Annotated[
         ReportFormat, typer.Option("--format", help="html goes to a file, table and json to stdout.")
     ] = ReportFormat.HTML,
 ) -> None:
-    """Show where a model's time goes: each kernel's time, share, rates against ceilings, route and bottleneck."""
+    """Write a page about an artifact: time, share, rates, route and bottleneck of each kernel."""
     from relaxtune.pipeline.report.diff import diff_reports
 
     if directory is None and db is None:

@@ -16,7 +16,7 @@ _TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 
 def set_option(keys: Sequence[str]) -> inspect.Parameter:
     """Return the option `--set` of a command with rare options."""
-    text = f"A rare setting (repeatable): {', '.join(keys)}; docs/command-line.md says what each does."
+    text = f"A rare setting (repeatable; see docs/command-line.md): {', '.join(keys)}."
     kind = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=text)]
     return inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 

@@ -75,7 +75,7 @@ def _lower(
                 path.write_text(mod.script(show_meta=False) + "\n", encoding="utf-8")
     kernels = collect_kernels(mod, state)
     _LOG.info(
-        "%s: %d kernels, %d of them distinct, %d weights",
+        "%s: %d kernel calls, %d kernels, %d weights",
         graph.name, sum(map(len, kernels.values())), len(kernels), len(state.weights),
     )  # fmt: skip
     return LoweredModule(

@@ -54,8 +54,8 @@ def headline(summary: TuningSummary) -> str:
     after = sum(task.weight * task.after_us for task in summary.tasks if task.after_us is not None)
     stopped = ", interrupted" if summary.interrupted else ""
     return (
-        f"{summary.candidates} candidates in {summary.seconds:.1f} s ({summary.candidates_per_s:.2f}/s){stopped}; "
-        f"kernels timed alone, of one inference: {default} by default schedules, {after / 1e3:.3f} ms at best"
+        f"{summary.candidates} candidates in {summary.seconds:.1f} s ({summary.candidates_per_s:.2f}/s){stopped}. "
+        f"Sum of kernels timed alone: {default} with default schedules, {after / 1e3:.3f} ms with the best records"
     )
 
 

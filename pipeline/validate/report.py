@@ -225,7 +225,7 @@ def render(report: ValidationReport) -> TableView:
         "max rel": lambda one: number(one.worst("max_rel")),
         "cosine": lambda one: number(one.worst("cosine")),
         "atol needed": lambda one: number(one.worst("required_atol")),
-        "of tolerance": lambda one: number(one.worst("required_factor")),
+        "share of tolerance": lambda one: number(one.worst("required_factor")),
         "arg-max": lambda one: number(one.worst("argmax_agreement")),
     }
     columns = {
@@ -241,7 +241,7 @@ def render(report: ValidationReport) -> TableView:
 
 def render_drift(report: DriftReport) -> TableView:
     """Return the report as a table for a terminal."""
-    data = "; ".join(f"{one.name} ({one.count}, sha256 {one.sha256[:12]})" for one in report.data)
+    data = "; ".join(f"{one.name}, {one.count} samples (sha256 {one.sha256[:12]})" for one in report.data)
     caption = f"original: {report.original}; data: {data}"
     if report.perplexity is not None:
         p = report.perplexity
@@ -251,13 +251,13 @@ def render_drift(report: DriftReport) -> TableView:
         "max/RMS": lambda one: number(one.max_rel),
         "cosine": lambda one: number(one.cosine),
         "row cosine": lambda one: number(one.row_cosine_mean),
-        "lowest": lambda one: number(one.row_cosine_min),
+        "lowest row": lambda one: number(one.row_cosine_min),
         "arg-max": lambda one: number(one.argmax_agreement),
         "KL": lambda one: number(one.kl_mean),
         "KL max": lambda one: number(one.kl_max),
     }
     columns = {"output": lambda one: one.name, "kind": lambda one: one.kind, **measures}
-    title = f"drift of {report.precision or 'the graph as given'} from float32"
+    title = f"drift of {report.precision} from float32" if report.precision else "drift from float32"
     return TableView.of(title, report.outputs, columns, caption, measures.keys())
 
 

@@ -218,7 +218,7 @@ def _resolve_local_cpu(asked: str) -> ResolvedTarget:
     target = _host_target()
     corrections = ", ".join(map(str, target.attrs.get("mattr", ())))
     corrected = f", {corrections} by /proc/cpuinfo" if corrections else ""
-    source = f"{asked}: LLVM's name of this host's processor{corrected}; cores from the process's affinity and quota"
+    source = f"{asked}: this machine's processor, as LLVM names it{corrected}; cores by CPU affinity and quota"
     cpu = str(target.attrs["mcpu"])
     return ResolvedTarget(Target(target, host=target), source, "llvm", cpu, _cpu_limits(target))
 

@@ -42,14 +42,14 @@ def test_the_first_that_can_be_used_wins(record):
     found = winner(judged(stale, good, behind), unusable=lambda one: "stale" if one is stale else None)
     assert (found.record, found.unusable, found.inside) == (good, (stale,), False)
     assert found.why == "1 record(s) passed over: stale"
-    assert reasons(found) == {1: "stale", 2: "taken", 3: "the one taken ranks before it"}
+    assert reasons(found) == {1: "stale", 2: "taken", 3: "the record taken ranks higher"}
     assert [one.id for one in in_order(found.trace)] == [2, 1, 3]
 
 
 def test_records_of_other_routes_are_left_aside(record):
     found = winner(judged(record("a", 1.0, route=Route.LIBRARY), record("b", 2.0)), routes=(Route.TEMPLATE,))
     assert found.record.decision == "b"
-    assert reasons(found)[1] == "its route is left aside (--routes)"
+    assert reasons(found)[1] == "its route is switched off (--routes)"
 
 
 @pytest.mark.parametrize("has_default", [True, False])
@@ -70,14 +70,14 @@ def test_a_tie_goes_to_the_default_schedule(record):
     found = winner(judged(lucky, measured))
     assert found.record == measured
     assert found.why == "within noise, default kept: the fastest candidate took 9.5 us"
-    assert reasons(found)[1].startswith("no faster than the default schedule")
+    assert reasons(found)[1].startswith("within the noise of the default schedule")
 
 
 def test_a_default_schedule_behind_stale_records_loses_to_the_default_of_a_template(record):
     stale, measured = record("a", 1.0), record("{}", 9.0, route=Route.FALLBACK)
     found = winner(judged(stale, measured), unusable=lambda one: "stale", has_default=lambda: True)
     assert (found.record, found.unusable) == (None, (stale,))
-    assert reasons(found)[2] == "a template's default goes before it: faster records are stale"
+    assert reasons(found)[2] == "faster records are stale; a template's first proposal is preferred"
 
 
 @pytest.mark.parametrize(("minutes", "wins"), [(0, "b"), (2, "a")])
@@ -96,7 +96,7 @@ def test_only_the_first_records_are_tried(record):
     assert found.record is None
     assert len(found.unusable) == 8
     assert summary(found.trace) == (
-        "no record is taken; 8 left out: stale; 2 left out: 8 faster ones could not be used, more are not tried"
+        "no record taken; 8 not taken: stale; 2 not taken: 8 faster records could not be used; no more are tried"
     )
 
 

@@ -20,10 +20,10 @@ _KEY_DIGITS = 12
 @takes_groups()
 def artifacts(
     table: TableOptions,
-    model: Annotated[str | None, typer.Option(help="Only modules of this model.")] = None,
-    job: Annotated[str | None, typer.Option(help="Only modules that this job made.")] = None,
+    model: Annotated[str | None, typer.Option(help="Only artifacts of this model.")] = None,
+    job: Annotated[str | None, typer.Option(help="Only artifacts of this job.")] = None,
 ) -> None:
-    """List the compiled modules, the newest first: how they validated and how fast they ran."""
+    """List the recorded artifacts, the newest first, with validation and latency."""
     from relaxtune.tuning_db.questions import artifacts as queries
 
     with table.open() as database:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 def batches(
     table: TableOptions,
     batch: Annotated[
-        str | None, typer.Argument(metavar="[BATCH]", help="A batch's name or the start of its id: show its attempts.")
+        str | None,
+        typer.Argument(metavar="[BATCH]", help="Name of a batch, or the start of its id: list its attempts."),
     ] = None,
 ) -> None:
-    """List the batches, the newest first; of one, every attempt at its cells."""
+    """List the batches, the newest first, or all attempts at the cells of a batch."""
     from relaxtune.tuning_db import batches as stored
 
     with table.open() as database:

@@ -46,7 +46,7 @@ def export_database(
     table: TableOptions,
     form: FormOption = FileForm.ARCHIVE,
 ) -> None:
-    """Write the database, or the records that the filters select, whole or not at all."""
+    """Write the database, or the records that the filters select, to a file."""
     if form is FileForm.ARCHIVE and out.suffix.lower() in _OTHER_FORMATS:
         raise UsageError(
             f"{out} would not be what its name says: an archive is lines of JSON in gzip, for `relaxtune db import`. "
@@ -75,7 +75,7 @@ def bundle(
     table: TableOptions,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The new SQLite file.")],
 ) -> None:
-    """Write the few records that artifacts are made of as one small database, for other machines with the same device.
+    """Write the records behind artifacts into a small database, to build them on another machine with the same device.
 
     `compile --db FILE` makes the same kernels there.
     """
@@ -91,14 +91,16 @@ def import_database(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An archive, or a folder of MetaSchedule's files.")],
     table: TableOptions,
     measured_for: Annotated[
-        str, typer.Option("--measured-for", metavar="TARGET", help="MetaSchedule's files: what they were measured for.")
+        str, typer.Option("--measured-for", metavar="TARGET", help="Target of MetaSchedule's records.")
     ] = "auto",
     measured_on: Annotated[
         str | None,
-        typer.Option("--measured-on", metavar="DEVICE", help="MetaSchedule's files: the device. Default: this one."),
+        typer.Option(
+            "--measured-on", metavar="DEVICE", help="Device of MetaSchedule's records. Default: this machine's."
+        ),
     ] = None,
 ) -> None:
-    """Read an archive, or what stock MetaSchedule wrote, all or nothing; nothing in it is executed."""
+    """Read an archive, or records of stock MetaSchedule, whole or not at all. Nothing in them is executed."""
     from relaxtune.tuning_db.store import TuningDatabase
 
     with TuningDatabase.open(table.db) as database:
@@ -129,11 +131,11 @@ def _import_stock(database: TuningDatabase, source: Path, measured_for: str, mea
 def merge(
     source: Annotated[
         DatabaseUrl,
-        typer.Argument(metavar="SOURCE", help="The database to take from: a file or a URL.", parser=DatabaseUrl.of),
+        typer.Argument(metavar="SOURCE", help="The other database: a file or a URL.", parser=DatabaseUrl.of),
     ],
     table: TableOptions,
 ) -> None:
-    """Take everything of another database into this one, all or nothing; again changes nothing."""
+    """Add everything of another database to this one, whole or not at all."""
     from relaxtune.tuning_db.exchange.archive import merge as merge_databases
     from relaxtune.tuning_db.store import TuningDatabase
 
@@ -148,17 +150,23 @@ def prune(
     filters: FilterOptions,
     table: TableOptions,
     older_than_days: Annotated[
-        float | None, typer.Option("--older-than-days", min=0, max=100_000, help="Forget records older than this.")
+        float | None, typer.Option("--older-than-days", min=0, max=100_000, help="Remove records older than this.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option("--keep", min=1, help="Keep the best and the last failed of each task and device.")
+        int | None,
+        typer.Option(
+            "--keep", min=1, help="Keep this many of the best and of the last failed records of each task and device."
+        ),
     ] = None,
     dominated: Annotated[
-        bool, typer.Option("--dominated", help="Forget records when a newer one of the same kind is faster.")
+        bool,
+        typer.Option(
+            "--dominated", help="Remove records if a newer record of the same route, task and device is faster."
+        ),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say how many would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the records to remove.")] = False,
 ) -> None:
-    """Forget records by age, count or because better ones are newer; the best of each task and route always stays."""
+    """Remove records by age, count, or because newer ones are faster. The best of each task and route stays."""
     from relaxtune.tuning_db.exchange.pruning import PruneRules
     from relaxtune.tuning_db.exchange.pruning import prune as prune_records
     from relaxtune.tuning_db.store import TuningDatabase
@@ -176,7 +184,7 @@ def delete(
     ids: Annotated[list[int], typer.Argument(metavar="ID...", help="Ids of records, as `db query` lists them.")],
     table: TableOptions,
 ) -> None:
-    """Forget records by their ids, all of them or none: for those that are wrong."""
+    """Remove wrong records by their ids, all of them or none."""
     from relaxtune.tuning_db.exchange.pruning import delete_records
     from relaxtune.tuning_db.store import TuningDatabase
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.cli.options import ModelOptions, SharedDatabasesOption
-from relaxtune.pipeline.cli.output import DataFormat, emit, print_table
+from relaxtune.pipeline.cli.output import DataFormat, emit
 from relaxtune.pipeline.cli.set_option import CommandWithSet
 from relaxtune.pipeline.printable import short
 from relaxtune.pipeline.printed_tables import TableView
@@ -26,7 +26,7 @@ _ROWS = 4
 @app.command(cls=CommandWithSet)
 @takes_groups(without=("limit", "dump_ir", "embed_weights"))
 def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabasesOption = None) -> None:
-    """Say for each kernel of MODEL which records were looked at, and why each was taken or passed over.
+    """List the records of each kernel of MODEL, and why each was taken or not.
 
     It looks records up as `compile` does for --target, shapes and precision, and compiles nothing.
     """
@@ -44,38 +44,40 @@ def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabases
     made = Counter(kernel.route.value if kernel.taken is None else "record" for kernel in found.kernels)
     counts = ", ".join(f"{count} by {name}" for name, count in made.most_common())
     title = f"{found.model} on {found.target}, device {found.device}, TVM {found.tvm_version}: {counts}"
-    cells = [row for kernel in found.kernels for row in _rows(kernel)]
-    columns = ("kernel", "record", "route", "us", "device", "arch", "TVM", "relaxtune", "what became of it")
-    emit(table.output_format, found.to_json(), TableView(title, columns, tuple(cells)))
-    if found.note and table.output_format is DataFormat.TABLE:
-        print_table(TableView("of all kernels", ("note",), ((found.note,),)))
+    cells = [row for kernel in found.kernels for row in _rows(kernel, found.note)]
+    columns = ("kernel", "record", "route", "us", "device", "reason")
+    emit(table.output_format, found.to_json(), TableView(title, columns, tuple(cells), found.note))
 
 
-def _rows(kernel: ExplainedKernel) -> list[tuple[str, ...]]:
-    """Return a row that says who makes a kernel, and rows of its records: like reasons are one row with a count."""
+def _rows(kernel: ExplainedKernel, caption: str) -> list[tuple[str, ...]]:
+    """Return a row with the route of a kernel, and rows of its records: like reasons are one row with a count.
+
+    A note that the table's caption has is not repeated.
+    """
     count = f" ({len(kernel.functions)})" if len(kernel.functions) > 1 else ""
     name = short(kernel.task or kernel.functions[0]) + count
-    first = (name, "", kernel.route.value, "", "", "", "", "", kernel.note or "made by the record below")
+    note = "" if kernel.note == caption else kernel.note
+    first = (name, "", kernel.route.value, "", "", note)
     if kernel.taken is None and not kernel.records:
-        return [(*first[:-1], kernel.note or "no record of it is in the database")]
+        return [(*first[:-1], note or "no record")]
     groups: dict[tuple[object, ...], list[Considered]] = {}
     for record in kernel.records:
-        key = (record.route, record.device_name, record.arch, record.tvm_version, record.code_version, record.reason)
+        key = (record.route, record.device_name, record.reason)
         groups.setdefault(key, []).append(record)
-    rows = [_row(group) for group in groups.values()]
+    rows = [_row(group, caption) for group in groups.values()]
     if len(rows) > _ROWS + 1:
         more = sum(len(group) for group in list(groups.values())[_ROWS:])
-        rows = [*rows[:_ROWS], ("", "", "", "", "", "", "", "", f"and {more} records more; --format json has all")]
+        rows = [*rows[:_ROWS], ("", "", "", "", "", f"{more} more records: --format json")]
     if kernel.taken is not None:
         return [(name, *rows[0][1:]), *rows[1:]]
     return [first, *rows]
 
 
-def _row(group: Sequence[Considered]) -> tuple[str, ...]:
+def _row(group: Sequence[Considered], caption: str) -> tuple[str, ...]:
     best = group[0]
     number = "" if best.id is None else str(best.id)
     more = f" and {len(group) - 1} more" if len(group) > 1 else ""
     return (
-        "", number + more, best.route.value, microseconds(best.latency_us), best.device_name, best.arch,
-        best.tvm_version, best.code_version or "unknown", best.reason,
+        "", number + more, best.route.value, microseconds(best.latency_us), best.device_name,
+        best.reason.removeprefix(f"{caption}; "),
     )  # fmt: skip

@@ -21,7 +21,7 @@ __all__ = ["app"]
 @app.command()
 @takes_groups(without=("limit",))
 def init(table: TableOptions) -> None:
-    """Create the database if it is not there, and say what it holds."""
+    """Create the database if it does not exist, and count its contents."""
     from relaxtune.tuning_db.store import TuningDatabase
 
     with TuningDatabase.open(table.db) as database:
@@ -31,7 +31,7 @@ def init(table: TableOptions) -> None:
 @app.command()
 @takes_groups(without=("limit",))
 def info(table: TableOptions) -> None:
-    """Say what the database holds: schema, records by status and by route, size."""
+    """Count the contents of the database: records by status and route, jobs, artifacts, size."""
     with table.open() as database:
         _print_info(database, table)
 
@@ -39,7 +39,7 @@ def info(table: TableOptions) -> None:
 @app.command(name="upgrade")
 @takes_groups(without=("limit",))
 def upgrade_schema(table: TableOptions) -> None:
-    """Bring an older database to the schema of this version."""
+    """Upgrade an older database to the schema of this version."""
     from relaxtune.tuning_db.store import upgrade
 
     before = upgrade(table.db)

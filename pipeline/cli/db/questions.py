@@ -17,7 +17,7 @@ from relaxtune.pipeline.errors import UsageError
 @app.command()
 @takes_groups(without=("limit",))
 def history(filters: FilterOptions, table: TableOptions) -> None:
-    """Show tasks over time: each day, relaxtune, TVM version, driver and device, and the best so far."""
+    """Show tasks over time: a line for each day, version, driver and device, with the best latency so far."""
     from relaxtune.tuning_db.questions import insights
 
     with table.open() as database:
@@ -40,7 +40,7 @@ def history(filters: FilterOptions, table: TableOptions) -> None:
 @app.command()
 @takes_groups()
 def failures(filters: FilterOptions, table: TableOptions) -> None:
-    """Say why candidates failed, the most frequent cause first."""
+    """List the causes of failed candidates, the most frequent first."""
     from relaxtune.tuning_db.questions import insights
 
     with table.open() as database:
@@ -59,11 +59,11 @@ def failures(filters: FilterOptions, table: TableOptions) -> None:
 @app.command()
 @takes_groups(without=("model", "limit"))
 def coverage(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name, as its jobs recorded it.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model's name in `relaxtune db jobs`.")],
     filters: FilterOptions,
     table: TableOptions,
 ) -> None:
-    """Say which tasks of a model have records, how old they are, and where they were measured."""
+    """List the tasks of a model with their best record on each device, and its age."""
     from relaxtune.tuning_db.questions import insights
 
     with table.open() as database:
@@ -113,7 +113,7 @@ def cost(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its start, from `relaxtune db jobs`.")],
     table: TableOptions,
 ) -> None:
-    """Say what a job took: candidates, seconds, device seconds."""
+    """Show the cost of a job: candidates, seconds, device seconds."""
     from relaxtune.tuning_db.questions import insights
 
     with table.open() as database:
@@ -138,19 +138,19 @@ def regressions(
     filters: FilterOptions,
     table: TableOptions,
     split_at: Annotated[
-        datetime | None, typer.Option(help="Compare what was measured before this time (UTC) with after.")
+        datetime | None, typer.Option(help="Compare records before this time (UTC) with records after it.")
     ] = None,
-    old_tvm: Annotated[str | None, typer.Option(help="Compare this TVM version ...")] = None,
-    new_tvm: Annotated[str | None, typer.Option(help="... with this one.")] = None,
+    old_tvm: Annotated[str | None, typer.Option(help="Compare records of this TVM version with --new-tvm.")] = None,
+    new_tvm: Annotated[str | None, typer.Option(help="The TVM version to compare with --old-tvm.")] = None,
     threshold: Annotated[
-        float, typer.Option(help="Show tasks that surely take more than this many times as long; 0: all compared.")
+        float, typer.Option(help="List tasks that surely take more than this many times as long; 0: all tasks.")
     ] = 1.05,
-    alpha: Annotated[float, typer.Option(help="The probability of a false alarm among all tasks.")] = 0.05,
+    alpha: Annotated[float, typer.Option(help="Probability of a false alarm among all tasks.")] = 0.05,
 ) -> None:
-    """List the tasks that surely got slower between two TVM versions or dates, the worst first.
+    """List tasks that surely became slower between two TVM versions or dates, the worst first.
 
-    Like is compared with like: one device and route, kernels that were measured on both sides, else the best of
-    searches that were carried to their end. A change of all kernels of a device is a column of its own.
+    Records of the same task, device and route are compared: kernels measured on both sides, else the best records of
+    finished jobs. The column `all kernels` shows how all kernels of the device changed together.
     """
     from relaxtune.pipeline.gate import history as judged
 

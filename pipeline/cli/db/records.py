@@ -18,7 +18,7 @@ _RESOURCES = {"registers": "registers", "smem_bytes": "smem B", "spill_bytes": "
 @app.command()
 @takes_groups(without=("status",))
 def top(filters: FilterOptions, table: TableOptions) -> None:
-    """List the best valid record of every task, the slowest first; of whole models with --family model."""
+    """List the best valid record of every task, the slowest first. --family model lists whole models."""
     from relaxtune.tuning_db.questions import queries
 
     with table.open() as database:
@@ -39,7 +39,7 @@ def top(filters: FilterOptions, table: TableOptions) -> None:
 @app.command()
 @takes_groups()
 def query(filters: FilterOptions, table: TableOptions) -> None:
-    """List records, the newest first; failed candidates with the end of their error text."""
+    """List records, the newest first, with the end of the error text of failed candidates."""
     from relaxtune.tuning_db.questions import queries
 
     with table.open() as database:
@@ -61,7 +61,7 @@ def query(filters: FilterOptions, table: TableOptions) -> None:
 @app.command()
 @takes_groups()
 def workloads(filters: FilterOptions, table: TableOptions) -> None:
-    """List the workloads with their work and how much was measured of them."""
+    """List the workloads with FLOPs, bytes, and counts of valid and failed records."""
     from relaxtune.tuning_db.questions import queries
 
     with table.open() as database:

@@ -118,13 +118,13 @@ def test_the_trace_says_what_became_of_each_record(tmp_path, place, record):
     assert [one.decision for one in found.standing] == ["right", "again", "below"]
     assert found.standing == unexplained.standing
     assert reasons == {
-        "again 1.5": "a later measurement of the same decision counts",
-        "refuted 1.0": "its decision gave a wrong result since: it is refuted",
+        "again 1.5": "the same decision was measured again later",
+        "refuted 1.0": "refuted: its decision gave a wrong result later",
         "refuted None": "the candidate failed: wrong_result",
         "elsewhere 1.0": f"made for llvm sparc, wanted is llvm {target.arch}",
         "old 1.0": f"made by TVM 0.1, this is TVM {tvm.__version__}: a decision of route metaschedule belongs to the "
         "TVM that made it",
-        "twin 1.0": "of a like workload: a decision of route metaschedule belongs to one workload alone",
+        "twin 1.0": "of a similar workload; route metaschedule needs the same workload",
         "failed None": "the candidate failed: run_error",
         "impossible 1e-06": "its latency is 1e-06 us, and no device takes less than 0.002 us",
     }

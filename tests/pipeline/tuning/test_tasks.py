@@ -59,7 +59,7 @@ def test_what_promises_less_than_the_part_of_a_model_ends_also_when_others_are_a
     assert tasks.choose() is small
     tasks.add([large])
     assert tasks.choose() is large
-    assert "settled: a round is expected to save" in str(small.ended)
+    assert "settled: the next round would save about" in str(small.ended)
     assert tasks.take_settled() == [small]
     assert tasks.take_settled() == []
     # The part is of one model: with a million of them the small task is worth a round again.
