@@ -65,10 +65,8 @@ def _embeddings(b: GraphBuilder, config: BertConfig, ids: str, types: str, lengt
 def _layer(b: GraphBuilder, config: BertConfig, hidden: str, bias: str, batch: Dim, length: Dim) -> str:
     size, head_size = config.hidden, config.hidden // config.heads
     with b.scope("attention"):
-        query, key, value = (
-            layers.split_heads(b, layers.linear(b, which, hidden, size, size), batch, length, config.heads, head_size)
-            for which in ("query", "key", "value")
-        )
+        heads = (batch, length, config.heads, head_size)
+        query, key, value = layers.project_heads(b, ("query", "key", "value"), hidden, size, heads)
         scores = b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2]))
         scores = b.op("Add", b.op("Div", scores, b.real(math.sqrt(head_size))), bias)
         context = layers.merge_heads(b, layers.attend(b, scores, value), batch, length, size)

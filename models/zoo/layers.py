@@ -6,6 +6,7 @@ Notation: B batch, S query length, T key length, H heads, D head size, N hidden 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from onnx import TensorProto
 
@@ -95,6 +96,14 @@ def split_heads(b: GraphBuilder, x: str, batch: Dim, length: Dim, heads: int, he
     # Zero copies the axis of the input, so one constant serves a symbolic batch and length.
     shape = [_axis_or_copy(batch), _axis_or_copy(length), heads, head_size]
     return b.op("Transpose", b.op("Reshape", x, b.int64(shape)), perm=[0, 2, 1, 3])
+
+
+def project_heads(
+    b: GraphBuilder, names: Sequence[str], x: str, n_in: int, shape: tuple[Dim, Dim, int, int], *, bias: bool = True
+) -> tuple[str, ...]:
+    """Return a linear layer of x by each name, as heads; `shape` is (B, S, H, D)."""
+    _, _, heads, size = shape
+    return tuple(split_heads(b, linear(b, name, x, n_in, heads * size, bias=bias), *shape) for name in names)
 
 
 def merge_heads(b: GraphBuilder, x: str, batch: Dim, length: Dim, hidden: int) -> str:

@@ -94,13 +94,8 @@ def _repeat_heads(b: GraphBuilder, x: str, config: LlamaConfig, batch: Dim, tota
         # Expand broadcasts both ways: ones keep the axes whose size is not known here.
         shape = [1, 1, group, 1, 1]
     expanded = b.op("Expand", wide, b.int64(shape))
-    merged = [
-        batch if isinstance(batch, int) else 0,
-        config.heads,
-        total if isinstance(total, int) else -1,
-        config.head_size,
-    ]
-    return b.op("Reshape", expanded, b.int64(merged))
+    ends = (batch if isinstance(batch, int) else 0, total if isinstance(total, int) else -1)
+    return b.op("Reshape", expanded, b.int64([ends[0], config.heads, ends[1], config.head_size]))
 
 
 def _layer(
@@ -122,16 +117,9 @@ def _attention(
     b: GraphBuilder, config: LlamaConfig, normed: str, inputs: DecoderInputs, index: int, cos: str, sin: str, bias: str
 ) -> str:
     size = config.head_size
-
-    def project(name: str, heads: int) -> str:
-        flat = layers.linear(b, name, normed, config.hidden, heads * size, bias=False)
-        return layers.split_heads(b, flat, inputs.batch, inputs.length, heads, size)
-
-    query, key, value = (
-        project("q_proj", config.heads),
-        project("k_proj", config.kv_heads),
-        project("v_proj", config.kv_heads),
-    )
+    of_query, of_key = ((inputs.batch, inputs.length, heads, size) for heads in (config.heads, config.kv_heads))
+    (query,) = layers.project_heads(b, ["q_proj"], normed, config.hidden, of_query, bias=False)
+    key, value = layers.project_heads(b, ["k_proj", "v_proj"], normed, config.hidden, of_key, bias=False)
     query, key = _rotate(b, query, cos, sin, size), _rotate(b, key, cos, sin, size)
     key, value = keys_and_values(b, inputs, index, key, value, config.kv_heads, size)
     key, value = (_repeat_heads(b, x, config, inputs.batch, inputs.total) for x in (key, value))

@@ -22,9 +22,17 @@ from relaxtune.models.zoo.vit import VitConfig, build_vit
 from relaxtune.models.zoo.whisper import WhisperConfig, build_whisper
 
 Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config | WhisperConfig
-Builder = Callable[[str, dict[str, Dim], Precision, int], onnx.ModelProto]
 
 _OUTLIERS = "outliers"
+# What each architecture is called, and what builds its graph.
+_ARCHITECTURES: Mapping[type[Config], tuple[str, Callable[..., onnx.ModelProto]]] = {
+    BertConfig: ("BERT encoder, {0.layers} layers, hidden {0.hidden}", build_bert),
+    Gpt2Config: ("GPT-2 decoder, {0.layers} layers, hidden {0.hidden}", build_gpt2),
+    LlamaConfig: ("Llama-style decoder, {0.layers} layers, hidden {0.hidden}", build_llama),
+    VitConfig: ("ViT classifier, {0.layers} layers, hidden {0.hidden}, image {0.image}", build_vit),
+    T5Config: ("T5-style encoder, {0.layers} layers, hidden {0.hidden}", build_t5),
+    WhisperConfig: ("Whisper encoder and decoder, {0.layers} layers each, hidden {0.hidden}", build_whisper),
+}
 
 DEFAULT_DIMS: Mapping[str, int] = {"batch": 1, "sequence": 128, "past_sequence": 127}
 
@@ -40,67 +48,41 @@ class Preset:
     description: str
     config: Config
     inputs: tuple[TensorSpec, ...]
-    build: Builder = field(repr=False)
     limits: Mapping[str, int] = field(default_factory=dict)
+    decode: bool = False  # The graph is one decode step of a decoder.
+    outliers: Outliers | None = None
+
+    def build(self, title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
+        """Return the graph, called `title`."""
+        options = {"decode": True} if self.decode else {}
+        proto = _ARCHITECTURES[type(self.config)][1](title, self.config, dims, precision, seed, **options)
+        return proto if self.outliers is None else add_outliers(proto, self.config.hidden, self.outliers)
 
 
 def _ids(*names: str) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, "int64", ("batch", "sequence")) for name in names)
 
 
-def _bert(name: str, config: BertConfig) -> Preset:
-    return Preset(
-        name=name,
-        description=f"BERT encoder, {config.layers} layers, hidden {config.hidden}",
-        config=config,
-        inputs=_ids("input_ids", "attention_mask", "token_type_ids"),
-        build=lambda title, dims, precision, seed: build_bert(title, config, dims, precision, seed),
-        limits={"sequence": config.max_positions},
-    )
-
-
-def _gpt2(name: str, config: Gpt2Config) -> tuple[Preset, Preset]:
-    def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
-        return build_gpt2(title, config, dims, precision, seed)
-
-    def step(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
-        return build_gpt2(title, config, dims, precision, seed, decode=True)
-
-    description = f"GPT-2 decoder, {config.layers} layers, hidden {config.hidden}"
-    return _decoder_pair(name, description, config, (build, step), config.heads)
-
-
-def _llama(name: str, config: LlamaConfig) -> tuple[Preset, Preset]:
-    def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
-        return build_llama(title, config, dims, precision, seed)
-
-    def step(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
-        return build_llama(title, config, dims, precision, seed, decode=True)
-
-    description = f"Llama-style decoder, {config.layers} layers, hidden {config.hidden}"
-    return _decoder_pair(name, description, config, (build, step), config.kv_heads)
-
-
-def _decoder_pair(
-    name: str, description: str, config: Gpt2Config | LlamaConfig, builders: tuple[Builder, Builder], kv_heads: int
-) -> tuple[Preset, Preset]:
-    """Return the prefill and the decode-step preset."""
+def _presets(name: str, config: Config) -> list[Preset]:
+    """Return the preset of an architecture; of a decoder, the prefill graph and its decode step."""
+    description = _ARCHITECTURES[type(config)][0].format(config)
+    inputs = _ids("input_ids", "attention_mask")
+    match config:
+        case BertConfig():
+            inputs += _ids("token_type_ids")
+        case VitConfig():
+            shape = ("batch", config.channels, config.image, config.image)
+            inputs = (TensorSpec("pixel_values", "float32", shape),)
+        case WhisperConfig():
+            sound = TensorSpec("input_features", "float32", ("batch", config.mels, config.frames))
+            inputs = (sound, *_ids("decoder_input_ids"))
+    limits = {} if isinstance(config, VitConfig | T5Config) else {"sequence": config.max_positions}
+    preset = Preset(name, description, config, inputs, limits)
+    if not isinstance(config, Gpt2Config | LlamaConfig):
+        return [preset]
+    heads = config.kv_heads if isinstance(config, LlamaConfig) else config.heads
     # A cache has the dtype of the precision; float32 stands here for either.
-    caches = tuple(
-        TensorSpec(
-            f"past_key_values.{index}.{which}", "float32", ("batch", kv_heads, "past_sequence", config.head_size)
-        )
-        for index in range(config.layers)
-        for which in ("key", "value")
-    )
-    prefill = Preset(
-        name=name,
-        description=f"{description}, prefill",
-        config=config,
-        inputs=_ids("input_ids", "attention_mask"),
-        build=builders[0],
-        limits={"sequence": config.max_positions},
-    )
+    cache = ("batch", heads, "past_sequence", config.head_size)
     decode = Preset(
         name=f"{name}-decode",
         description=f"{description}, one decode step with its KV cache",
@@ -109,12 +91,16 @@ def _decoder_pair(
             TensorSpec("input_ids", "int64", ("batch", 1)),
             TensorSpec("attention_mask", "int64", ("batch", TOTAL_AFTER_PAST)),
             TensorSpec("position_ids", "int64", ("batch", 1)),
-            *caches,
+            *(
+                TensorSpec(f"past_key_values.{index}.{which}", "float32", cache)
+                for index in range(config.layers)
+                for which in ("key", "value")
+            ),
         ),
-        build=builders[1],
         limits={"past_sequence": config.max_positions - 1},
+        decode=True,
     )
-    return prefill, decode
+    return [replace(preset, description=f"{description}, prefill"), decode]
 
 
 def _with_outliers(preset: Preset, outliers: Outliers, *, layers: int | None = None) -> Preset:
@@ -125,74 +111,28 @@ def _with_outliers(preset: Preset, outliers: Outliers, *, layers: int | None = N
     suffix = _OUTLIERS
     if layers is not None:
         config, suffix = replace(config, layers=layers), f"{layers}-layers-{_OUTLIERS}"
-    whole = _bert("", config) if isinstance(config, BertConfig) else _llama("", config)[0]
-
-    def build(title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
-        return add_outliers(whole.build(title, dims, precision, seed), config.hidden, outliers)
-
+    whole = _presets(f"{preset.name}-{suffix}", config)[0]
     size = f"x {outliers.scale:g}, {outliers.count} channels x {outliers.factor:g} besides"
-    return replace(
-        whole, name=f"{preset.name}-{suffix}", description=f"{whole.description}, residual stream {size}", build=build
-    )
-
-
-def _vit(name: str, config: VitConfig) -> Preset:
-    shape = ("batch", config.channels, config.image, config.image)
-    return Preset(
-        name=name,
-        description=f"ViT classifier, {config.layers} layers, hidden {config.hidden}, image {config.image}",
-        config=config,
-        inputs=(TensorSpec("pixel_values", "float32", shape),),
-        build=lambda title, dims, precision, seed: build_vit(title, config, dims, precision, seed),
-    )
-
-
-def _t5(name: str, config: T5Config) -> Preset:
-    return Preset(
-        name=name,
-        description=f"T5-style encoder, {config.layers} layers, hidden {config.hidden}",
-        config=config,
-        inputs=_ids("input_ids", "attention_mask"),
-        build=lambda title, dims, precision, seed: build_t5(title, config, dims, precision, seed),
-    )
-
-
-def _whisper(name: str, config: WhisperConfig) -> Preset:
-    return Preset(
-        name=name,
-        description=f"Whisper encoder and decoder, {config.layers} layers each, hidden {config.hidden}",
-        config=config,
-        inputs=(
-            TensorSpec("input_features", "float32", ("batch", config.mels, config.frames)),
-            TensorSpec("decoder_input_ids", "int64", ("batch", "sequence")),
-        ),
-        build=lambda title, dims, precision, seed: build_whisper(title, config, dims, precision, seed),
-        limits={"sequence": config.max_positions},
-    )
+    return replace(whole, description=f"{whole.description}, residual stream {size}", outliers=outliers)
 
 
 def _table() -> dict[str, Preset]:
-    presets = [
-        _bert("bert-tiny", BertConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, init_std=0.05)),
-        _bert("bert-base", BertConfig(layers=12, hidden=768, heads=12, ffn=3072, vocab=30522)),
-        _bert("bert-large", BertConfig(layers=24, hidden=1024, heads=16, ffn=4096, vocab=30522)),
-        *_gpt2("gpt2-tiny", Gpt2Config(layers=2, hidden=128, heads=2, vocab=1024, max_positions=512, init_std=0.05)),
-        *_gpt2("gpt2-small", Gpt2Config(layers=12, hidden=768, heads=12, vocab=50257)),
-        *_llama(
-            "llama-tiny", LlamaConfig(layers=2, hidden=128, heads=4, kv_heads=2, ffn=384, vocab=1024, init_std=0.05)
-        ),
-        *_llama("llama-1b", LlamaConfig(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000)),
-        _vit(
-            "vit-tiny", VitConfig(layers=2, hidden=128, heads=2, ffn=512, image=32, patch=8, classes=10, init_std=0.05)
-        ),
-        _vit("vit-base", VitConfig(layers=12, hidden=768, heads=12, ffn=3072, image=224, patch=16, classes=1000)),
-        _t5("t5-tiny", T5Config(layers=2, hidden=128, heads=2, head_size=64, ffn=512, vocab=1024, init_std=0.05)),
-        _t5("t5-small", T5Config(layers=6, hidden=512, heads=8, head_size=64, ffn=2048, vocab=32128)),
-        _whisper(
-            "whisper-tiny", WhisperConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, frames=64, init_std=0.05)
-        ),
-        _whisper("whisper-base", WhisperConfig(layers=6, hidden=512, heads=8, ffn=2048, vocab=51865)),
-    ]
+    configs: dict[str, Config] = {
+        "bert-tiny": BertConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, init_std=0.05),
+        "bert-base": BertConfig(layers=12, hidden=768, heads=12, ffn=3072, vocab=30522),
+        "bert-large": BertConfig(layers=24, hidden=1024, heads=16, ffn=4096, vocab=30522),
+        "gpt2-tiny": Gpt2Config(layers=2, hidden=128, heads=2, vocab=1024, max_positions=512, init_std=0.05),
+        "gpt2-small": Gpt2Config(layers=12, hidden=768, heads=12, vocab=50257),
+        "llama-tiny": LlamaConfig(layers=2, hidden=128, heads=4, kv_heads=2, ffn=384, vocab=1024, init_std=0.05),
+        "llama-1b": LlamaConfig(layers=16, hidden=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000),
+        "vit-tiny": VitConfig(layers=2, hidden=128, heads=2, ffn=512, image=32, patch=8, classes=10, init_std=0.05),
+        "vit-base": VitConfig(layers=12, hidden=768, heads=12, ffn=3072, image=224, patch=16, classes=1000),
+        "t5-tiny": T5Config(layers=2, hidden=128, heads=2, head_size=64, ffn=512, vocab=1024, init_std=0.05),
+        "t5-small": T5Config(layers=6, hidden=512, heads=8, head_size=64, ffn=2048, vocab=32128),
+        "whisper-tiny": WhisperConfig(layers=2, hidden=128, heads=2, ffn=512, vocab=1024, frames=64, init_std=0.05),
+        "whisper-base": WhisperConfig(layers=6, hidden=512, heads=8, ffn=2048, vocab=51865),
+    }
+    presets = [preset for name, config in configs.items() for preset in _presets(name, config)]
     named = {preset.name: preset for preset in presets}
     presets += [
         _with_outliers(named["bert-tiny"], Outliers(2, 8.0, 64.0)),
@@ -221,20 +161,7 @@ def with_layers(preset: Preset, layers: int) -> Preset:
     name, config = preset.name.removesuffix("-decode"), replace(preset.config, layers=layers)
     if layers < 1 or _OUTLIERS in preset.name:
         raise ValueError(f"{preset.name} with {layers} layers: expected a plain model and at least 1 layer")
-    decode = name != preset.name
-    match config:
-        case BertConfig():
-            made = _bert(name, config)
-        case Gpt2Config():
-            made = _gpt2(name, config)[decode]
-        case LlamaConfig():
-            made = _llama(name, config)[decode]
-        case VitConfig():
-            made = _vit(name, config)
-        case T5Config():
-            made = _t5(name, config)
-        case WhisperConfig():
-            made = _whisper(name, config)
+    made = _presets(name, config)[preset.decode]
     return replace(made, name=f"{preset.name}-{layers}-layers")
 
 

@@ -82,17 +82,8 @@ def _layer(b: GraphBuilder, config: T5Config, hidden: str, bias: str, batch: Dim
     inner = config.heads * config.head_size
     normed = layers.rms_norm(b, "layer.0.layer_norm", hidden, config.hidden, config.epsilon)
     with b.scope("layer.0", "SelfAttention"):
-        query, key, value = (
-            layers.split_heads(
-                b,
-                layers.linear(b, which, normed, config.hidden, inner, bias=False),
-                batch,
-                length,
-                config.heads,
-                config.head_size,
-            )
-            for which in ("q", "k", "v")
-        )
+        heads = (batch, length, config.heads, config.head_size)
+        query, key, value = layers.project_heads(b, ("q", "k", "v"), normed, config.hidden, heads, bias=False)
         scores = b.op("Add", b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2])), bias)
         context = layers.merge_heads(b, layers.attend(b, scores, value), batch, length, inner)
         hidden = b.op("Add", hidden, layers.linear(b, "o", context, inner, config.hidden, bias=False))

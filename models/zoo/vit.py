@@ -70,12 +70,8 @@ def _layer(b: GraphBuilder, config: VitConfig, hidden: str, batch: Dim) -> str:
     size, head_size = config.hidden, config.hidden // config.heads
     normed = layers.layer_norm(b, "layernorm_before", hidden, size, config.epsilon)
     with b.scope("attention"):
-        query, key, value = (
-            layers.split_heads(
-                b, layers.linear(b, which, normed, size, size), batch, config.tokens, config.heads, head_size
-            )
-            for which in ("query", "key", "value")
-        )
+        heads = (batch, config.tokens, config.heads, head_size)
+        query, key, value = layers.project_heads(b, ("query", "key", "value"), normed, size, heads)
         scores = b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2]))
         scores = b.op("Div", scores, b.real(math.sqrt(head_size)))
         context = layers.merge_heads(b, layers.attend(b, scores, value), batch, config.tokens, size)

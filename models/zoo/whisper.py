@@ -98,17 +98,9 @@ def _attend(
     with b.scope(which):
         query = b.op("Mul", layers.linear(b, "q_proj", normed, size, size), b.real(1.0 / math.sqrt(head_size)))
         query = layers.split_heads(b, query, batch, queries, config.heads, head_size)
-        key, value = (
-            layers.split_heads(
-                b,
-                layers.linear(b, name, source, size, size, bias=name == "v_proj"),
-                batch,
-                keys,
-                config.heads,
-                head_size,
-            )
-            for name in ("k_proj", "v_proj")
-        )
+        heads = (batch, keys, config.heads, head_size)
+        (key,) = layers.project_heads(b, ["k_proj"], source, size, heads, bias=False)
+        (value,) = layers.project_heads(b, ["v_proj"], source, size, heads)
         scores = b.op("MatMul", query, b.op("Transpose", key, perm=[0, 1, 3, 2]))
         if visible is not None:
             scores = b.op("Where", visible, scores, b.real(b.precision.mask_fill))
