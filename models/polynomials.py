@@ -213,9 +213,7 @@ def smaller(left: Polynomial, right: Polynomial) -> Polynomial:
     """Return the smaller of two sizes."""
     if (right - left).is_positive:
         return left
-    if (left - right).is_positive:
-        return right
-    return Polynomial.symbol(Computed("min", left, right))
+    return right if (left - right).is_positive else Polynomial.symbol(Computed("min", left, right))
 
 
 @lru_cache(maxsize=1024)

@@ -122,9 +122,7 @@ class AxisFlow(AxisFacts):
     def _size(self, dim: int | str, by_text: Mapping[str, Polynomial] | None = None) -> Polynomial:
         if isinstance(dim, int):
             return Polynomial.number(dim)
-        if by_text is None:
-            return parse_size(dim)
-        return by_text.get(dim) or self.new_symbol()
+        return parse_size(dim) if by_text is None else by_text.get(dim) or self.new_symbol()
 
 
 def input_symbols(model: onnx.ModelProto) -> list[str]:

@@ -39,9 +39,7 @@ def nearest_supported(node: onnx.NodeProto, reason: str) -> str:
         return f"the operators that ONNX defines {node.op_type} by (its function body), written in its place"
     by_name = {name: key for key in sorted(names) for name in [key[1]]}
     close = difflib.get_close_matches(node.op_type, by_name, n=1, cutoff=_MIN_SIMILARITY)
-    if close:
-        return label(*by_name[close[0]])
-    return "standard operators (domain ai.onnx) that compute the same"
+    return label(*by_name[close[0]]) if close else "standard operators (domain ai.onnx) that compute the same"
 
 
 @functools.cache

@@ -13,8 +13,8 @@ repeats, depths, split sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -25,19 +25,13 @@ from onnx.reference import ReferenceEvaluator
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value
-from relaxtune.pipeline.importer.sizes import is_shape_value, simplify
+from relaxtune.pipeline.importer.sizes import BROADCASTING, Size, is_never_negative, is_shape_value, simplify, with_axes
 
 # Vectors of sizes are as long as ranks; anything longer is data.
 _MAX_LENGTH = 64
 _TO_THE_END = (2**31 - 1, 2**63 - 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Sizes:
-    """The elements of a shape value or of a small integer constant, and its rank (0 or 1)."""
-
-    values: tuple[tvm.ir.Expr | int, ...]
-    rank: int
+# Of a node and the elements of its inputs, as arrays of sizes, numbers or conditions: those of the result.
+_Rule = Callable[..., "np.ndarray | Size | None"]
 
 
 def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr, *, narrow: bool = False) -> tvm.ir.Expr:
@@ -52,10 +46,10 @@ def as_tensor(builder: relax.BlockBuilder, expr: tvm.ir.Expr, *, narrow: bool = 
     return builder.emit(relax.op.astype(tensor, "int32")) if narrow else tensor
 
 
-def size_list(expr: tvm.ir.Expr | None) -> list[tvm.ir.Expr | int] | None:
+def size_list(expr: tvm.ir.Expr | None) -> list[Size] | None:
     """Return the elements of a shape value or small integer constant, None for anything else."""
     sizes = _read(expr)
-    return None if sizes is None else list(sizes.values)
+    return None if sizes is None else list(sizes.flat)
 
 
 def onnx_slice(size: int, start: int, end: int, step: int) -> range:
@@ -77,262 +71,175 @@ def fold_shape_value(op_type: str, node: ConverterInput) -> tvm.ir.Expr | None:
     if rule is None or not any(is_shape_value(item) for item in node.inputs):
         return None
     operands = [sizes for item in node.inputs if (sizes := _read(item)) is not None]
-    conditions = any(_is_condition(value) for sizes in operands for value in sizes.values)
+    conditions = any(_is_condition(value) for sizes in operands for value in sizes.flat)
     if len(operands) < len(node.inputs) or (conditions and op_type not in _OF_CONDITIONS):
         return None
-    return rule(node, operands)
+    if op_type in (*BROADCASTING, "Mod") and len({sizes.size for sizes in operands} - {1}) > 1:
+        return None
+    found = rule(node, *operands)
+    return None if found is None else _write(found if isinstance(found, np.ndarray) else _array([found], ()))
 
 
-def _read(expr: tvm.ir.Expr | None) -> _Sizes | None:
+def _read(expr: tvm.ir.Expr | None) -> np.ndarray | None:
+    """Return the elements of a shape value or of a small integer constant, of rank 0 or 1."""
     if isinstance(expr, relax.ShapeExpr):
-        return _Sizes(tuple(simplify(value) for value in expr.values), 1)
+        return _array([simplify(value) for value in expr.values], (len(expr.values),))
     value = None if expr is None else constant_value(expr)
     if value is not None:
         is_small = value.dtype.kind in "bi" and value.ndim <= 1 and value.size <= _MAX_LENGTH
-        return _Sizes(tuple(int(item) for item in value.reshape(-1)), value.ndim) if is_small else None
-    if expr is not None and tvm.ir.is_prim_expr(expr):
-        return _Sizes((simplify(expr),), 0)
-    return None
+        return value.astype("int64").astype(object) if is_small else None
+    return _array([simplify(expr)], ()) if expr is not None and tvm.ir.is_prim_expr(expr) else None
 
 
-def _write(values: Sequence[tvm.ir.Expr | int], rank: int) -> tvm.ir.Expr:
-    """Return numbers as a constant, sizes as a shape value."""
-    simple = [simplify(value) for value in values]
+def _array(values: Sequence[Size], shape: tuple[int, ...]) -> np.ndarray:
+    array = np.empty(len(values), object)
+    for place, value in enumerate(values):
+        array[place] = value
+    return array.reshape(shape)
+
+
+def _write(found: np.ndarray) -> tvm.ir.Expr:
+    """Return numbers as a constant, sizes as a shape value, a condition as it is."""
+    if found.dtype == bool:
+        return constant(found)
+    simple = [value if _is_condition(value) else simplify(value) for value in found.flat]
     if all(isinstance(value, int) for value in simple):
-        array = np.array(simple, "int64")
-        return constant(array.reshape(()) if rank == 0 else array)
-    if rank == 0:
-        return simple[0]
-    return relax.ShapeExpr(simple)
+        return constant(np.array(simple, "int64").reshape(found.shape))
+    return simple[0] if found.ndim == 0 else relax.ShapeExpr(simple)
 
 
-def _elementwise(
-    function: Callable[[tvm.ir.Expr | int, tvm.ir.Expr | int], tvm.ir.Expr | int],
-) -> Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]:
-    def rule(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-        del node
-        left, right = operands
-        pairs = _broadcast(left, right)
-        return None if pairs is None else _write([function(a, b) for a, b in pairs], max(left.rank, right.rank))
-
-    return rule
+def _each(function: Callable[..., Size], operands: int = 2) -> _Rule:
+    """Return the rule of an elementwise operator; NumPy broadcasts."""
+    apply = np.frompyfunc(function, operands, 1)
+    return lambda _, *arrays: apply(*arrays)
 
 
-def _each(
-    function: Callable[[tvm.ir.Expr | int], tvm.ir.Expr | int],
-) -> Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]:
-    def rule(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-        del node
-        return _write([function(value) for value in operands[0].values], operands[0].rank)
-
-    return rule
+def _number(value: Size) -> tvm.ir.Expr:
+    return tirx.IntImm("int64", 0) + value
 
 
-def _broadcast(left: _Sizes, right: _Sizes) -> list[tuple[tvm.ir.Expr | int, tvm.ir.Expr | int]] | None:
-    length = max(len(left.values), len(right.values))
-    if any(len(item.values) not in (1, length) for item in (left, right)):
-        return None
-    stretched = [item.values * length if len(item.values) == 1 else item.values for item in (left, right)]
-    return list(zip(*stretched, strict=True))
-
-
-def _mod(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
-    """Return the remainder with the sign of the divisor, as ONNX has it for integers."""
-    return a % b if isinstance(a, int) and isinstance(b, int) else tirx.floormod(a, b)
-
-
-def _divide(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+def _divide(a: Size, b: Size) -> Size:
     """Return the quotient as ONNX rounds it, towards zero; floor division simplifies better where they agree."""
-    if isinstance(a, int) and isinstance(b, int):
-        return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-    return tirx.floordiv(a, b) if _is_size(a) and _is_size(b) else tirx.truncdiv(a, b)
+    divide = tirx.floordiv if is_never_negative(a) and is_never_negative(b) else tirx.truncdiv
+    return divide(_number(a), _number(b))
 
 
-def _is_size(expr: tvm.ir.Expr | int) -> bool:
-    """Return whether a value cannot be negative, given that no axis is."""
-    if isinstance(expr, int):
-        return expr >= 0
-    return bool(_analyzer(expr).can_prove(tirx.GE(expr, tirx.IntImm("int64", 0))))
-
-
-def _analyzer(expr: tvm.ir.Expr) -> tvm.sym.Analyzer:
-    """Return an analyzer that knows that no axis of an expression is negative."""
-    analyzer = tvm.sym.Analyzer()
-    for var in tirx.analysis.undefined_vars(expr):
-        analyzer.update(var, tvm.sym.ConstIntBound(0, tvm.sym.ConstIntBound.POS_INF))
-    return analyzer
-
-
-def _gather(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    data, indices = operands
-    if data.rank != 1 or not all(isinstance(index, int) for index in indices.values):
+def _gather(node: ConverterInput, data: np.ndarray, indices: np.ndarray) -> np.ndarray | Size | None:
+    if data.ndim != 1 or not all(isinstance(index, int) for index in indices.flat):
         return None
-    return _write([data.values[int(index)] for index in indices.values], indices.rank)
+    return data[indices.astype(int)]
 
 
-def _slice(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    data, *rest = operands
-    numbers = [item.values[0] if len(item.values) == 1 else None for item in rest]
-    if data.rank != 1 or not all(isinstance(number, int) for number in numbers):
+def _slice(node: ConverterInput, data: np.ndarray, *bounds: np.ndarray) -> np.ndarray | None:
+    numbers = [bound.item() for bound in bounds if bound.size == 1 and isinstance(bound.item(), int)]
+    if data.ndim != 1 or len(numbers) < len(bounds):
         return None
-    step = int(numbers[3]) if len(numbers) > 3 else 1  # type: ignore[arg-type]
-    places = onnx_slice(len(data.values), int(numbers[0]), int(numbers[1]), step)  # type: ignore[arg-type]
-    return _write([data.values[place] for place in places], 1)
+    return data[list(onnx_slice(len(data), numbers[0], numbers[1], numbers[3] if len(numbers) > 3 else 1))]
 
 
-def _concat(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    if any(item.rank != 1 for item in operands):
-        return None
-    return _write([value for item in operands for value in item.values], 1)
+def _reshape(node: ConverterInput, data: np.ndarray, shape: np.ndarray) -> np.ndarray | None:
+    return data.reshape([-1] * shape.size) if shape.size < 2 else None
 
 
-def _unsqueeze(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    return _write(operands[0].values, 1) if operands[0].rank == 0 else None
-
-
-def _squeeze(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    data = operands[0]
-    return _write(data.values, 0) if data.rank == 1 and len(data.values) == 1 else None
-
-
-def _reshape(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    data, shape = operands
-    if len(shape.values) == 1:
-        return _write(data.values, 1)
-    return _write(data.values, 0) if not shape.values else None
-
-
-def _cast(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    to, (data,) = node.integer("to", 0), operands
+def _cast(node: ConverterInput, data: np.ndarray) -> np.ndarray | Size | None:
+    to = node.integer("to", 0)
     if to == TensorProto.BOOL:
-        return None if data.rank else _truth(_as_condition(data.values[0]))
-    if to not in (TensorProto.INT64, TensorProto.INT32):
-        return None
-    return _write([_as_number(value) for value in data.values], data.rank)
+        return None if data.ndim else _truth(_as_condition(data.item()))
+    return np.frompyfunc(_as_number, 1, 1)(data) if to in (TensorProto.INT64, TensorProto.INT32) else None
 
 
-def _is_condition(value: tvm.ir.Expr | int) -> bool:
+def _is_condition(value: Size) -> bool:
     return not isinstance(value, int) and str(value.ty.dtype) == "bool"
 
 
-def _as_number(value: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+def _as_number(value: Size) -> Size:
     """Return a condition as 1 or 0, a number as it is."""
     return tirx.Select(value, tirx.IntImm("int64", 1), tirx.IntImm("int64", 0)) if _is_condition(value) else value
 
 
-def _as_condition(value: tvm.ir.Expr | int) -> tvm.ir.Expr:
+def _as_condition(value: Size) -> tvm.ir.Expr:
     return value if _is_condition(value) else tirx.NE(tirx.IntImm("int64", 0) + value, tirx.IntImm("int64", 0))
 
 
-def _truth(condition: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return a condition in its simplest form, a constant where it holds for all sizes or for none."""
-    simple = _analyzer(condition).simplify(condition)
-    return constant(np.array(bool(simple))) if isinstance(simple, tirx.IntImm) else simple
+def _truth(condition: tvm.ir.Expr) -> np.ndarray | tvm.ir.Expr:
+    """Return a condition in its simplest form, a truth value where it holds for all sizes or for none."""
+    simple = with_axes(condition).simplify(condition)
+    return np.array(bool(simple)) if isinstance(simple, tirx.IntImm) else simple
 
 
-def _not(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    return None if operands[0].rank else _truth(tirx.Not(_as_condition(operands[0].values[0])))
+def _not(node: ConverterInput, data: np.ndarray) -> np.ndarray | Size | None:
+    return None if data.ndim else _truth(tirx.Not(_as_condition(data.item())))
 
 
-def _and(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    if any(item.rank for item in operands):
+def _and(node: ConverterInput, *operands: np.ndarray) -> np.ndarray | Size | None:
+    if any(one.ndim for one in operands):
         return None
-    return _truth(tirx.And(*(_as_condition(item.values[0]) for item in operands)))
+    return _truth(tirx.And(*(_as_condition(one.item()) for one in operands)))
 
 
-def _sign(value: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
-    if isinstance(value, int):
-        return (value > 0) - (value < 0)
-    minus, one = tirx.IntImm("int64", -1), tirx.IntImm("int64", 1)
-    return tirx.min(tirx.max(value, minus), one)
+def _sign(value: Size) -> tvm.ir.Expr:
+    return tirx.min(tirx.max(_number(value), tirx.IntImm("int64", -1)), tirx.IntImm("int64", 1))
 
 
-def _subtract(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+def _subtract(a: Size, b: Size) -> Size:
     """Return a difference; a quotient, less one where signs differ and there is a remainder, is a floor division.
 
     PyTorch's exporter writes floor divisions so.
     """
     if isinstance(a, tirx.FloorDiv | tirx.Div) and isinstance(b, tirx.Select) and isinstance(a.b, tirx.IntImm):
         rest = tirx.NE(tirx.floormod(a.a, a.b), tirx.IntImm("int64", 0))
-        differ = tirx.Not(tirx.EQ(simplify(_sign(a.a)), tirx.IntImm("int64", _sign(int(a.b)))))
-        less = simplify(_as_number(_truth(tirx.And(_truth(differ), _truth(rest)))))
+        differ = tirx.Not(tirx.EQ(simplify(_sign(a.a)), _sign(a.b)))
+        parts = [_truth(differ), _truth(rest)]
+        conditions = [tirx.const(bool(one), "bool") if isinstance(one, np.ndarray) else one for one in parts]
+        both = _truth(tirx.And(*conditions))
+        less = int(both) if isinstance(both, np.ndarray) else simplify(_as_number(both))
         if tvm_ffi.structural_equal(less, simplify(b)):
             return tirx.floordiv(a.a, a.b)
     return a - b
 
 
-def _product(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    if operands[0].rank != 1 or node.integer("keepdims", 1) != 0:
-        return None
-    total: tvm.ir.Expr | int = 1
-    for value in operands[0].values:
-        total = total * value
-    return _write([total], 0)
+def _equal(node: ConverterInput, a: np.ndarray, b: np.ndarray) -> np.ndarray | Size | None:
+    answers = np.asarray(np.frompyfunc(_is_equal, 2, 1)(a, b))
+    if answers.ndim == 0 and answers.item() is None:
+        return _truth(tirx.EQ(_number(a.item()), _number(b.item())))
+    return None if any(answer is None for answer in answers.flat) else answers.astype(bool)
 
 
-def _equal(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    pairs = _broadcast(operands[0], operands[1])
-    answers = None if pairs is None else [_is_equal(a, b) for a, b in pairs]
-    rank = max(operands[0].rank, operands[1].rank)
-    if pairs is not None and rank == 0 and answers == [None]:
-        return _truth(tirx.EQ(*(tirx.IntImm("int64", 0) + value for value in pairs[0])))
-    if answers is None or None in answers:
-        return None
-    array = np.array(answers, "bool")
-    return constant(array.reshape(()) if rank == 0 else array)
-
-
-def _is_equal(a: tvm.ir.Expr | int, b: tvm.ir.Expr | int) -> bool | None:
+def _is_equal(a: Size, b: Size) -> bool | None:
     """Return whether two sizes are equal, None if that is not known; a size is never negative."""
     difference = simplify(a - b)
     if isinstance(difference, int):
         return difference == 0
-    for value, other in ((a, b), (b, a)):
-        if isinstance(value, int) and value < 0 and _is_size(other):
-            return False
-    return None
+    opposed = any(isinstance(one, int) and one < 0 and is_never_negative(other) for one, other in ((a, b), (b, a)))
+    return False if opposed else None
 
 
-def _where(node: ConverterInput, operands: list[_Sizes]) -> tvm.ir.Expr | None:
-    del node
-    condition, x, y = operands
-    length = max(len(item.values) for item in operands)
-    if any(len(item.values) not in (1, length) for item in operands):
-        return None
-    if not all(isinstance(value, int) for value in condition.values):
-        return None
-    columns = [item.values * length if len(item.values) == 1 else item.values for item in (condition, x, y)]
-    return _write([a if c else b for c, a, b in zip(*columns, strict=True)], max(item.rank for item in operands))
+def _where(node: ConverterInput, condition: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    known = all(isinstance(value, int) for value in condition.flat)
+    return np.where(condition.astype(bool), x, y) if known else None
 
 
-_RULES: Mapping[str, Callable[[ConverterInput, list[_Sizes]], tvm.ir.Expr | None]] = {
-    "Add": _elementwise(lambda a, b: a + b),
+_RULES: Mapping[str, _Rule] = {
+    "Add": lambda _, a, b: a + b,
     "And": _and,
     "Cast": _cast,
-    "Concat": _concat,
-    "Div": _elementwise(_divide),
+    "Concat": lambda _, *parts: np.concatenate(parts) if all(part.ndim for part in parts) else None,
+    "Div": _each(_divide),
     "Equal": _equal,
     "Gather": _gather,
-    "Identity": _each(lambda value: value),
-    "Max": _elementwise(lambda a, b: max(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.max(a, b)),
-    "Min": _elementwise(lambda a, b: min(a, b) if isinstance(a, int) and isinstance(b, int) else tirx.min(a, b)),
-    "Mod": _elementwise(_mod),
-    "Mul": _elementwise(lambda a, b: a * b),
+    "Identity": lambda _, data: data,
+    "Max": _each(lambda a, b: tirx.max(_number(a), _number(b))),
+    "Min": _each(lambda a, b: tirx.min(_number(a), _number(b))),
+    "Mod": _each(lambda a, b: tirx.floormod(_number(a), _number(b))),  # With the divisor's sign, as ONNX has it.
+    "Mul": lambda _, a, b: a * b,
     "Not": _not,
-    "ReduceProd": _product,
+    "ReduceProd": lambda node, data: math.prod(data) if data.ndim and node.integer("keepdims", 1) == 0 else None,
     "Reshape": _reshape,
-    "Sign": _each(_sign),
+    "Sign": _each(_sign, 1),
     "Slice": _slice,
-    "Squeeze": _squeeze,
-    "Sub": _elementwise(_subtract),
-    "Unsqueeze": _unsqueeze,
+    "Squeeze": lambda _, data, *axes: data.reshape(()) if data.shape == (1,) else None,
+    "Sub": _each(_subtract),
+    "Unsqueeze": lambda _, data, *axes: data.reshape(1) if data.ndim == 0 else None,
     "Where": _where,
 }
 # Rules that take conditions; elsewhere they become tensors.

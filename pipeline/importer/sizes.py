@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import tvm
 import tvm_ffi
@@ -25,6 +26,9 @@ from tvm_ffi import structural_equal
 from relaxtune.models.polynomials import Computed, Polynomial, quotient, read_size, smaller
 from relaxtune.models.spec import AxisRelation
 from relaxtune.schedules.tir.expressions import dtype_of, find_all
+
+#: A number, or an expression of symbolic axes.
+Size: TypeAlias = "tvm.ir.Expr | int"
 
 BROADCASTING = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater",
@@ -61,7 +65,7 @@ class KnownSizes:
         copy._gaps, copy._numbers = self._gaps, dict(self._numbers)
         return copy
 
-    def keep(self, gap: tvm.ir.Expr | int) -> bool:
+    def keep(self, gap: Size) -> bool:
         """Return whether a difference of sizes is 0 or more in every call, by one of the limits."""
         known = polynomial_of(gap)
         return known is not None and any((known - one).is_positive for one in self._gaps)
@@ -152,12 +156,27 @@ class KnownSizes:
         return _is_computed(size) and (later or _is_clipped(size, known))
 
 
+def with_axes(size: tvm.ir.Expr) -> tvm.sym.Analyzer:
+    """Return an analyzer that knows of each axis in an expression that it is not negative."""
+    analyzer = tvm.sym.Analyzer()
+    for var in tirx.analysis.undefined_vars(size):
+        analyzer.update(var, tvm.sym.ConstIntBound(0, tvm.sym.ConstIntBound.POS_INF))
+    return analyzer
+
+
+def is_never_negative(size: Size) -> bool:
+    """Return whether a size is surely not negative, given that no axis is."""
+    if isinstance(size, int):
+        return size >= 0
+    return bool(with_axes(size).can_prove(tirx.GE(size, tirx.IntImm("int64", 0))))
+
+
 def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
     """Return whether an expression stands for sizes instead of being a tensor."""
     return isinstance(expr, relax.ShapeExpr) or (expr is not None and bool(tvm.ir.is_prim_expr(expr)))
 
 
-def simplify(expr: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+def simplify(expr: Size) -> Size:
     """Return a size in its simplest form; a number as `int`."""
     if isinstance(expr, int):
         return expr
@@ -178,7 +197,7 @@ def _is_computed(size: tirx.Expr) -> bool:
     return not isinstance(size, tirx.IntImm | tirx.Var)
 
 
-def polynomial_of(size: tvm.ir.Expr | int) -> Polynomial | None:
+def polynomial_of(size: Size) -> Polynomial | None:
     """Return a size as a polynomial over the names of axes; None where it is no sum, product, quotient or minimum."""
     if isinstance(size, int | tirx.IntImm):
         return Polynomial.number(int(size))

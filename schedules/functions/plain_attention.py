@@ -153,9 +153,7 @@ def _score(
         seen.append(ahead > -spec.window)
         if not spec.causal:
             seen.append(ahead < spec.window)
-    if not seen:
-        return score
-    return tirx.Select(tirx.all(*seen), score, _MINUS_INFINITY)
+    return score if not seen else tirx.Select(tirx.all(*seen), score, _MINUS_INFINITY)
 
 
 def _element(
@@ -201,9 +199,7 @@ def _position(
         flat = flat + index * math.prod(shape[axis + 1 :])
 
     def coordinate(stride: Size, extent: Size) -> tirx.Expr:
-        if are_equal(extent, 1):
-            return tirx.IntImm("int32", 0)
-        return analyzer.simplify(flat // stride % extent)
+        return tirx.IntImm("int32", 0) if are_equal(extent, 1) else analyzer.simplify(flat // stride % extent)
 
     return (
         coordinate(layout.batch_stride, batch),

@@ -37,9 +37,7 @@ def count_launches(func: tirx.PrimFunc) -> int:
 
 
 def _launches(stmt: tirx.Stmt) -> int:
-    if _is_launch(stmt):
-        return 1
-    return sum(_launches(part) for part in child_statements(stmt))
+    return 1 if _is_launch(stmt) else sum(_launches(part) for part in child_statements(stmt))
 
 
 def _unbound(stmt: tirx.Stmt, *, bound: bool) -> Iterator[str]:

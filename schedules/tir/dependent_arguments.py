@@ -24,9 +24,7 @@ def padding_masks(func: tirx.PrimFunc) -> dict[str, int]:
 def partial_sums_of_rows(func: tirx.PrimFunc) -> dict[str, int]:
     """Return the positions of the partial sums that a matmul of normalised rows reads, and of the rows."""
     matmul = recognise_matmul(func)
-    if isinstance(matmul, Refusal) or matmul.norm is None:
-        return {}
-    return {str(matmul.norm.partials): matmul.a}
+    return {} if isinstance(matmul, Refusal) or matmul.norm is None else {str(matmul.norm.partials): matmul.a}
 
 
 def column_sums_of_weights(func: tirx.PrimFunc) -> dict[str, tuple[int, int]]:

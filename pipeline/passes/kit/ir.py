@@ -74,9 +74,7 @@ def is_op(expr: tvm.ir.Expr | None, *names: str) -> TypeGuard[relax.Call]:
 
 def called_function(expr: tvm.ir.Expr) -> tvm.ir.GlobalVar | None:
     """Return the PrimFunc a `call_tir` calls, or None for any other expression."""
-    if is_op(expr, "call_tir") and isinstance(expr.args[0], tvm.ir.GlobalVar):
-        return expr.args[0]
-    return None
+    return expr.args[0] if is_op(expr, "call_tir") and isinstance(expr.args[0], tvm.ir.GlobalVar) else None
 
 
 def is_constant(expr: tvm.ir.Expr) -> bool:
@@ -103,9 +101,7 @@ def number_of(expr: tvm.ir.Expr, beside: tvm.ir.Expr) -> float | None:
     if any(size != 1 and not (isinstance(axis, tirx.IntImm) and int(axis) == size) for size, axis in pairs):
         return None
     array = array_of(expr)
-    if array.size == 0 or not (array == array.flat[0]).all():
-        return None
-    return float(array.flat[0])
+    return None if array.size == 0 or not (array == array.flat[0]).all() else float(array.flat[0])
 
 
 def either_way(call: relax.Call) -> tuple[tuple[tvm.ir.Expr, tvm.ir.Expr], tuple[tvm.ir.Expr, tvm.ir.Expr]]:
@@ -172,9 +168,7 @@ def row_count(expr: tvm.ir.Expr) -> int | None:
 def dtype_of(expr: tvm.ir.Expr) -> str:
     """Return a tensor's dtype name, or "" when it is not a tensor of known dtype."""
     ty = expr.ty
-    if not isinstance(ty, relax.TensorType) or ty.dtype is None:
-        return ""
-    return str(ty.dtype)
+    return "" if not isinstance(ty, relax.TensorType) or ty.dtype is None else str(ty.dtype)
 
 
 def transposed_axes(call: relax.Call) -> list[int]:

@@ -160,9 +160,7 @@ class _Unpad(Rewriter):
 
     def _result(self, var: tvm.ir.Expr) -> tvm.ir.Expr:
         axes = self._found.of(var)
-        if axes is None or is_clean(axes):
-            return self.of(var)
-        return self._filled(var, self.of(var), 0.0)
+        return self.of(var) if axes is None or is_clean(axes) else self._filled(var, self.of(var), 0.0)
 
     def _filled(self, var: relax.Var, padded: tvm.ir.Expr, number: float) -> relax.Var:
         """Return the padded form with a number where the mask hides a place."""

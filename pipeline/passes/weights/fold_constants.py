@@ -156,9 +156,7 @@ def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]
 def _bytes(expr: tvm.ir.Expr) -> int:
     """Return the size of a tensor of static shape, 0 for anything else."""
     shape, dtype = static_shape(expr), dtype_of(expr)
-    if shape is None or not dtype:
-        return 0
-    return math.prod(shape) * max(1, int(tvm.DataType(dtype).bits) // 8)
+    return 0 if shape is None or not dtype else math.prod(shape) * max(1, int(tvm.DataType(dtype).bits) // 8)
 
 
 def is_special_number(expr: tvm.ir.Expr) -> bool:

@@ -152,9 +152,7 @@ class Tile:
             return tirx.min(plan.span(position)[1], self.key_end)
         if plan.spec.causal:
             return tirx.min(position + 1, self.key_end)
-        if plan.spec.window:
-            return tirx.min(position + plan.spec.window, self.key_end)
-        return self.key_end
+        return tirx.min(position + plan.spec.window, self.key_end) if plan.spec.window else self.key_end
 
 
 @dataclass(frozen=True)

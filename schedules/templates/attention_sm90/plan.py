@@ -211,6 +211,4 @@ def _refuse_parameters(p: AttentionParameters) -> Refusal | None:
         return Refusal("pingpong has 1 consumer, expected 2 or 3")
     if p.residents > 1 and p.consumers > 1:
         return Refusal(f"residents is {p.residents} with {p.consumers} consumers, expected 1 (setmaxnreg)")
-    if p.overlap and p.stages < 2:
-        return Refusal("overlap has 1 stage, expected 2 or more")
-    return None
+    return Refusal("overlap has 1 stage, expected 2 or more") if p.overlap and p.stages < 2 else None

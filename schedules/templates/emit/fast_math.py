@@ -44,9 +44,7 @@ _FUNCTIONS = {"tirx.erf": _ERF_SOURCE, "tirx.exp": _EXP_SOURCE, "tirx.sigmoid": 
 def fast_call(call: Call) -> tirx.Expr:
     """Return a float32 call's faster form: erf by a polynomial, exp and sigmoid by the hardware's functions."""
     found = _FUNCTIONS.get(getattr(call.op, "name", ""))
-    if found is None or str(call.ty.dtype) != "float32":
-        return call
-    return device_call(found, call.args[0])
+    return call if found is None or str(call.ty.dtype) != "float32" else device_call(found, call.args[0])
 
 
 # gelu(x) = x (1 + erf(x / sqrt 2)) / 2 = max(x, 0) - t 2^(-t q(t) - 1) with t = |x|: the polynomial of

@@ -99,9 +99,7 @@ class Rows(DataflowTemplate[RowsParameters]):
             scattered = [access for access in Accesses(flow, 2 - flow.columns.size % 2).found if access.scattered]
         except UnsupportedExpressionError as reason:
             return Refusal(str(reason))
-        if scattered:
-            return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows")
-        return None
+        return Refusal(f"{scattered[0].buffer.name} is not contiguous along the rows") if scattered else None
 
     def _propose(self, case: Case[Dataflow]) -> Sequence[RowsParameters] | Refusal:
         func, flow, limits = case.func, case.found, case.limits

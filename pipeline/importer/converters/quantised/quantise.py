@@ -159,9 +159,7 @@ def centre(node: ConverterInput, data: tvm.ir.Expr, zero: tvm.ir.Expr | None) ->
     """Return integers less their zero point, in int32."""
     emit = node.builder.emit
     wide = data if dtype_of(data) == "int32" else emit(relax.op.astype(data, "int32"))
-    if zero is None or _is_zero(zero):
-        return wide
-    return emit(relax.op.subtract(wide, _as(node, zero, "int32")))
+    return wide if zero is None or _is_zero(zero) else emit(relax.op.subtract(wide, _as(node, zero, "int32")))
 
 
 def quantise_dynamically(node: ConverterInput, data: tvm.ir.Expr) -> tuple[tvm.ir.Expr, tvm.ir.Expr, tvm.ir.Expr]:

@@ -5,6 +5,7 @@ Each leaves the plain static case to TVM's converter by returning None.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,10 +25,14 @@ from relaxtune.pipeline.importer.converter_input import (
     tensor_attribute,
 )
 from relaxtune.pipeline.importer.shape_values import as_tensor, onnx_slice, size_list
-from relaxtune.pipeline.importer.sizes import KnownSizes, is_shape_value, simplify
-
-# Sizes of axes are less than that.
-_AXIS_MAX = 1 << 31
+from relaxtune.pipeline.importer.sizes import (
+    KnownSizes,
+    Size,
+    is_never_negative,
+    is_shape_value,
+    simplify,
+    with_axes,
+)
 
 
 @converts("Shape")
@@ -44,9 +49,7 @@ def convert_shape(node: ConverterInput) -> tvm.ir.Expr | None:
 def convert_size(node: ConverterInput) -> tvm.ir.Expr | None:
     """Return the number of elements of a tensor of known sizes."""
     shape = node.input(0).ty.shape
-    if not isinstance(shape, relax.ShapeExpr):
-        return None
-    return _product(list(shape.values))
+    return None if not isinstance(shape, relax.ShapeExpr) else _product(list(shape.values))
 
 
 @converts("ConstantOfShape")
@@ -109,7 +112,7 @@ def convert_expand(node: ConverterInput) -> tvm.ir.Expr | None:
     pairs = list(zip(old, new, strict=True))
     result = [before if _is_one_at_most(after) else after for before, after in pairs]
     taken = [
-        before if _is_one_at_most(before) or _is_one_at_most(after) or _is_zero(simplify(before - after)) else after
+        before if _is_one_at_most(before) or _is_one_at_most(after) or _is_zero(before - after) else after
         for before, after in pairs
     ][rank - len(sizes) :]
     if any(one is not other for one, other in zip(taken, sizes, strict=True)):
@@ -174,9 +177,8 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
     if strided and computed and not all(isinstance(step, int) and step > 0 for step in steps):
         raise ValueError("input 4 (steps): expected numbers above 0 where a start or an end is computed")
     if min(steps) > 0 and ((strided and computed) or any(map(_may_be_empty, sizes, starts, ends))):
-        return relax.op.strided_slice(
-            data, numbers, *_kept(node.sizes, sizes, starts, ends), steps, assume_inbound=True
-        )
+        kept = _kept(node.sizes, sizes, starts, ends)
+        return relax.op.strided_slice(data, numbers, *kept, steps, assume_inbound=True)
     if strided:
         return None
     cut = [
@@ -217,17 +219,14 @@ def convert_split(node: ConverterInput) -> tvm.ir.Expr | None:
 
 
 def _kept(
-    known: KnownSizes,
-    sizes: Sequence[tvm.ir.Expr | int],
-    starts: Sequence[tvm.ir.Expr | int],
-    ends: Sequence[tvm.ir.Expr | int],
-) -> tuple[list[tvm.ir.Expr | int], list[tvm.ir.Expr | int]]:
+    known: KnownSizes, sizes: Sequence[Size], starts: Sequence[Size], ends: Sequence[Size]
+) -> tuple[list[Size], list[Size]]:
     """Return the bounds of a slice counted from the front; those that may lie outside of an axis are clipped to it."""
 
-    def holds(gap: tvm.ir.Expr | int) -> bool:
-        return _is_never_negative(simplify(gap)) or known.keep(simplify(gap))
+    def holds(gap: Size) -> bool:
+        return is_never_negative(simplify(gap)) or known.keep(simplify(gap))
 
-    def inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int:
+    def inside(bound: Size, size: Size) -> Size:
         place = _bound(bound, size)
         kept = holds(place) and holds(size - place)
         return place if kept else _clipped(place, size, negative=not isinstance(bound, int))
@@ -237,17 +236,17 @@ def _kept(
     return begin, [last if holds(last - first) else simplify(tirx.max(first, last)) for first, last in pairs]
 
 
-def _clipped(place: tvm.ir.Expr | int, size: tvm.ir.Expr | int, *, negative: bool) -> tvm.ir.Expr | int:
+def _clipped(place: Size, size: Size, *, negative: bool) -> Size:
     """Return a place inside of an axis; where `negative`, one below 0 counts from the end."""
     zero, place = tirx.const(0, "int64"), tirx.const(0, "int64") + place
-    if _is_never_negative(place):
+    if is_never_negative(place):
         return simplify(tirx.min(place, size))
     if negative:
         place = tirx.Select(place < zero, place + size, place)
     return simplify(tirx.max(zero, tirx.min(place, size)))
 
 
-def _is_whole(data: tvm.ir.Expr, axis: int, start: tvm.ir.Expr | int, end: tvm.ir.Expr | int) -> bool:
+def _is_whole(data: tvm.ir.Expr, axis: int, start: Size, end: Size) -> bool:
     """Whether a slice in steps of one takes all of an axis."""
     if start != 0 or not isinstance(end, int):
         return False
@@ -257,36 +256,36 @@ def _is_whole(data: tvm.ir.Expr, axis: int, start: tvm.ir.Expr | int, end: tvm.i
 
 
 def _inside_all(
-    sizes: Sequence[tvm.ir.Expr | int], starts: Sequence[tvm.ir.Expr | int], ends: Sequence[tvm.ir.Expr | int]
-) -> tuple[list[tvm.ir.Expr | int], list[tvm.ir.Expr | int]] | None:
+    sizes: Sequence[Size], starts: Sequence[Size], ends: Sequence[Size]
+) -> tuple[list[Size], list[Size]] | None:
     """Return bounds that are numbers, counted from the front; None where one may lie outside a symbolic axis.
 
     TVM's own form has the least and the most of each, which hides that a size is another one.
     """
     if all(isinstance(size, int) for size in sizes):
         return None
-    begin: list[tvm.ir.Expr | int] = []
-    end: list[tvm.ir.Expr | int] = []
+    begin: list[Size] = []
+    end: list[Size] = []
     for size, start, stop in zip(sizes, starts, ends, strict=True):
         first, last = _inside(start, size), _inside(stop, size)
-        if first is None or last is None or not _is_never_negative(simplify(last - first)):
+        if first is None or last is None or not is_never_negative(simplify(last - first)):
             return None
         begin.append(first)
         end.append(last)
     return begin, end
 
 
-def _inside(bound: tvm.ir.Expr | int, size: tvm.ir.Expr | int) -> tvm.ir.Expr | int | None:
+def _inside(bound: Size, size: Size) -> Size | None:
     """Return a bound given as a number, counted from the front; None where it may lie outside the axis."""
     if not isinstance(bound, int):
         return None
     if bound >= TO_THE_END:
         return size
     front = bound if bound >= 0 else simplify(size + bound)
-    return front if _is_never_negative(simplify(size - bound) if bound >= 0 else front) else None
+    return front if is_never_negative(simplify(size - bound) if bound >= 0 else front) else None
 
 
-def _may_be_empty(size: tvm.ir.Expr | int, start: tvm.ir.Expr | int, stop: tvm.ir.Expr | int) -> bool:
+def _may_be_empty(size: Size, start: Size, stop: Size) -> bool:
     """Whether the end of a slice of a symbolic axis, both bounds given as numbers, may come before its start."""
     if isinstance(size, int) or not isinstance(start, int) or not isinstance(stop, int):
         return False
@@ -295,26 +294,9 @@ def _may_be_empty(size: tvm.ir.Expr | int, start: tvm.ir.Expr | int, stop: tvm.i
     return start > 0 if stop < 0 else stop < TO_THE_END
 
 
-def _is_never_negative(size: tvm.ir.Expr | int) -> bool:
-    """Whether a size is surely not negative, given that no axis is."""
-    if isinstance(size, int):
-        return size >= 0
-    return bool(_with_axes(size).const_int_bound(size).min_value >= 0)
-
-
-def _is_one_at_most(size: tvm.ir.Expr | int) -> bool:
+def _is_one_at_most(size: Size) -> bool:
     """Whether a size is surely not above 1: it gives way in a broadcast. No size of a file is 0 here."""
-    if isinstance(size, int):
-        return size == 1
-    return bool(_with_axes(size).const_int_bound(size).max_value <= 1)
-
-
-def _with_axes(size: tvm.ir.Expr) -> tvm.sym.Analyzer:
-    """Return an analyzer that knows of each axis in a size that it is not negative."""
-    analyzer = tvm.sym.Analyzer()
-    for var in tirx.analysis.undefined_vars(size):
-        analyzer.bind(var, tvm.ir.Range(0, _AXIS_MAX))
-    return analyzer
+    return size == 1 if isinstance(size, int) else bool(with_axes(size).const_int_bound(size).max_value <= 1)
 
 
 def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> tvm.ir.Expr:
@@ -324,13 +306,10 @@ def _constant_slice(data: tvm.ir.Expr, axes: list[int], taken: list[range]) -> t
     return relax.op.strided_slice(data, axes, [one.start for one in taken], ends, [one.step for one in taken])
 
 
-def _is_backwards(
-    starts: Sequence[tvm.ir.Expr | int], ends: Sequence[tvm.ir.Expr | int], steps: Sequence[tvm.ir.Expr | int]
-) -> bool:
+def _is_backwards(starts: Sequence[Size], ends: Sequence[Size], steps: Sequence[Size]) -> bool:
     """Whether a slice takes its axes from the last element to the first."""
-    bounds = (*starts, *ends, *steps)
     return (
-        all(isinstance(bound, int) for bound in bounds)
+        all(isinstance(bound, int) for bound in (*starts, *ends, *steps))
         and all(start == -1 or start >= TO_THE_END for start in starts)
         and all(end <= -TO_THE_END for end in ends)
         and set(steps) == {-1}
@@ -358,7 +337,7 @@ def convert_range(node: ConverterInput) -> tvm.ir.Expr | None:
     return relax.op.arange(start, limit, delta, "int64")
 
 
-def _bound(value: tvm.ir.Expr | int, size: tvm.ir.Expr) -> tvm.ir.Expr | int:
+def _bound(value: Size, size: tvm.ir.Expr) -> Size:
     if not isinstance(value, int):
         return value
     if value >= TO_THE_END:
@@ -366,14 +345,14 @@ def _bound(value: tvm.ir.Expr | int, size: tvm.ir.Expr) -> tvm.ir.Expr | int:
     return simplify(size + value) if value < 0 else value
 
 
-def _what_is_left(sizes: list[tvm.ir.Expr | int], known: list[tvm.ir.Expr | int]) -> tvm.ir.Expr | int:
+def _what_is_left(sizes: list[Size], known: list[Size]) -> Size:
     """Return the product of sizes divided by the product of others, equal sizes taken out first.
 
     TVM does not see that `batch * (past + new) // (past + new)` is `batch`, and its code generator fails on the rest.
     """
     above, below = list(sizes), []
     for size in known:
-        same = next((place for place, one in enumerate(above) if _is_zero(simplify(one - size))), None)
+        same = next((place for place, one in enumerate(above) if _is_zero(one - size)), None)
         if same is None:
             below.append(size)
         else:
@@ -381,12 +360,10 @@ def _what_is_left(sizes: list[tvm.ir.Expr | int], known: list[tvm.ir.Expr | int]
     return simplify(tirx.floordiv(_product(above), _product(below)))
 
 
-def _is_zero(size: tvm.ir.Expr | int) -> bool:
-    return isinstance(size, int) and size == 0
+def _is_zero(difference: Size) -> bool:
+    left = simplify(difference)
+    return isinstance(left, int) and left == 0
 
 
-def _product(sizes: list[tvm.ir.Expr | int]) -> tvm.ir.Expr:
-    total: tvm.ir.Expr = tirx.IntImm("int64", 1)
-    for size in sizes:
-        total = total * size
-    return tvm.sym.Analyzer().simplify(total)
+def _product(sizes: list[Size]) -> tvm.ir.Expr:
+    return tvm.sym.Analyzer().simplify(math.prod(sizes, start=tirx.IntImm("int64", 1)))
