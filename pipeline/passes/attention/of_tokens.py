@@ -17,8 +17,8 @@ from relaxtune.pipeline.passes.attention.kernel_mask import Masking
 from relaxtune.pipeline.passes.attention.scores import NotAttentionError, ScoreStep
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op
+from relaxtune.pipeline.passes.kit.known_values import MASKED, KnownValues
 from relaxtune.pipeline.passes.kit.sizes import sizes_of
-from relaxtune.pipeline.passes.kit.uniform import MASKED, UniformValues
 
 
 def of_tokens(kernel: AttentionKernel, graph: Graph, functions: AttentionFunctions) -> AttentionKernel | None:
@@ -106,7 +106,7 @@ def _is_flat(index: tvm.ir.Expr, name: str, graph: Graph) -> bool:
 def _hides_padding(step: ScoreStep, graph: Graph, mask: relax.Var) -> bool:
     """Return whether a mask hides the keys where an input is 0, and does nothing where it is 1."""
     hidden, seen = (
-        UniformValues(graph.values, {mask: np.dtype(dtype_of(mask)).type(number)}).of(step.expr) for number in (0, 1)
+        KnownValues(graph.values, {mask: np.dtype(dtype_of(mask)).type(number)}).of(step.expr) for number in (0, 1)
     )
     if hidden is None or seen is None:
         return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import tvm
@@ -18,9 +17,8 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, number_of, numbers_beside
+from relaxtune.pipeline.passes.kit.known_values import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, sizes_of
-from relaxtune.pipeline.passes.kit.uniform import MASKED
-from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 
 _QUERIES, _KEYS = -2, -1
 # Comparison -> whether it bounds the difference of its operands from above, and the bound.
@@ -70,10 +68,6 @@ class MaskReader:
     queries: Size
     keys: Size
 
-    @cached_property
-    def _counted(self) -> CountedIntegers:
-        return CountedIntegers(self.graph)
-
     def condition(self, expr: tvm.ir.Expr, *, negated: bool, fill: float) -> Mask:
         """Return the parts of `where(expr, scores, fill)`, or when negated of `where(expr, fill, scores)`."""
         mask = Mask(fills=(fill,))
@@ -97,7 +91,7 @@ class MaskReader:
             yield value if is_constant(value) else expr
 
     def _term(self, term: tvm.ir.Expr) -> Mask:
-        if self.graph.uniform.of(term) == 0:
+        if self.graph.known.of(term) == 0:
             return Mask()
         value = self._seen_through(term)
         if is_op(value, "where"):
@@ -116,7 +110,7 @@ class MaskReader:
 
     def _number(self, expr: tvm.ir.Expr) -> float | None:
         """Return the number that every element of a tensor is, None where there is none."""
-        number = self.graph.uniform.of(expr)
+        number = self.graph.known.of(expr)
         return None if number is None else float(number)
 
     def _kept(self, expr: tvm.ir.Expr) -> Mask:
@@ -162,7 +156,7 @@ class MaskReader:
 
     def _classified(self, condition: Condition) -> Mask:
         """Return a condition as what it is: always true, causal, causal with a window, or a condition."""
-        known = self.graph.uniform.of(condition.expr)
+        known = self.graph.known.of(condition.expr)
         if known is not None and bool(known) != condition.negated:
             return Mask()
         kept = self._plane(condition)
@@ -215,7 +209,7 @@ class MaskReader:
 
     def _position(self, expr: tvm.ir.Expr) -> tuple[int, Size] | None:
         """Return the axis, from the end, whose positions a tensor holds, and the first one's number."""
-        count = self._counted.of(expr)
+        count = self.graph.known.count_of(expr)
         grows = [] if count is None else [axis - len(count.steps) for axis, step in enumerate(count.steps) if step != 0]
         return (grows[0], count.start) if count is not None and len(grows) == 1 and count.steps[grows[0]] == 1 else None
 

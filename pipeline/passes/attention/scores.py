@@ -10,8 +10,8 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import either_way, is_op, number_of, numbers_beside
+from relaxtune.pipeline.passes.kit.known_values import MASKED
 from relaxtune.pipeline.passes.kit.sizes import Shape, sizes_of
-from relaxtune.pipeline.passes.kit.uniform import MASKED
 
 _DEPTH_MAX = 32
 

@@ -8,8 +8,8 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of, users_of
+from relaxtune.pipeline.passes.kit.known_values import KnownValues
 from relaxtune.pipeline.passes.kit.sizes import Symbols
-from relaxtune.pipeline.passes.kit.uniform import UniformValues
 
 
 class Graph:
@@ -32,9 +32,9 @@ class Graph:
         return Symbols(relax.analysis.defined_symbolic_vars(self.main))
 
     @cached_property
-    def uniform(self) -> UniformValues:
+    def known(self) -> KnownValues:
         """Which tensors are one number."""
-        return UniformValues(self.values)
+        return KnownValues(self.values)
 
     @cached_property
     def users(self) -> dict[relax.Var, list[relax.Var]]:
@@ -73,4 +73,4 @@ class Graph:
         test, total, plain = self.value(value.args[0]), self.value(value.args[1]), value.args[2]
         if not is_op(test, "less") or not is_op(total, "add") or test.args[0] != plain or total.args[0] != plain:
             return None
-        return (plain, total.args[1]) if self.uniform.of(test.args[1]) == 0 else None
+        return (plain, total.args[1]) if self.known.of(test.args[1]) == 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -14,6 +15,8 @@ from relaxtune.pipeline.passes.kit.ir import shape_of
 # A number is always an `int`, or equal to one; arithmetic may mix both kinds.
 Size: TypeAlias = "int | Polynomial"
 Shape: TypeAlias = "tuple[Size, ...]"
+# Numbers of axes before and after, of one group of axes.
+Groups = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def sizes_of(expr: tvm.ir.Expr) -> Shape | None:
@@ -72,6 +75,32 @@ def order(size: Size) -> tuple[int, int]:
         return 0, size
     names, factor = size.leading if size.terms else ((), 0)
     return len(names), factor
+
+
+def group_axes(before: Shape, after: Shape) -> Groups | None:
+    """Return which axes become which, in the smallest groups; None where the sizes do not tell.
+
+    Axes of size 1 are in no group.
+    """
+    left = [axis for axis, size in enumerate(before) if size != 1]
+    right = [axis for axis, size in enumerate(after) if size != 1]
+    groups: Groups = []
+    while left and right:
+        found = next(
+            (
+                (many, more)
+                for total in range(2, len(left) + len(right) + 1)
+                for many in range(1, min(total, len(left) + 1))
+                if 0 < (more := total - many) <= len(right)
+                and math.prod(before[axis] for axis in left[:many]) == math.prod(after[axis] for axis in right[:more])
+            ),
+            None,
+        )
+        if found is None:
+            return None
+        groups.append((tuple(left[: found[0]]), tuple(right[: found[1]])))
+        left, right = left[found[0] :], right[found[1] :]
+    return None if left or right else groups
 
 
 class Symbols:

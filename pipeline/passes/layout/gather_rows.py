@@ -73,7 +73,7 @@ def _unwrapped(call: relax.Call, graph: Graph) -> relax.Var | None:
     if not isinstance(plain, relax.Var) or not same_shape(ids, plain):
         return None
     rows = (sizes_of(table) or (None,))[0]
-    return plain if graph.uniform.bounds_of(added) == (rows, rows) else None
+    return plain if graph.known.bounds_of(added) == (rows, rows) else None
 
 
 def _elements(axis: int) -> Callable[[te.Tensor, te.Tensor], te.Tensor]:

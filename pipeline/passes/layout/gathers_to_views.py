@@ -14,10 +14,10 @@ from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, is_constant, is_op, shape_of
+from relaxtune.pipeline.passes.kit.known_values import Count, count_of_array
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.symbolic.counted_integers import Count, CountedIntegers, count_of_array
 
 # Axes of the indices along which rows and places grow; None where there is one.
 _Axes: TypeAlias = "tuple[int | None, int | None]"
@@ -35,17 +35,16 @@ def gathers_to_views(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     in the order of its own axis is the tensor: ONNX Runtime's attention places the keys of each row so in its cache.
     """
     graph = Graph(mod)
-    counted = CountedIntegers(graph)
     found: dict[relax.Var, tuple[tvm.ir.Expr, _Axes | None]] = {}
     for binding in graph.bindings:
-        if _gathers_itself(binding.value, counted):
+        if _gathers_itself(binding.value, graph):
             found[binding.var] = binding.value.args[0], None
             continue
         data = _data_of(binding.value, graph)
         sizes = None if data is None else sizes_of(data)
         if data is None or sizes is None or len(sizes) < 2:
             continue
-        axes = _gathered_axes(binding.value, graph, counted, (sizes[0], sizes[1]))
+        axes = _gathered_axes(binding.value, graph, (sizes[0], sizes[1]))
         if axes is not None:
             found[binding.var] = data, axes
     return replace_found(mod, state, found, lambda new, binding, of: _view(new, binding, *of), "gathers are views")
@@ -70,14 +69,14 @@ def _without_ones(shape: Shape) -> list[Size]:
     return [size for size in shape if size != 1]
 
 
-def _gathers_itself(value: tvm.ir.Expr, counted: CountedIntegers) -> bool:
+def _gathers_itself(value: tvm.ir.Expr, graph: Graph) -> bool:
     """Return whether a call gathers each element of a tensor at its own place."""
     sizes = sizes_of(value.args[0]) if is_op(value, "gather_elements") else None
     if sizes is None or sizes != sizes_of(value.args[1]):
         return False
     steps = [0] * len(sizes)
     steps[int(value.attrs.axis)] = 0 if sizes[int(value.attrs.axis)] == 1 else 1
-    return counted.of(value.args[1]) == Count(0, tuple(steps))
+    return graph.known.count_of(value.args[1]) == Count(0, tuple(steps))
 
 
 def _view(new: Rewriter, binding: relax.VarBinding, data: tvm.ir.Expr, axes: _Axes | None) -> tvm.ir.Expr:
@@ -94,14 +93,14 @@ def _view(new: Rewriter, binding: relax.VarBinding, data: tvm.ir.Expr, axes: _Ax
     return relax.op.broadcast_to(new.emit(view), relax.ShapeExpr(shape)) if spread else view
 
 
-def _gathered_axes(call: tvm.ir.Expr, graph: Graph, counted: CountedIntegers, sizes: tuple[Size, Size]) -> _Axes | None:
+def _gathered_axes(call: tvm.ir.Expr, graph: Graph, sizes: tuple[Size, Size]) -> _Axes | None:
     """Return which axes of a gather's indices are rows and places, where it reads each place of [rows, places] once.
 
     None for an axis of one row or place; None alone for any other gather.
     """
     if is_op(call, "take"):
         index = call.args[1]
-        found = counted.of(index) if (sizes_of(call.args[0]) or (0,))[0] == sizes[0] * sizes[1] else None
+        found = graph.known.count_of(index) if (sizes_of(call.args[0]) or (0,))[0] == sizes[0] * sizes[1] else None
         axes = None if found is None else _placed(found, sizes_of(index) or (), (sizes[1], 1), sizes)
         return None if axes is None else (axes[0], axes[1])
     # An index that counts up from 0 is never negative.
@@ -112,7 +111,7 @@ def _gathered_axes(call: tvm.ir.Expr, graph: Graph, counted: CountedIntegers, si
     else:
         value = graph.value(indices)
         fields = value.args[0].fields if is_op(value, "concat") and isinstance(value.args[0], relax.Tuple) else []
-        parts = [counted.of(part) for part in fields]
+        parts = [graph.known.count_of(part) for part in fields]
     if len(parts) != 2 or (sizes_of(call.args[0]) or ())[:2] != sizes:
         return None
     rows, places = (

@@ -16,9 +16,8 @@ from relaxtune.pipeline.passes.kit.ir import (
     transposed_axes,
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
-from relaxtune.pipeline.passes.kit.sizes import listed_sizes, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import group_axes, listed_sizes, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 
 _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze", "broadcast_to", "strided_slice")
 

@@ -1,1 +1,1 @@
-"""Passes for symbolic sizes: what is known of them, positions counted along them, copies and moves at any size."""
+"""Passes for symbolic sizes: values that are the same at all of them, positions, copies and moves."""

@@ -11,10 +11,10 @@ from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, either_way, is_constant, is_op, shape_of
+from relaxtune.pipeline.passes.kit.known_values import KnownValues
 from relaxtune.pipeline.passes.kit.rewrite import rewrite
 from relaxtune.pipeline.passes.kit.sizes import fits, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.pipeline.passes.kit.uniform import UniformValues
 from relaxtune.pipeline.passes.symbolic.intervals import Interval, interval_after, interval_of
 
 _ANY = Interval(-math.inf, math.inf, settled=False)
@@ -51,7 +51,7 @@ def _known_values(graph: Graph) -> dict[relax.Var, tvm.ir.Expr]:
         value, shape = binding.value, shape_of(binding.var)
         if not isinstance(value, relax.Call) or shape is None:
             continue
-        same = [*_choices(value, graph), *_row_looked_up(value, graph.uniform)]
+        same = [*_choices(value, graph), *_row_looked_up(value, graph.known)]
         fitting = [one for one in same if structural_equal(one.ty, binding.var.ty)]
         joined = _in_first(value, graph)
         if fitting:
@@ -66,7 +66,7 @@ def _known_values(graph: Graph) -> dict[relax.Var, tvm.ir.Expr]:
 
 def _choices(value: relax.Call, graph: Graph) -> list[tvm.ir.Expr]:
     """Return the operands that an operation gives as they are, shapes aside."""
-    known = graph.uniform
+    known = graph.known
     if is_op(value, "logical_and", "logical_or"):
         neutral = is_op(value, "logical_and")
         return [data for condition, data in either_way(value) if known.of(condition) == neutral]
@@ -114,7 +114,7 @@ def _interval(expr: tvm.ir.Expr, graph: Graph) -> Interval:
     return interval_after(value, operands) or _ANY
 
 
-def _row_looked_up(value: relax.Call, known: UniformValues) -> list[tvm.ir.Expr]:
+def _row_looked_up(value: relax.Call, known: KnownValues) -> list[tvm.ir.Expr]:
     """Return the row that a look-up gives at each place."""
     if not is_op(value, "take") or value.attrs.axis is None or int(value.attrs.axis) != 0:
         return []
@@ -134,7 +134,7 @@ def _in_first(value: relax.Call, graph: Graph) -> tvm.ir.Expr | None:
         return None
     if int(joined.attrs.axis) != 0 or int(value.attrs.axis) != 0:
         return None
-    first, bounds = joined.args[0].fields[0], graph.uniform.bounds_of(value.args[1])
+    first, bounds = joined.args[0].fields[0], graph.known.bounds_of(value.args[1])
     sizes = sizes_of(first)
     if sizes is None or bounds is None or not fits(0, bounds[0]) or not fits(bounds[1] + 1, sizes[0]):
         return None

@@ -16,9 +16,8 @@ from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import ELEMENTWISE, dtype_of, is_constant, is_op, shape_of
-from relaxtune.pipeline.passes.kit.sizes import Shape, Size, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, group_axes, sizes_of
 from relaxtune.pipeline.passes.symbolic.intervals import Interval, interval_after, interval_of
-from relaxtune.pipeline.passes.symbolic.symbolic_moves import group_axes
 
 # Positions that are thought of where an axis has no maximum; and at most, where each has one.
 POSITIONS = 4096
@@ -150,10 +149,10 @@ class FunctionsOfPositions:
 
     def _root(self, var: relax.Var) -> Root | None:
         """Return integers as a root, None where the least and the largest are not known or are one number."""
-        bounds, shape = self._graph.uniform.bounds_of(var), sizes_of(var)
+        bounds, shape = self._graph.known.bounds_of(var), sizes_of(var)
         if bounds is None or not shape or any(isinstance(size, int) and size != 1 for size in shape):
             return None
-        if self._graph.uniform.of(var) is not None:
+        if self._graph.known.of(var) is not None:
             return None
         axes = tuple(axis for axis, size in enumerate(shape) if size != 1) or (0,)
         (low, from_low), (high, to_high) = self._extreme(bounds[0], -1), self._extreme(bounds[1], 1)
@@ -198,7 +197,7 @@ class FunctionsOfPositions:
         """Return what is the same at all sizes as a constant."""
         if is_constant(expr):
             return expr
-        number = self._graph.uniform.of(expr)
+        number = self._graph.known.of(expr)
         return None if number is None else relax.const(number, dtype_of(expr))
 
     def _axes(self, value: relax.Call, shape: Shape, root: relax.Var) -> Axes | None:

@@ -14,10 +14,7 @@ from tvm import relax, te, tirx, topi
 
 from relaxtune.pipeline.passes.kit.ir import shape_of, static_shape
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE
-from relaxtune.pipeline.passes.kit.sizes import Shape, fits, size_of, sizes_of
-
-# Numbers of axes before and after, of one group of axes.
-Groups = list[tuple[tuple[int, ...], tuple[int, ...]]]
+from relaxtune.pipeline.passes.kit.sizes import fits, group_axes, size_of, sizes_of
 
 
 def legalise_reshape(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr:
@@ -78,32 +75,6 @@ def legalise_slice(builder: relax.BlockBuilder, call: relax.Call) -> tvm.ir.Expr
 
     attrs, given = {"op_pattern": INJECTIVE}, [*shape, *starts.fields]
     return builder.call_te(cut, data, *given, primfunc_name_hint="strided_slice", primfunc_attrs=attrs)
-
-
-def group_axes(before: Shape, after: Shape) -> Groups | None:
-    """Return which axes become which, in the smallest groups; None where the sizes do not tell.
-
-    Axes of size 1 are in no group.
-    """
-    left = [axis for axis, size in enumerate(before) if size != 1]
-    right = [axis for axis, size in enumerate(after) if size != 1]
-    groups: Groups = []
-    while left and right:
-        found = next(
-            (
-                (many, more)
-                for total in range(2, len(left) + len(right) + 1)
-                for many in range(1, min(total, len(left) + 1))
-                if 0 < (more := total - many) <= len(right)
-                and math.prod(before[axis] for axis in left[:many]) == math.prod(after[axis] for axis in right[:more])
-            ),
-            None,
-        )
-        if found is None:
-            return None
-        groups.append((tuple(left[: found[0]]), tuple(right[: found[1]])))
-        left, right = left[found[0] :], right[found[1] :]
-    return None if left or right else groups
 
 
 def _flat(index: Sequence[tirx.Expr], sizes: Sequence[tirx.Expr]) -> tirx.Expr:

@@ -13,7 +13,6 @@ from tvm import tirx
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import is_op, static_shape
 from relaxtune.pipeline.passes.kit.sizes import Size, plain, sizes_of
-from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 
 #: Of a function that reads a table; its third operand, if there is one, is for positions that the table does not have.
 TABLE_ATTR = "relaxtune.table"
@@ -54,7 +53,7 @@ def table_places(expr: tvm.ir.Expr, graph: Graph) -> TablePlaces | None:
         return None
     known = json.loads(str(mark))
     integers, table = value.args[1].fields[:2]
-    found, shape, sizes = CountedIntegers(graph).of(integers), static_shape(table), sizes_of(expr)
+    found, shape, sizes = graph.known.count_of(integers), static_shape(table), sizes_of(expr)
     if found is None or shape is None or sizes is None:
         return None
     axes = known["axes"]

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.passes.kit.known_values import COMPUTED, MASKED
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, quotient
-from relaxtune.pipeline.passes.kit.uniform import COMPUTED, MASKED
 
 
 class MixesTokensError(UsageError):

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of
-from relaxtune.pipeline.passes.kit.uniform import UniformValues
+from relaxtune.pipeline.passes.kit.known_values import KnownValues
 from relaxtune.pipeline.passes.symbolic.fold_known_values import fold_known_values
 from tests.pipeline.passes.pass_cases import graph_of, operators_of, run_module, state_of
 
@@ -88,7 +88,7 @@ def test_comparisons_are_known_where_all_sizes_agree(build: Callable[[], relax.E
     graph = graph_of(lambda _builder, _x: build(), {"x": ((PAST,), "float32")})
     main = main_of(graph.mod)
     values = {binding.var: binding.value for binding in bindings_of(main)}
-    found = UniformValues(values).of(main.body.body)
+    found = KnownValues(values).of(main.body.body)
     assert found is None if expected is None else found == expected
     computed = [run_module(graph.mod, [np.zeros(past, "float32")])[0] for past in (1, 4)]
     assert expected is None or all((one == expected).all() for one in computed)
@@ -102,7 +102,7 @@ def test_long_chains_are_followed_no_further_than_a_bound_and_shared_parts_once(
         return OP.less(total, number(0))
 
     main = main_of(graph_of(case, {"x": ((PAST,), "float32")}).mod)
-    assert UniformValues({binding.var: binding.value for binding in bindings_of(main)}).of(main.body.body) is None
+    assert KnownValues({binding.var: binding.value for binding in bindings_of(main)}).of(main.body.body) is None
 
 
 def masked(condition: relax.Expr, kind: str) -> Callable[..., relax.Expr]:

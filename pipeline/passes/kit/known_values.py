@@ -1,20 +1,24 @@
-"""Tensors of any size whose elements are all one number: what `ConstantOfShape` fills, and what is computed of such.
+"""`KnownValues`: what is known of tensors at all sizes: their one number, bounds of integers, integers that count.
 
-A tensor of symbolic shape is no constant, so that folding leaves a mask of ones in the graph, with its comparisons.
+`ConstantOfShape` fills tensors with one number. A tensor of symbolic shape is no constant, so that folding leaves a
+mask of ones in the graph, with its comparisons.
 Comparisons of positions with sizes are known, too, where they come out the same at all sizes: the one token of a decode
 step, at place `past`, sees each of the `past + 1` keys.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
-from relaxtune.pipeline.passes.kit.sizes import Size, fits, plain, size_of, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Shape, Size, fits, group_axes, plain, size_of, sizes_of
 
 # A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
 MASKED = -1e4
@@ -39,14 +43,34 @@ _LESS: Mapping[str, tuple[bool, int]] = {
     "greater": (True, 1),
     "greater_equal": (True, 0),
 }
+_EXTREMES = ("minimum", "maximum")
 # Operations that are followed from a tensor back.
 _DEPTH_MAX = 64
 # The least and the largest of a tensor's integers.
 Bounds = tuple[Size, Size]
+Fact = TypeVar("Fact")
 
 
-class UniformValues:
-    """The numbers that all elements of tensors are, by the bindings of a function and what is `known` of its inputs."""
+@dataclass(frozen=True)
+class Count:
+    """The integers `start + sum(step * place)` over the axes of a tensor; along an axis of size 1 the step is 0."""
+
+    start: Size
+    steps: tuple[Size, ...]
+
+    def broadcast(self, rank: int) -> Count:
+        """Return the count of a tensor that is broadcast to a rank, or has it."""
+        return Count(self.start, (*[0] * (rank - len(self.steps)), *self.steps))
+
+    def plus(self, other: Count, factor: Size = 1) -> Count:
+        """Return the count of a sum, in which the other tensor has a factor; ranks may differ."""
+        rank = max(len(self.steps), len(other.steps))
+        steps = zip(self.broadcast(rank).steps, other.broadcast(rank).steps, strict=True)
+        return Count(plain(self.start + factor * other.start), tuple(plain(a + factor * b) for a, b in steps))
+
+
+class KnownValues:
+    """Facts about tensors, by the bindings of a function and by numbers that are `known` of its inputs."""
 
     def __init__(
         self, values: Mapping[relax.Var, tvm.ir.Expr], known: Mapping[relax.Var, np.generic] | None = None
@@ -54,14 +78,25 @@ class UniformValues:
         self._values = values
         self._uniform: dict[relax.Var, np.generic | None] = dict(known or {})
         self._bounds: dict[relax.Var, Bounds | None] = {}
+        self._counts: dict[relax.Var, Count | None] = {}
+
+    def _followed(
+        self,
+        expr: tvm.ir.Expr,
+        depth: int,
+        known: dict[relax.Var, Fact | None],
+        rule: Callable[[tvm.ir.Expr, int], Fact | None],
+    ) -> Fact | None:
+        """Return a fact about a tensor: what is known of it, else what the rule says of its binding."""
+        if not isinstance(expr, relax.Var):
+            return rule(expr, depth)
+        if expr not in known and depth < _DEPTH_MAX and expr in self._values:
+            known[expr] = rule(self._values[expr], depth)
+        return known.get(expr)
 
     def of(self, expr: tvm.ir.Expr, depth: int = 0) -> np.generic | None:
         """Return the number that every element of a tensor is, None where that is not known."""
-        if not isinstance(expr, relax.Var):
-            return self._uniform_of(expr, depth)
-        if expr not in self._uniform and depth < _DEPTH_MAX and expr in self._values:
-            self._uniform[expr] = self._uniform_of(self._values[expr], depth)
-        return self._uniform.get(expr)
+        return self._followed(expr, depth, self._uniform, self._uniform_of)
 
     def _uniform_of(self, value: tvm.ir.Expr, depth: int) -> np.generic | None:
         if is_constant(value):
@@ -142,11 +177,7 @@ class UniformValues:
 
     def bounds_of(self, expr: tvm.ir.Expr, depth: int = 0) -> Bounds | None:
         """Return between which sizes the integers of a tensor are, None where that is not known."""
-        if not isinstance(expr, relax.Var):
-            return self._bounds_of_value(expr, depth)
-        if expr not in self._bounds and depth < _DEPTH_MAX and expr in self._values:
-            self._bounds[expr] = self._bounds_of_value(self._values[expr], depth)
-        return self._bounds.get(expr)
+        return self._followed(expr, depth, self._bounds, self._bounds_of_value)
 
     def _bounds_of_value(self, value: tvm.ir.Expr, depth: int) -> Bounds | None:
         if dtype_of(value) not in ("int32", "int64"):
@@ -158,9 +189,8 @@ class UniformValues:
             start, stop, step = (size_of(arg) for arg in value.args)
             return (start, plain(stop - 1)) if start is not None and stop is not None and step == 1 else None
         if is_op(value, "shape_to_tensor"):
-            sizes = list(value.args[0].values) if isinstance(value.args[0], relax.ShapeExpr) else []
-            size = size_of(sizes[0]) if len(sizes) == 1 else None
-            return None if size is None else (size, size)
+            count = self.count_of(value)
+            return None if count is None else (count.start, count.start)
         if is_op(value, *_MOVED, "astype"):
             return self.bounds_of(value.args[0], depth + 1)
         if is_op(value, "add", "subtract", "multiply"):
@@ -174,3 +204,94 @@ class UniformValues:
             if fits(0, left[0]) and fits(0, right[0]):
                 return plain(left[0] * right[0]), plain(left[1] * right[1])
         return None
+
+    def count_of(self, expr: tvm.ir.Expr, depth: int = 0) -> Count | None:
+        """Return how the int32 or int64 of a tensor count, None where they do not, or where that is not known."""
+        return self._followed(expr, depth, self._counts, self._count_of_value)
+
+    def _count_of_value(self, value: tvm.ir.Expr, depth: int) -> Count | None:
+        shape = sizes_of(value)
+        if shape is None or dtype_of(value) not in ("int32", "int64"):
+            return None
+        number = self.of(value)
+        count = self._count_by_operation(value, shape, depth) if number is None else Count(int(number), ())
+        if count is None:
+            return None
+        steps = zip(count.broadcast(len(shape)).steps, shape, strict=True)
+        return Count(count.start, tuple(0 if size == 1 else step for step, size in steps))
+
+    def _count_by_operation(self, value: tvm.ir.Expr, shape: Shape, depth: int) -> Count | None:
+        if is_constant(value):
+            return count_of_array(array_of(value))
+        if is_op(value, "arange"):
+            start, _, step = map(size_of, value.args)
+            return None if start is None or step is None else Count(start, (step,))
+        if is_op(value, "shape_to_tensor"):
+            sizes = list(value.args[0].values) if isinstance(value.args[0], relax.ShapeExpr) else []
+            size = size_of(sizes[0]) if len(sizes) == 1 else None
+            return None if size is None else Count(size, ())
+        if is_op(value, "astype", "broadcast_to", "expand_dims", "squeeze", "reshape"):
+            inner, before = self.count_of(value.args[0], depth + 1), sizes_of(value.args[0])
+            if inner is None or before is None or is_op(value, "astype", "broadcast_to"):
+                return inner
+            return _regrouped(inner, before, shape)
+        if is_op(value, "add", "subtract", "multiply", "where", *_EXTREMES):
+            return self._count_of_two(value, depth)
+        return None
+
+    def _count_of_two(self, value: relax.Call, depth: int) -> Count | None:
+        known = self.of(value.args[0]) if is_op(value, "where") else None
+        if known is not None:
+            return self.count_of(value.args[1 if known else 2], depth + 1)
+        left, right = (self.count_of(arg, depth + 1) for arg in value.args[-2:])
+        if left is None or right is None:
+            return None
+        if is_op(value, "add", "subtract"):
+            return left.plus(right, 1 if is_op(value, "add") else -1)
+        if is_op(value, "multiply"):
+            counts, factor = (right, left) if any(right.steps) else (left, right)
+            return None if any(factor.steps) else Count(0, ()).plus(counts, factor.start)
+        if is_op(value, *_EXTREMES):
+            return self._count_of_extreme(value, left, right)
+        rank = max(len(left.steps), len(right.steps))
+        return left if left.broadcast(rank) == right.broadcast(rank) else None
+
+    def _count_of_extreme(self, value: relax.Call, left: Count, right: Count) -> Count | None:
+        """Return the count of the operand that is the lower or the higher one everywhere."""
+        ends, other_ends = (self.bounds_of(arg) for arg in value.args)
+        if ends is None or other_ends is None:
+            return None
+        if fits(ends[1], other_ends[0]):
+            return left if is_op(value, "minimum") else right
+        if fits(other_ends[1], ends[0]):
+            return right if is_op(value, "minimum") else left
+        return None
+
+
+def _regrouped(count: Count, before: Shape, after: Shape) -> Count | None:
+    """Return the count of a reshape that takes axes apart, None where it merges some along which integers grow."""
+    if not any(count.steps):
+        return Count(count.start, ())
+    groups = group_axes(before, after)
+    if groups is None or any(len(inputs) > 1 for inputs, _ in groups):
+        return None
+    steps: list[Size] = [0] * len(after)
+    for (axis,), outputs in groups:
+        for place, output in enumerate(outputs):
+            steps[output] = plain(count.steps[axis] * math.prod(after[other] for other in outputs[place + 1 :]))
+    return Count(count.start, tuple(steps))
+
+
+def count_of_array(array: np.ndarray) -> Count | None:
+    """Return how the integers of an array count, None where they do not."""
+    if array.size == 0:
+        return None
+    start, origin = int(array.flat[0]), (0,) * array.ndim
+    steps = tuple(
+        int(array[(*origin[:axis], 1, *origin[axis + 1 :])]) - start if size > 1 else 0
+        for axis, size in enumerate(array.shape)
+    )
+    expected = np.full(array.shape, start)
+    for axis, step in enumerate(steps):
+        expected = expected + step * np.arange(array.shape[axis]).reshape([-1, *[1] * (array.ndim - axis - 1)])
+    return Count(start, steps) if np.array_equal(array, expected) else None

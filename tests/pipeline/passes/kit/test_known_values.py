@@ -11,7 +11,6 @@ from tvm import relax, tirx
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import main_of
 from relaxtune.pipeline.passes.kit.sizes import Size
-from relaxtune.pipeline.passes.symbolic.counted_integers import CountedIntegers
 from tests.pipeline.passes.pass_cases import graph_of, run_module
 
 OP = relax.op
@@ -88,7 +87,7 @@ def value_of(one: Size, sizes: dict[str, int]) -> int:
 def test_counts_are_the_integers_at_all_sizes(name: str) -> None:
     inputs = {"x": ((BATCH, 1), "int64"), "past": ((PAST,), "float32")}
     graph = graph_of(lambda _builder, x, _past: (COUNTS | OTHERS)[name](x), inputs)
-    count = CountedIntegers(Graph(graph.mod)).of(main_of(graph.mod).body.body)
+    count = Graph(graph.mod).known.count_of(main_of(graph.mod).body.body)
     assert (count is None) == (name in OTHERS)
     if count is None:
         return
