@@ -22,6 +22,13 @@ def last_line(said: Exception | str | None) -> str:
     return lines[-1] if lines else type(said).__name__ if isinstance(said, Exception) else "no message"
 
 
+def duration(seconds: float) -> str:
+    """Return a time that something takes, in the unit that people would use."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
 def short(name: str) -> str:
     """Return the name of a kernel or a task as screens show it: begin and end, with its sizes; JSON has all of it."""
     kernel, bracket, sizes = name.partition("[")

@@ -12,6 +12,7 @@ from functools import cache
 from typing import TypeVar, cast
 
 _Value = TypeVar("_Value")
+_hints = cache(typing.get_type_hints)
 _NAMES = {
     dict: "an object",
     list: "a list",
@@ -92,8 +93,3 @@ def _dataclass(kind: type, data: dict[str, object], place: tuple[object, ...]) -
         elif one.default is MISSING and one.default_factory is MISSING:
             raise JsonValueError((*place, one.name), "this key is missing")
     return kind(**given)
-
-
-@cache
-def _hints(kind: type) -> dict[str, object]:
-    return typing.get_type_hints(kind)

@@ -52,24 +52,14 @@ def run_batch(
 ) -> BatchResult:
     """Carry out a plan.
 
+    With `fail_fast` the first cell that is not accepted ends the run; the others stay queued. `on_event` is called with
+    each state of each cell and each candidate, from several threads, one at a time. `cluster` is as in
+    `open_executors`. `stop` ends the run from another thread. Ctrl-C keeps every finished measurement and every
+    finished cell; `resume_batch` takes the others up.
+
     Raises `PlanError`, `ArtifactError`, `TuningDatabaseError`: the plan says what cannot be, an artifact's place cannot
     be written, the database cannot be had, another driver has the plan: before anything is started (the last also
     later); `InterruptedEarlyError`: Ctrl-C came before anything was measured or accepted.
-
-    Parameters
-    ----------
-    fail_fast : bool
-        Whether the first cell that is not accepted ends the run; the others stay queued.
-    on_event : callable or None
-        Called with each state of each cell and each candidate, from several threads, one at a time.
-    cluster : str or None
-        See `open_executors`.
-    stop : StopSignal or None
-        Ends the run from another thread.
-
-    Notes
-    -----
-    Ctrl-C keeps every finished measurement and every finished cell; `resume_batch` takes the others up.
     """
     cells = list_cells(plan)
     for cell in cells:

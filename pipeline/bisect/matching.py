@@ -48,7 +48,10 @@ class TensorMatcher:
         if (expected.dtype.kind in "biu") != (array.dtype.kind in "biu"):
             return None
         accepted = tensor_tolerance(self._tolerance, self._tensors.depth(name), self._deepest)
-        unit = _unit(expected)
+        # In units of its root mean square, where that is below 1: the variance of small activations, say, is to be
+        # right in its own digits, not as a share of 1.
+        size = output_scale(expected)
+        unit = np.asarray(size if np.finfo(np.float32).tiny < size < 1 else 1, expected.dtype)
         return compare_arrays(expected / unit, array.reshape(expected.shape) / unit, accepted)
 
     def learn(self, trace: Iterable[TracedCall]) -> dict[Place, str]:
@@ -115,15 +118,6 @@ class TensorMatcher:
     def _agrees(self, name: str, array: np.ndarray) -> bool:
         comparison = self.compare(name, array)
         return comparison is not None and comparison.passed
-
-
-def _unit(expected: np.ndarray) -> np.ndarray:
-    """Return what a tensor is compared in units of: its root mean square, where that is below 1, in its own dtype.
-
-    The variance of small activations, say, is to be right in its own digits, not as a share of 1.
-    """
-    size = output_scale(expected)
-    return np.asarray(size if np.finfo(np.float32).tiny < size < 1 else 1, expected.dtype)
 
 
 def _squeezed(array: np.ndarray) -> tuple[int, ...]:

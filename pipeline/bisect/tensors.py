@@ -46,10 +46,6 @@ class OnnxTensors:
         return {name: node for node in self.nodes for name in node.outputs}
 
     @cached_property
-    def _by_label(self) -> dict[str, OnnxNode]:
-        return {node.label: node for node in self.nodes}
-
-    @cached_property
     def _order(self) -> dict[str, int]:
         return {node.label: place for place, node in enumerate(self.nodes)}
 
@@ -85,8 +81,8 @@ class OnnxTensors:
 
     def written_by(self, labels: Iterable[str]) -> tuple[str, ...]:
         """Return the computed tensors that nodes write, the last node's first."""
-        nodes = sorted({label for label in labels if label in self._order}, key=lambda label: -self._order[label])
-        return tuple(name for label in nodes for name in self._by_label[label].outputs if name in self.values)
+        places = sorted({self._order[label] for label in labels if label in self._order}, reverse=True)
+        return tuple(name for place in places for name in self.nodes[place].outputs if name in self.values)
 
     def makers(self, tensor: str) -> tuple[OnnxNode, ...]:
         """Return all nodes that a tensor depends on, its own among them, in the order of the graph."""

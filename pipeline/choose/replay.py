@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from tvm import tirx
 
 from relaxtune.pipeline.codegen.kernel_hash import is_kernel, made_hash
@@ -32,7 +30,14 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
     if has_tensor_tiles(target.target):
         register_intrinsics()
     try:
-        scheduled = _REPLAY[record.route](task, record, target)
+        match record.route:
+            case Route.METASCHEDULE:
+                with target.target:
+                    scheduled = replay_decision(task.mod, record.decision).mod["main"]
+            case Route.TEMPLATE | Route.LIBRARY:
+                scheduled = apply_decision(task.mod["main"], target, record.decision)
+            case Route.FALLBACK:
+                scheduled = apply_fallback(task.mod, target.target)["main"]
     except (TuningDatabaseError, ScheduleError, *TVM_ERRORS) as e:
         raise LoweringError(f"record {record.id} of task {task.name} cannot be replayed: {last_line(e)}") from e
     if record.kernel_hash is None and record.route is not Route.METASCHEDULE:
@@ -45,24 +50,3 @@ def replay_record(task: TuningTask, record: TuningRecord, target: ResolvedTarget
             "(`relaxtune tune`)"
         )
     return as_scheduled(scheduled)
-
-
-def _replay_metaschedule(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
-    with target.target:
-        return replay_decision(task.mod, record.decision).mod["main"]
-
-
-def _replay_template(task: TuningTask, record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
-    return apply_decision(task.mod["main"], target, record.decision)
-
-
-def _replay_fallback(task: TuningTask, _record: TuningRecord, target: ResolvedTarget) -> tirx.PrimFunc:
-    return apply_fallback(task.mod, target.target)["main"]
-
-
-_REPLAY: Mapping[Route, Callable[[TuningTask, TuningRecord, ResolvedTarget], tirx.PrimFunc]] = {
-    Route.METASCHEDULE: _replay_metaschedule,
-    Route.TEMPLATE: _replay_template,
-    Route.LIBRARY: _replay_template,
-    Route.FALLBACK: _replay_fallback,
-}

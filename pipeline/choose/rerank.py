@@ -99,7 +99,9 @@ def rerank(
     looked at. `turn`: held while models are timed, where other processes time something on the same device.
     """
     lookup = CandidateLookup(database, prepared.target, prepared.environment)
-    hottest = _hottest(prepared, choices, tasks)
+    latencies_us = {choice.task: choice.latency_us for choice in choices if choice.latency_us is not None}
+    timed = [task for task in prepared.tasks if task.name in latencies_us]
+    hottest = sorted(timed, key=lambda task: (-task.weight * latencies_us[task.name], task.name))[:tasks]
     rivals = [rival for task in hottest for rival in _rivals(prepared, task, choices, lookup)]
     if not rivals:
         return tuple(choices), RerankReport(())
@@ -186,13 +188,6 @@ class _Rival:
     task: str
     record: TuningRecord
     changes: tuple[KernelChoice, ...]
-
-
-def _hottest(prepared: PreparedModel, choices: Sequence[KernelChoice], count: int) -> list[TuningTask]:
-    """Return the tasks whose kernels take most of the model's time by their records."""
-    latencies_us = {choice.task: choice.latency_us for choice in choices if choice.latency_us is not None}
-    timed = [task for task in prepared.tasks if task.name in latencies_us]
-    return sorted(timed, key=lambda task: (-task.weight * latencies_us[task.name], task.name))[:count]
 
 
 def _rivals(

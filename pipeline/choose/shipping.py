@@ -96,22 +96,11 @@ def decide(
 ) -> tuple[Shipping, LoadedArm]:
     """Return which of two compiled models ships, after an experiment on both; and that one, written and loaded.
 
-    Raises `ArtifactError`: one of them does not load here.
+    `tuned` has kernels from records, `untuned` none. Both are written to `folder` as artifacts: the one that ships can
+    be moved from there. `turn` is held while they are timed. `peers` gives what is timed beside them, by default
+    `find_peers`. The comparison takes `seconds`, unless it is sure before.
 
-    Parameters
-    ----------
-    prepared : PreparedModel
-        The model, for its inputs and for ONNX Runtime; it runs on this machine.
-    tuned, untuned : CompiledModule
-        The model with kernels from records, and as it is without any.
-    folder : Path
-        Where both are written as artifacts: the one that ships can be moved from there.
-    turn : context manager or None
-        Held while they are timed.
-    peers : callable or None
-        Gives what is timed beside them; by default `find_peers`.
-    seconds : float
-        Time of the comparison, unless it is sure before.
+    Raises `ArtifactError`: one of them does not load here.
     """
     same = tuned.kernel_hashes == untuned.kernel_hashes
     calls = timed_calls(prepared)

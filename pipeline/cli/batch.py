@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +32,6 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 if TYPE_CHECKING:
     from relaxtune.pipeline.batch.events import BatchResult
     from relaxtune.pipeline.batch.prediction import GroupPreview, Preview
-    from relaxtune.pipeline.tasks.task import TaskFacts
     from relaxtune.tuning_db.cell_states import Batch, BatchCell
 
 app = typer.Typer(help="Tune many models by one plan.", no_args_is_help=True)
@@ -252,21 +250,20 @@ def _print_preview(shown: Preview) -> None:
     }
     print_table(TableView.of(f"cells of {shown.plan.name}", shown.cells, columns))
     for group in shown.groups:
-        records = group.records
-        tasks: dict[str, Callable[[TaskFacts], object]] = {
-            "task": lambda task: short(task.name),
-            "family": lambda task: task.family,
-            "weight": lambda task: task.weight,
-            "cells": lambda task: len(task.functions),
-            "records": partial(_records_of, records),
-        }
-        print_table(TableView.of(_headline(group), group.group.tasks[:_TASKS_SHOWN], tasks))
-        if len(group.group.tasks) > _TASKS_SHOWN:
-            typer.echo(f"and {len(group.group.tasks) - _TASKS_SHOWN} smaller tasks; --format json has all of them")
+        _print_group(group)
 
 
-def _records_of(records: Mapping[str, int], task: TaskFacts) -> int:
-    return records[task.workload_hash]
+def _print_group(group: GroupPreview) -> None:
+    columns = {
+        "task": lambda task: short(task.name),
+        "family": lambda task: task.family,
+        "weight": lambda task: task.weight,
+        "cells": lambda task: len(task.functions),
+        "records": lambda task: group.records[task.workload_hash],
+    }
+    print_table(TableView.of(_headline(group), group.group.tasks[:_TASKS_SHOWN], columns))
+    if len(group.group.tasks) > _TASKS_SHOWN:
+        typer.echo(f"and {len(group.group.tasks) - _TASKS_SHOWN} smaller tasks; --format json has all of them")
 
 
 def _headline(group: GroupPreview) -> str:

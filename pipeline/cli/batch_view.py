@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from relaxtune.pipeline.printable import duration
 from relaxtune.pipeline.printed_tables import TableView
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class BatchView:
         parts = [
             f"{progress.done}{'' if progress.total is None else f' of {progress.total}'} candidates",
             speed,
-            "" if progress.seconds_left is None else f"about {_duration(progress.seconds_left)} of tuning left",
+            "" if progress.seconds_left is None else f"about {duration(progress.seconds_left)} of tuning left",
             over,
         ]
         return "; ".join(filter(None, parts))
@@ -160,9 +161,3 @@ def status_rows(cells: Sequence[BatchCell]) -> list[tuple[str, str, CellFacts]]:
 
 def _ms(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -39,7 +39,13 @@ def inspect(
     else:
         _print_facts(inspection)
         _print_unsupported(inspection) if inspection.unsupported else _print_tasks(inspection)
-    _raise_if_unsupported(inspection)
+    if inspection.unsupported:
+        operators = sorted({f"{node.domain}.{node.operator}" for node in inspection.unsupported})
+        raise ImportFailedError(
+            f"model {inspection.model!r}: {len(inspection.unsupported)} nodes cannot be imported: "
+            f"{', '.join(operators)}. Export the model with the nearest supported things named above, give symbolic "
+            f"sizes a number (--shape), or add converters to pipeline/importer/converters."
+        )
 
 
 def _print_facts(inspection: Inspection) -> None:
@@ -122,15 +128,3 @@ def _sizes(signature: Mapping[str, object]) -> str:
         case [[list(shape), str(dtype)], *_]:
             return f"{'x'.join(map(str, shape)) or 'scalar'} {dtype}"
     return ""
-
-
-def _raise_if_unsupported(inspection: Inspection) -> None:
-    if not inspection.unsupported:
-        return
-    operators = sorted({f"{node.domain}.{node.operator}" for node in inspection.unsupported})
-    msg = (
-        f"model {inspection.model!r}: {len(inspection.unsupported)} nodes cannot be imported: {', '.join(operators)}. "
-        f"Export the model with the nearest supported things named above, give symbolic sizes a number (--shape), or "
-        f"add converters to pipeline/importer/converters."
-    )
-    raise ImportFailedError(msg)

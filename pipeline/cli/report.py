@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,9 +20,7 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from relaxtune.pipeline.report.ceilings import Ceilings
     from relaxtune.pipeline.report.diff import KernelChange, ReportDiff
-    from relaxtune.pipeline.report.profile import Profile
     from relaxtune.pipeline.report.report import Report
 
 
@@ -95,7 +94,9 @@ def report(
 def _reports(
     directory: Path | None, db: DatabaseUrl | None, ceilings_file: Path | None, *, profile: bool | None
 ) -> list[Report]:
-    from relaxtune.pipeline.report.ceilings import read_ceilings
+    from relaxtune.pipeline.artifact.directory import load_manifest
+    from relaxtune.pipeline.report.ceilings import measure_cpu_ceilings, read_ceilings
+    from relaxtune.pipeline.report.profile import profile_artifact
     from relaxtune.pipeline.report.report import report_artifact, report_database
 
     ceilings = read_ceilings(ceilings_file) if ceilings_file is not None else None
@@ -104,11 +105,11 @@ def _reports(
         with open_for_reading(db) as database:
             return list(report_database(database, ceilings=ceilings))
     timed = _lacks_times(directory) if profile is None else profile
-    measured, here = _measured(directory, ceilings) if timed else (None, ceilings)
-    if db is None:
-        return [report_artifact(directory, profile=measured, ceilings=here)]
-    with open_for_reading(db) as database:
-        return [report_artifact(directory, database=database, profile=measured, ceilings=here)]
+    measured = profile_artifact(directory) if timed else None
+    if measured is not None and ceilings is None and load_manifest(directory).target.kind == "llvm":
+        ceilings = measure_cpu_ceilings()
+    with nullcontext() if db is None else open_for_reading(db) as database:
+        return [report_artifact(directory, database=database, profile=measured, ceilings=ceilings)]
 
 
 def _lacks_times(directory: Path) -> bool:
@@ -124,18 +125,6 @@ def _lacks_times(directory: Path) -> bool:
     except ArtifactError:
         return False
     return True
-
-
-def _measured(directory: Path, ceilings: Ceilings | None) -> tuple[Profile, Ceilings | None]:
-    """Return the profile of an artifact, and on a CPU its ceilings too where none were given."""
-    from relaxtune.pipeline.artifact.directory import load_manifest
-    from relaxtune.pipeline.report.ceilings import measure_cpu_ceilings
-    from relaxtune.pipeline.report.profile import profile_artifact
-
-    profile = profile_artifact(directory)
-    if ceilings is None and load_manifest(directory).target.kind == "llvm":
-        return profile, measure_cpu_ceilings()
-    return profile, ceilings
 
 
 def write_page(text: str, path: Path) -> None:

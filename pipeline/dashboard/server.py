@@ -125,20 +125,11 @@ def create_app(
     ceilings: Sequence[Ceilings] = (),
     patience_s: float = PATIENCE_S,
 ) -> Starlette:
-    """Return the application.
+    """Return the application that shows a database, which is open for reading.
 
-    Parameters
-    ----------
-    database : TuningDatabase
-        The database, open for reading.
-    hosts : sequence of str
-        Names that requests may be addressed to; `*` allows any.
-    token : str or None
-        The value of `?token=` or the cookie; None lets everybody look who reaches the server.
-    ceilings : sequence of Ceilings
-        Of devices that are not known, or measured better.
-    patience_s : float
-        A page that takes longer to make is answered by one that waits for it.
+    Requests may be addressed to `hosts`; `*` allows any. `token` is the value of `?token=` or the cookie; None lets
+    everybody look who reaches the server. `ceilings` are of devices that are not known, or measured better. A page that
+    takes longer to make than `patience_s` is answered by one that waits for it.
     """
     slow = SlowPages(patience_s)
     of_device = {one.device: one for one in ceilings}

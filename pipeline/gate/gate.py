@@ -13,7 +13,7 @@ from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.bench.measure import run_conditions
+from relaxtune.pipeline.bench.measure import Call, run_conditions
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import (
@@ -105,26 +105,15 @@ def run_gate(
     seed: int = 0,
     database: TuningDatabase | None = None,
 ) -> GateReport:
-    """Return whether an artifact may take the place of another; both run here.
+    """Return whether an artifact may take the place of another; both run here, and have the same inputs and outputs.
+
+    `source` is the ONNX model, for random inputs, where it is not where the new artifact says. `inputs` are in place of
+    random ones: one call, or recorded ones. All are compared; of each of the four commonest sets of sizes, the first is
+    timed. The drift takes `samples` random inputs. `database`, open to write, keeps the report without raw latencies,
+    passed or refused, and both artifacts.
 
     Raises `UsageError`: the two have other inputs or outputs, the model is another, or there is no call;
     `ArtifactError`, `ModelError`: one of them, or the model, cannot be had here.
-
-    Parameters
-    ----------
-    new, baseline : Path
-        Artifacts with the same inputs and outputs.
-    limits : GateLimits or None
-        The limits of the new one.
-    source : str, Path or None
-        The ONNX model, for random inputs, where it is not where the new artifact says.
-    inputs : mapping, sequence of mappings or None
-        The inputs of both, in place of random ones: one call, or recorded ones. All are compared; of each of the
-        four commonest sets of sizes, the first is timed.
-    samples, seed : int
-        Random inputs for the drift.
-    database : TuningDatabase or None
-        Open to write: where the report is kept without raw latencies, passed or refused, and both artifacts.
     """
     limits = limits or GateLimits()
     module, before = Module.load(new), Module.load(baseline)
@@ -157,7 +146,7 @@ def run_gate(
     latency, count = limits.latency, len(timed)
     share = replace(latency, alpha=latency.alpha / count, seconds=latency.seconds / count)
     latencies = {
-        route: compare_latency(partial(load_arms, baseline, new, feed), share) for route, feed in timed.items()
+        route: compare_latency(partial(load_arms, baseline, new, [Call(feed)]), share) for route, feed in timed.items()
     }
     checks = (
         check_validation(manifests[1]),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import Arm, ArmResult, Call, arm_of_calls, module_arm
@@ -86,9 +84,11 @@ class LatencyComparison:
     new: ArmResult
 
 
-def load_arms(baseline: Path, new: Path, inputs: Mapping[str, np.ndarray]) -> tuple[Arm, Arm]:
-    """Return the arms of a baseline and of a build on one call; their hashes were checked before."""
-    first, second = (module_arm(Module.load(place, verify=False), inputs) for place in (baseline, new))
+def load_arms(baseline: Path, new: Path, calls: Sequence[Call]) -> tuple[Arm, Arm]:
+    """Return the arms of a baseline and of a build on some calls; their hashes were checked before."""
+    first, second = (
+        arm_of_calls(calls, partial(module_arm, Module.load(place, verify=False))) for place in (baseline, new)
+    )
     return first, second
 
 
@@ -144,14 +144,7 @@ def slower_than_last(
             logger.info("nothing to compare with: %s has other inputs or outputs", last)
             return None
         del before, module
-
-        def load() -> tuple[Arm, Arm]:
-            first, second = (
-                arm_of_calls(calls, partial(module_arm, Module.load(place, verify=False))) for place in (last, new)
-            )
-            return first, second
-
-        found = compare_latency(load, LatencyLimit(max_slowdown, seconds=_SECONDS))
+        found = compare_latency(partial(load_arms, last, new, calls), LatencyLimit(max_slowdown, seconds=_SECONDS))
     if found.speed is not Speed.SLOWER:
         return None
     return (

@@ -83,25 +83,12 @@ def compile_model(
 ) -> CompileResult:
     """Compile a model from records alone; nothing is measured.
 
+    Records are read from `database` and, under it, from `shared`; without one every kernel takes the fallback. `record`
+    notes the artifact and its validation in `database`, which is else only read. The artifact is validated with
+    `samples` random inputs, 0 leaves that out; `sign` is as in `TuneRequest`.
+
     Raises `ModelError`, `ScheduleError`, `TuningDatabaseError`, `PipelineError`: see `pipeline.errors`. Nothing is
     written then.
-
-    Parameters
-    ----------
-    request : ModelRequest
-        The model, its shapes and the target.
-    out : Path
-        The artifact's directory.
-    database : str, Path or None
-        Tuning database to read, by file or URL; with None every kernel takes the fallback.
-    shared : sequence of str or Path
-        Databases to read under it.
-    record : bool
-        Whether the artifact and its validation are noted in `database`, which is else only read.
-    samples : int
-        Random inputs to validate with; 0 leaves the validation out.
-    sign : Path or None
-        As of `TuneRequest`.
     """
     check_destination(out)
     check_key(sign)

@@ -99,7 +99,8 @@ def select_tuned(
     """
     model = measured_model(prepared)
     decision = model.find(database)
-    tuned = _with_records(_as_decided(prepared, decision), decision, database, job_id, summary)
+    prepared = _as_decided(prepared, decision)
+    tuned = TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
     return _reranked(tuned, model, tuning, database, turn)
 
 
@@ -116,16 +117,6 @@ def _reranked(
         tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id, turn=turn
     )
     return dataclasses.replace(tuned, choices=choices, rerank=report)
-
-
-def _with_records(
-    prepared: PreparedModel,
-    decision: ModelDecision | None,
-    database: TuningDatabase,
-    job_id: str,
-    summary: TuningSummary,
-) -> TunedModel:
-    return TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
 
 
 def rerank_prepared(
@@ -222,7 +213,7 @@ def _tune_forms(
         decision = model.find(database)
         prepared = _as_decided(prepared, decision)
         job_id, summary = _tune(prepared, prepared.tasks, tuning, database, progress)
-        return _with_records(prepared, decision, database, job_id, summary)
+        return TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
     forms = dict(zip((default_form(prepared), *others), with_common_tasks([prepared, *others.values()]), strict=True))
     job_id, summary = _tune(prepared, all_tasks(list(forms.values())), tuning, database, progress)
     selected = {name: (form, choose_kernels(form, database)) for name, form in forms.items()}

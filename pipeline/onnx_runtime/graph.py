@@ -30,14 +30,7 @@ _SHARED_TYPES = frozenset(
 class SplitGraph:
     """A graph and, apart from it, its large weights; sessions on one graph share them while one of them lives.
 
-    Attributes
-    ----------
-    graph
-        The graph without them, as bytes.
-    weights
-        They, for another process to read.
-    weights_key
-        Their number.
+    `graph` is the graph without them, as bytes; `weights` are for another process to read, by the number `weights_key`.
     """
 
     _living: ClassVar[WeakValueDictionary[int, SplitGraph]] = WeakValueDictionary()

@@ -68,28 +68,16 @@ def refit_artifact(
 ) -> Refit:
     """Write an artifact with the weights of another model of the same graph, whole or not at all.
 
+    The code is that of the artifact in `directory`, whose place the new one takes without `out`. `weights` is the ONNX
+    model with the new weights, or a name of the zoo (with weights by `seed`); with `lora`, None is the artifact's own
+    model. `lora` is an adapter that is merged into the weights first. The merged model is written to `OUT.merged.onnx`:
+    what compares the artifact with its model later reads it there. 0 `samples` leave the validation out; `sign` is the
+    private key (PEM) that the artifact is signed with, None leaves it unsigned.
+
     Raises `UsageError`: neither `weights` nor `lora` is given, or the merged model would be written over its base;
     `ArtifactError`: the new weights do not fit the code: each kernel, constant or weight that is another is named, with
     its ONNX nodes and initialisers, and nothing is written; `ModelError`, `ScheduleError`, `PipelineError`: the model
     cannot be loaded or lowered, or the directory is no artifact.
-
-    Parameters
-    ----------
-    directory : Path
-        The artifact whose code is taken.
-    weights : str, Path or None
-        The ONNX model with the new weights, or a name of the zoo; with `lora`, None is the artifact's own model.
-    out : Path or None
-        The new artifact's directory; None takes the place of the old one.
-    lora : Path or None
-        A LoRA adapter, which is merged into the weights first. The merged model is written to `OUT.merged.onnx`: what
-        compares the artifact with its model later reads it there.
-    seed : int
-        Seed of the zoo's weights.
-    samples : int
-        Random inputs to validate with; 0 leaves the validation out.
-    sign : Path or None
-        The private key (PEM) that the artifact is signed with, None leaves it unsigned.
     """
     out = out or directory
     check_destination(out)

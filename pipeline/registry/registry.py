@@ -63,12 +63,8 @@ class Promotion:
 class Registry:
     """A store with the tags of a database.
 
-    Parameters
-    ----------
-    store : Path or str
-        A folder, or a URL of fsspec (`s3://bucket/folder`); the first artifact makes it.
-    database : TuningDatabase
-        Open to write; the history of the tags is there.
+    The store is a folder, or a URL of fsspec (`s3://bucket/folder`); the first artifact makes it. The database is open
+    to write, and has the history of the tags.
     """
 
     def __init__(self, store: Path | str, database: TuningDatabase) -> None:

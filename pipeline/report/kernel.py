@@ -115,8 +115,6 @@ def find_bottleneck(
 ) -> Bottleneck | None:
     """Return what a kernel's time is mostly spent on; None when nothing is known to compare with.
 
-    Notes
-    -----
     The unit that is nearer to its ceiling, if it is at half of it at least (the roofline model, Williams et al.,
     CACM 2009); else the launch, if that is half of the time at least; else latency: too little work in flight.
     Bandwidth beyond memory's ceiling is a cache's, and not held against memory.

@@ -11,7 +11,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.printable import duration, short
 
 _PLAIN_INTERVAL_S = 5.0
 
@@ -107,11 +107,5 @@ class ConsoleProgress:
 def describe(event: ProgressEvent) -> str:
     """Return an event as text, without the count."""
     best = "nothing valid yet" if event.best_us is None else f"best {event.best_us:.1f} us"
-    left = "" if event.seconds_left is None else f", about {_duration(event.seconds_left)} left"
+    left = "" if event.seconds_left is None else f", about {duration(event.seconds_left)} left"
     return f"{short(event.task)}: {best}; {event.valid} valid, {event.failed} failed{left}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -67,10 +67,7 @@ def measured_since(known: Sequence[TuningRecord], recorded: Sequence[TuningRecor
 def take_known(state: TaskState, known: Sequence[TuningRecord], options: TuningOptions, runs: EarlierRuns) -> int:
     """Let a task start where earlier runs of it, on this device, left off.
 
-    Returns
-    -------
-    int
-        Candidates that runs of the same job recorded before they were broken off: they count against the trials.
+    Return how many candidates runs of the same job recorded before they were broken off: they count against the trials.
     """
     newest: dict[tuple[Route, str], TuningRecord] = {}
     for record in known:

@@ -51,36 +51,17 @@ def tune(
 ) -> TuningSummary:
     """Tune tasks and return the summary; every candidate is in the database by then.
 
-    Raises `UsageError`: neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
+    Kernels are of `target`, measured in `environment`; the records belong to `job_id`, a job of the database.
+    `still_true` leaves out stale records of earlier runs (`pipeline.choose.candidates.still_true_in`). `machine` starts
+    another builder and backend than this machine's, such as a cluster's; the run ends them. `feed` gives more tasks
+    while the run goes on, and candidates for them; `options.trials` then limits nothing. `stop` ends the run from
+    another thread; the time budget becomes its deadline.
 
-    Parameters
-    ----------
-    tasks : sequence of TuningTask
-        The tasks.
-    target, environment : ResolvedTarget, Environment
-        The target of the kernels, and the machine that measures.
-    database : TuningDatabase
-        Where records are read and written.
-    options : TuningOptions
-        Limits, seeds and mode.
-    job_id : str or None
-        A job of the database, to which the records belong.
-    progress : callable or None
-        Called with every finished candidate.
-    still_true : callable
-        Leaves out stale records of earlier runs: `pipeline.choose.candidates.still_true_in`.
-    machine : callable or None
-        Starts another builder and backend than this machine's, such as a cluster's; the run ends them.
-    feed : TaskFeed or None
-        Gives more tasks while the run goes on, and candidates for them; `options.trials` then limits nothing.
-    stop : StopSignal or None
-        Ends the run from another thread; the time budget becomes its deadline.
-
-    Notes
-    -----
     Ctrl-C or SIGTERM ends the run at the next opportunity, within a second unless MetaSchedule is searching: what is
     finished is recorded, and the summary says `interrupted`. A second Ctrl-C raises KeyboardInterrupt.
     The processes started here end before this returns or raises.
+
+    Raises `UsageError`: neither `trials` nor `time_budget_s` limits the run, or the mode is read-only.
     """
     if options.trials is None and options.time_budget_s is None:
         raise UsageError("A tuning run needs a limit: expected trials or time_budget_s, got neither.")

@@ -99,31 +99,14 @@ def validate(
     turn: AbstractContextManager[object] | None = None,
     reference: Reference | None = None,
 ) -> ValidationReport:
-    """Return how a module's outputs compare with ONNX Runtime's on the original model.
+    """Return how the outputs of a module, or of an artifact directory, compare with ONNX Runtime's on the model.
 
-    Parameters
-    ----------
-    module : Module, Path or str
-        A loaded module, or an artifact directory.
-    model : OnnxModel
-        The model as it was given, before any rewriting.
-    rtol, atol : float or None
-        By default from `pipeline.validate.tolerances`, by the model's dtype and the module's precision.
-    samples, seed : int
-        How many random inputs, and from which seed.
-    dims : mapping or None
-        Sizes of symbolic axes; those not given are chosen small.
-    drift : DriftOptions or None
-        Options of the drift report.
-    inputs : sequence of mappings or None
-        Samples of the caller's own, in place of `samples`, `seed` and `dims`.
-    repeats : int
-        How often each sample is run; from 2 on, all runs must give the same bits unless the manifest says that they may
-        not. One of the further runs has the outputs of kernels filled with NaN first.
-    turn : context manager or None
-        Held while the module runs; the reference, which takes longer, runs without it.
-    reference : Reference or None
-        Of this model and the module's policy, where it was made before.
+    `model` is as it was given, before any rewriting. `rtol` and `atol` are by default from
+    `pipeline.validate.tolerances`, by the model's dtype and the module's precision. There are `samples` random inputs
+    of sizes `dims`, those not given small, or the caller's own `inputs` in place of all that. Each is run `repeats`
+    times; from 2 on, all runs must give the same bits unless the manifest says that they may not. One of the further
+    runs has the outputs of kernels filled with NaN first. `turn` is held while the module runs; the reference, which
+    takes longer, runs without it. `reference` is of this model and the module's policy, where it was made before.
 
     Raises `ValidationFailedError`: the module and the model have no output in common. (A comparison that fails is a
     report, not an exception.)

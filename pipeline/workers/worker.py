@@ -43,22 +43,10 @@ class Worker:
 
     One thread at a time has its request answered. Any thread may make it leave.
 
-    Parameters
-    ----------
-    module : str
-        Its `start()` does the slow imports and returns the function that answers a request.
-    environment : Mapping
-        Environment variables for the child, over those of this process.
-    server : Forks or None
-        Forks the child; without one, or where it is gone, the child is started afresh.
-    niceness : int
-        By how much the child is nicer than this process.
-    gpu : bool
-        Whether the child may use a GPU.
-    python : Path or None
-        The interpreter of a child started afresh; None is this one.
-    stop : callable
-        Whether the run was stopped: then a request is given up.
+    `start()` of the module does the slow imports and returns the function that answers a request. The child has the
+    variables of `environment` over those of this process, is nicer by `niceness`, and may use a GPU with `gpu`.
+    `server` forks it; without one, or where it is gone, the child is started afresh, by the interpreter `python` (None:
+    this one). Once `stop` returns true, a request is given up.
     """
 
     def __init__(

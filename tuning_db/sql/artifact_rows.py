@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import TypeVar
 
 from sqlalchemy import select
@@ -74,40 +74,29 @@ def list_artifacts(session: Session) -> list[Artifact]:
     return [to_value(Artifact, row, target=to_value(TargetKey, target)) for row, target in rows]
 
 
-def _placed(session: Session, of: type[_Row]) -> Iterable[tuple[_Row, str, EnvironmentRow]]:
-    """Return the rows, each with its artifact's key and its environment."""
+def _placed(session: Session, of: type[_Row]) -> Iterator[tuple[_Row, dict[str, object]]]:
+    """Yield the rows, each with its artifact's key and its environment."""
     statement = (
         select(of, ArtifactRow.key, EnvironmentRow)
         .join(ArtifactRow, ArtifactRow.id == of.artifact_id)
         .join(EnvironmentRow, EnvironmentRow.id == of.environment_id)
         .order_by(of.id)
     )
-    return ((row, key, environment) for row, key, environment in session.execute(statement))
+    for row, key, environment in session.execute(statement):
+        yield row, {"artifact_key": key, "environment": to_value(Environment, environment)}
 
 
 def list_validations(session: Session) -> list[Validation]:
     """Return the validations, in the order they were recorded."""
     return [
-        to_value(
-            Validation,
-            row,
-            artifact_key=key,
-            environment=to_value(Environment, environment),
-            max_abs=float(row.max_abs_kind) if row.max_abs is None else row.max_abs,
-        )
-        for row, key, environment in _placed(session, ValidationRow)
+        to_value(Validation, row, **place, max_abs=float(row.max_abs_kind) if row.max_abs is None else row.max_abs)
+        for row, place in _placed(session, ValidationRow)
     ]
 
 
 def list_benchmarks(session: Session) -> list[Benchmark]:
     """Return the benchmarks, in the order they were recorded."""
     return [
-        to_value(
-            Benchmark,
-            row,
-            artifact_key=key,
-            environment=to_value(Environment, environment),
-            latencies_us=latencies_from_text(row.latencies),
-        )
-        for row, key, environment in _placed(session, BenchmarkRow)
+        to_value(Benchmark, row, **place, latencies_us=latencies_from_text(row.latencies))
+        for row, place in _placed(session, BenchmarkRow)
     ]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relaxtune.pipeline.cli.db.common import TableOptions, app, open_for_reading
-from relaxtune.pipeline.cli.db.filters import FilterOptions
+from relaxtune.pipeline.cli.db.common import FilterOptions, TableOptions, app, open_for_reading
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.output_file import output_file

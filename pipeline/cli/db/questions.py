@@ -8,8 +8,16 @@ from typing import Annotated
 
 import typer
 
-from relaxtune.pipeline.cli.db.common import TableOptions, app, find_job, microseconds, minute, require_known
-from relaxtune.pipeline.cli.db.filters import FilterOptions, as_utc
+from relaxtune.pipeline.cli.db.common import (
+    FilterOptions,
+    TableOptions,
+    app,
+    as_utc,
+    find_job,
+    microseconds,
+    minute,
+    require_known,
+)
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.errors import UsageError
 

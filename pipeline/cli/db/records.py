@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
-from relaxtune.pipeline.cli.db.common import TableOptions, app, microseconds, minute
-from relaxtune.pipeline.cli.db.filters import FilterOptions
+from relaxtune.pipeline.cli.db.common import FilterOptions, TableOptions, app, microseconds, minute
 from relaxtune.pipeline.cli.groups import takes_groups
 from relaxtune.pipeline.printable import last_line
 from relaxtune.pipeline.printed_tables import Item

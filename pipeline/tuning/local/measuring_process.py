@@ -53,30 +53,11 @@ class _NoAnswerError(Exception):
 class MeasuringProcess:
     """One device's measuring process; a process that a candidate ended or blocked is replaced.
 
-    Parameters
-    ----------
-    device : Device
-        The device, and what pins a process to it.
-    environment : Environment
-        Of all outcomes.
-    options : MeasureOptions
-        How candidates are timed.
-    timeout_s : float
-        Seconds for one candidate, checks included.
-    stop : StopSignal
-        The candidate in flight is given up when the user stops the run; a deadline lets it finish.
-    seed : int
-        Of the arguments' values.
-    directory : Path
-        Where artifacts are written that come as bytes.
-    server : Forks or None
-        Forks the process, and is not closed here; without one the process is started afresh.
-    references : Path or None
-        Where references that come as bytes are written, and what they compute; None is `directory`.
-    name : str or None
-        Of the device outside of its process; None is its name in there.
-    lock : context manager or None
-        Held while the device is used, where other processes time something on it too.
+    A candidate has `timeout_s`, checks included. When the user stops the run (`stop`), the one in flight is given up; a
+    deadline lets it finish. `seed` is of the arguments' values. Artifacts that come as bytes are written to
+    `directory`; references, and what they compute, to `references` (None: `directory`). `server` forks the process, and
+    is not closed here; without one the process is started afresh. `name` is the device's outside of its process, by
+    default that in there. `lock` is held while the device is used, where other processes time something on it too.
     """
 
     def __init__(

@@ -38,8 +38,6 @@ def make_arrays(arguments: Sequence[ArgumentSpec], ranges: Mapping[int, int], se
     `ranges` gives the exclusive upper bound of a parameter's integers by its position, or `ALL_BYTES`; integers without
     one are 0 or 1.
 
-    Notes
-    -----
     Floats are uniform in [-1, 1), so that a sum of 60,000 products stays far below the largest float16, and are never
     all zero, which a device may compute faster. They are drawn once in a process for each dtype: a tensor is a part of
     them, which begins where the seed and the position say. Drawing all of them took a third of a GPU's time in a batch.

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.cli.app import main
-from relaxtune.pipeline.cli.db.filters import FilterOptions
+from relaxtune.pipeline.cli.db.common import FilterOptions
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
 from relaxtune.tuning_db.jobs import JobTask
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord, Workload
