@@ -8,6 +8,8 @@ from tvm.tirx import PrimFunc
 # --- Ours -------------------------------------------------------------------------------------------------------------
 #: The JSON text of an attention's `AttentionSpec` (`schedules.functions.attention`).
 ATTENTION_ATTR = "relaxtune.attention"
+#: The JSON text of a recurrent layer (`schedules.functions.recurrence`).
+RECURRENCE_ATTR = "relaxtune.recurrence"
 #: The function's float32 matmul may multiply in tf32.
 TF32_ATTR = "relaxtune.tf32"
 #: Positions of the parameters that no kernel writes (weights).

@@ -23,6 +23,7 @@ from tvm.tirx import PrimFunc
 
 from relaxtune.schedules.gpu.binding import launches_threads, list_unbound_blocks
 from relaxtune.schedules.gpu.launch_limits import exceeded_limit
+from relaxtune.schedules.gpu.recurrence import recurrence
 from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.schedules.tir.expressions import BINARY
 
@@ -130,7 +131,13 @@ def cuda_rules() -> list[tuple[str, Rule]]:
 
     rules = (dlight.gpu.Matmul(), dlight.gpu.GEMV(), dlight.gpu.Reduction(), dlight.gpu.GeneralReduction(), Transpose())
     last = named(dlight.gpu.Fallback())
-    return [("bound", bound), *map(named, rules), ("element-reduction", element_reduction), last]
+    return [
+        ("recurrence", recurrence),
+        ("bound", bound),
+        *map(named, rules),
+        ("element-reduction", element_reduction),
+        last,
+    ]
 
 
 # Reductions and what follows them element by element, one thread an element, as one kernel.
