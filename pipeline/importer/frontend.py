@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ from tvm.relax.frontend.onnx import onnx_frontend
 from relaxtune.models import OnnxModel
 from relaxtune.models.onnx_model import read_tensor
 from relaxtune.pipeline.errors import ImportFailedError
-from relaxtune.pipeline.importer.converter_input import constant, constant_value, has_known_sizes
+from relaxtune.pipeline.importer.converter_input import constant, constant_value, has_known_sizes, static_size
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
@@ -41,6 +42,9 @@ _SIZE_OPERANDS: Mapping[str, tuple[int, ...]] = {
 }
 # Integers of 2 and 4 bits are kept one a byte: their converters know the bounds (`ConverterInput.element_types`).
 _HELD_IN_BYTES: Mapping[str, str] = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8"}
+
+# A graph of loops grows with their iterations; TVM's passes take minutes for more.
+_UNROLLED_MAX = 20_000
 
 
 def identifier(name: str) -> str:
@@ -68,6 +72,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         names = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
         self._sizes = KnownSizes(names, model.relations)
         self.marks: list[tuple[str, str]] = []
+        # Nodes of the bodies of loops that were converted, each as often as it runs.
+        self._unrolled = 0
         self._results = frozenset(value.name for value in graph.proto.graph.output)
         self._read = set(self._results)
         self._read.update(name for node in list_nodes(graph.proto.graph) for name in node.input)
@@ -116,8 +122,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return [name for name in node.input if name and not has_known_sizes(self._nodes.get(name))]
 
     def _construct(self, node: onnx.NodeProto) -> None:
-        if node.op_type == "If":
-            self._construct_if(node)
+        if node.op_type in _WITH_GRAPHS and not _domain(node):
+            _WITH_GRAPHS[node.op_type](self, node)
             return
         given = [self._sizes.of(self.bb, self._nodes[name]) if name else None for name in node.input]
         result = self._fold_sizes(node, given)
@@ -156,6 +162,85 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             self._nodes, self._sizes, self.marks = outer, sizes, marks
         return relax.SeqExpr([block], results[0] if len(results) == 1 else relax.Tuple(results))
 
+    def _construct_loop(self, node: onnx.NodeProto) -> None:
+        """Convert the body of a `Loop` as often as it runs; how often must be known here."""
+        body = next(item.g for item in node.attribute if item.name == "body")
+        most, going = (None if not name else constant_value(self._nodes[name]) for name in (*node.input[:2], "")[:2])
+        if most is None and node.input[0]:
+            raise ValueError("input 0 (the number of iterations): expected a constant, got a value known at run time")
+        count = None if most is None else int(most.reshape(()))
+        held: list[tvm.ir.Expr] = [self._nodes[name] for name in node.input[2:]]
+        scanned: list[list[tvm.ir.Expr]] = [[] for _ in body.output[1 + len(held) :]]
+        going = np.array(True) if not node.input[1] else going
+        done = 0
+        while going is not None and going.all() and (count is None or done < count):
+            given = [constant(np.array(done, "int64")), constant(np.array(True)), *held]
+            condition, *results = self._construct_body(node, body, given)
+            held, going, done = results[: len(held)], constant_value(condition), done + 1
+            for kept, one in zip(scanned, results[len(held) :], strict=True):
+                kept.append(self.bb.emit(relax.op.expand_dims(one, 0)))
+        if going is None:
+            raise ValueError("the condition of the loop: expected a constant, got a value known at run time")
+        self._bind_results(node, [*held, *(self._joined(parts, 0) for parts in scanned)])
+
+    def _construct_scan(self, node: onnx.NodeProto) -> None:
+        """Convert the body of a `Scan` once for each place along the axis that it goes through, of known size."""
+        attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+        body, number = attributes["body"], int(attributes["num_scan_inputs"])
+        first = len(node.input) - number
+        held: list[tvm.ir.Expr] = [self._nodes[name] for name in node.input[:first]]
+        read: list[tvm.ir.Expr] = [self._as_tensor(self._nodes[name], narrow=False) for name in node.input[first:]]
+        outputs = len(body.output) - first
+        axes_in, axes_out = (attributes.get(f"scan_{kind}_axes") for kind in ("input", "output"))
+        backward_in, backward_out = (attributes.get(f"scan_{kind}_directions") for kind in ("input", "output"))
+        axes_in = [axis % int(one.ty.ndim) for axis, one in zip(axes_in or [0] * number, read, strict=True)]
+        steps = static_size(read[0], axes_in[0])
+        scanned: list[list[tvm.ir.Expr]] = [[] for _ in range(outputs)]
+        axes_out = axes_out or [0] * outputs
+        for step in range(steps):
+            slices = []
+            for place, (one, axis) in enumerate(zip(read, axes_in, strict=True)):
+                at = steps - 1 - step if backward_in and backward_in[place] else step
+                slices.append(self.bb.emit(relax.op.take(one, constant(np.array(at, "int64")), axis)))
+            results = self._construct_body(node, body, [*held, *slices])
+            held = results[:first]
+            for kept, one, axis in zip(scanned, results[first:], axes_out, strict=True):
+                kept.append(self.bb.emit(relax.op.expand_dims(one, axis)))
+        for place, parts in enumerate(scanned):
+            if backward_out and backward_out[place]:
+                parts.reverse()
+        self._bind_results(node, [*held, *map(self._joined, scanned, axes_out)])
+
+    def _construct_body(
+        self, node: onnx.NodeProto, body: onnx.GraphProto, given: Sequence[tvm.ir.Expr]
+    ) -> list[tvm.ir.Expr]:
+        """Convert one iteration, and return its results."""
+        outer = dict(self._nodes)
+        self._unrolled += len(body.node)
+        if self._unrolled > _UNROLLED_MAX:
+            raise ValueError(f"its iterations have more than {_UNROLLED_MAX} nodes together, expected fewer")
+        try:
+            self._nodes |= {one.name: relax.const(self._parse_array(one)) for one in body.initializer}
+            self._nodes |= {one.name: value for one, value in zip(body.input, given, strict=True)}
+            for inner in body.node:
+                self._construct_node(inner)
+            narrow = [self._is_narrow(one.name) for one in body.output]
+            return [
+                self._as_tensor(self._nodes[one.name], narrow=one_is)
+                for one, one_is in zip(body.output, narrow, strict=True)
+            ]
+        finally:
+            self._nodes = outer
+
+    def _joined(self, parts: Sequence[tvm.ir.Expr], axis: int) -> tvm.ir.Expr:
+        if not parts:
+            raise ValueError("no iteration runs; expected one at least where results of iterations are collected")
+        return self.bb.emit(relax.op.concat(list(parts), axis))
+
+    def _bind_results(self, node: onnx.NodeProto, results: Sequence[tvm.ir.Expr]) -> None:
+        self._nodes |= {name: one for name, one in zip(node.output, results, strict=False) if name}
+        self._mark_results(node)
+
     def _fold_sizes(self, node: onnx.NodeProto, inputs: list[tvm.ir.Expr | None]) -> tvm.ir.Expr | None:
         if _domain(node):
             return None
@@ -191,7 +276,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         outputs = tuple(name if name in self._read else "" for name in node.output)
         return ConverterInput(self.bb, tuple(inputs), decoded, self._graph.opset, outputs, types, self._sizes)
 
-    def _as_tensor(self, expr: tvm.ir.Expr | None, *, narrow: bool) -> tvm.ir.Expr | None:
+    def _as_tensor(self, expr: Any, *, narrow: bool) -> Any:
         is_shape_variable = isinstance(expr, relax.Var) and isinstance(expr.ty, relax.ShapeType)
         return as_tensor(self.bb, expr, narrow=narrow) if is_shape_variable or is_shape_value(expr) else expr
 
@@ -229,6 +314,14 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             value = self._nodes.get(name)
             if isinstance(value, relax.Var):
                 self.marks.append((value.name, node.name))
+
+
+# Operators whose graphs are converted with the one around them.
+_WITH_GRAPHS: Mapping[str, Callable[[NodeByNodeImporter, onnx.NodeProto], None]] = {
+    "If": NodeByNodeImporter._construct_if,
+    "Loop": NodeByNodeImporter._construct_loop,
+    "Scan": NodeByNodeImporter._construct_scan,
+}
 
 
 def _domain(node: onnx.NodeProto) -> str:

@@ -14,7 +14,7 @@ from relaxtune.pipeline.importer.converters import CONVERTERS
 # TVM's one table goes by name alone; its contrib operators must not serve in another domain.
 _CONTRIB = frozenset({"BiasGelu", "EmbedLayerNormalization", "FastGelu", "SkipLayerNormalization"})
 # Converted outside of the table.
-_ELSEWHERE = frozenset({"If"})
+_ELSEWHERE = frozenset({"If", "Loop", "Scan"})
 _MIN_SIMILARITY = 0.7
 # The main domain of ONNX and ONNX Runtime's own.
 _DOMAINS = ("", "com.microsoft")
