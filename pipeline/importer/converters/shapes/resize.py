@@ -3,17 +3,20 @@
 Interpolation is linear in the input and separable, so each axis has a matrix (output size, input size) of weights,
 which depends on sizes and attributes alone. It is computed at import by onnx's own reference implementation, on the
 identity; that covers every mode of coordinates, rounding and antialiasing. TVM's own converter knows fewer of them.
+
+An axis of symbolic size has no matrix: each of its places computes the one or two elements that it takes, for nearest
+neighbours and linear interpolation without antialiasing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tvm
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
-from tvm import relax
+from tvm import relax, te, tirx
 
 from relaxtune.pipeline.importer.converter_input import (
     ConverterInput,
@@ -26,6 +29,7 @@ from relaxtune.pipeline.importer.converter_input import (
 )
 from relaxtune.pipeline.importer.shape_values import size_list
 from relaxtune.pipeline.importer.sizes import simplify
+from relaxtune.schedules.sizes import Size
 
 # The attributes that shape the weights of one axis; their meaning has not changed since opset 11.
 _WEIGHT_ATTRIBUTES = (
@@ -37,6 +41,22 @@ _WEIGHT_ATTRIBUTES = (
     "nearest_mode",
 )
 _REFERENCE_OPSET = 19
+_HALF = tirx.const(0.5, "float32")
+# Place x in the result, scale, sizes before and after -> place in the input, as ONNX defines each mode.
+_COORDINATES: Mapping[str, Callable[..., tirx.Expr]] = {
+    "half_pixel": lambda x, scale, _before, _after: (x + _HALF) / scale - _HALF,
+    "pytorch_half_pixel": lambda x, scale, _before, after: tirx.Select(after > 1, (x + _HALF) / scale - _HALF, 0.0 * x),
+    "align_corners": lambda x, _scale, before, after: tirx.Select(
+        after > 1, x * (before - 1) / tirx.max(after - 1, tirx.const(1.0, "float32")), 0.0 * x
+    ),
+    "asymmetric": lambda x, scale, _before, _after: x / scale,
+}
+_ROUNDING: Mapping[str, Callable[[tirx.Expr], tirx.Expr]] = {
+    "round_prefer_floor": lambda x: tirx.ceil(x - _HALF),
+    "round_prefer_ceil": lambda x: tirx.floor(x + _HALF),
+    "floor": tirx.floor,
+    "ceil": tirx.ceil,
+}
 
 
 @converts("Resize")
@@ -52,6 +72,9 @@ def convert_resize(node: ConverterInput) -> tvm.ir.Expr | None:
     dtype = dtype_of(data)
     result = data if mode == "nearest" or dtype.startswith("float") else _cast(node, data, "float32")
     for axis, size, scale in _resized_axes(node):
+        if not isinstance(sizes_of(data)[axis], tirx.IntImm) or not isinstance(size, int) or scale is None:
+            result = _resize_symbolic_axis(node, result, axis, size, scale)
+            continue
         weights = _weights(node, static_size(data, axis), size, scale)
         if mode == "nearest":
             places = constant(weights.argmax(axis=1).astype("int64"))
@@ -61,46 +84,99 @@ def convert_resize(node: ConverterInput) -> tvm.ir.Expr | None:
     return result if dtype_of(result) == dtype else _cast(node, result, dtype)
 
 
-def _resized_axes(node: ConverterInput) -> list[tuple[int, int, float]]:
-    """Return axis, new size and scale of each axis that changes."""
+def _resized_axes(node: ConverterInput) -> list[tuple[int, Size, float | None]]:
+    """Return axis, new size and scale of each axis that changes; None is the quotient of symbolic sizes."""
     data, rank = node.input(0), int(node.input(0).ty.ndim)
     given = node.attributes.get("axes")
     axes = [int(axis) % rank for axis in given] if isinstance(given, list) and given else list(range(rank))
     scales, sizes = _numbers(node, 2 if node.opset > 10 else 1), _numbers(node, 3)
-    if sizes is None:
-        axes, sizes = _drop_kept_axes(node, axes)
-    if sizes is None and scales is None:
+    listed = size_list(node.optional(3)) if sizes is None else [int(size) for size in sizes]
+    if listed is not None:
+        return _axes_of_sizes(node, axes, listed)
+    if scales is None:
         raise ValueError("inputs 2 and 3 (scales and sizes): expected a constant, got values known at run time only")
-    if sizes is not None:
-        factors = [size / static_size(data, axis) for size, axis in zip(sizes, axes, strict=True)]
-        policy = node.attributes.get("keep_aspect_ratio_policy", "stretch")
-        if policy != "stretch":
-            factor = min(factors) if policy == "not_larger" else max(factors)
-            factors = [factor] * len(axes)
-            sizes = [int(factor * static_size(data, axis) + 0.5) for axis in axes]
-        results = [int(size) for size in sizes]
-    else:
-        assert scales is not None
-        factors = [float(np.float32(scale)) for scale in scales]
-        changed = [place for place, factor in enumerate(factors) if factor != 1.0]
-        axes, factors = [axes[place] for place in changed], [factors[place] for place in changed]
-        results = [int(np.floor(static_size(data, axis) * factor)) for axis, factor in zip(axes, factors, strict=True)]
-    return [(axis, size, factor) for axis, size, factor in zip(axes, results, factors, strict=True) if factor != 1.0]
-
-
-def _drop_kept_axes(node: ConverterInput, axes: list[int]) -> tuple[list[int], list[float] | None]:
-    """Return the axes that change and their sizes, where all that is symbolic in the sizes is an axis's own size."""
-    listed, data = size_list(node.optional(3)), sizes_of(node.input(0))
-    if listed is None:
-        return axes, None
-    kept = [
-        isinstance(gap := simplify(size - data[axis]), int) and gap == 0
-        for axis, size in zip(axes, listed, strict=True)
+    factors = [float(np.float32(scale)) for scale in scales]
+    return [
+        (axis, _scaled(sizes_of(data)[axis], factor), factor)
+        for axis, factor in zip(axes, factors, strict=True)
+        if factor != 1.0
     ]
-    changed = [(axis, size) for axis, size, same in zip(axes, listed, kept, strict=True) if not same]
-    if not all(isinstance(size, int) for _, size in changed):
-        return axes, None
-    return [axis for axis, _ in changed], [float(size) for _, size in changed if isinstance(size, int)]
+
+
+def _scaled(size: tirx.Expr, factor: float) -> Size:
+    """Return floor(size * factor); of a symbolic size, where the factor or its inverse is a whole number."""
+    if isinstance(size, tirx.IntImm):
+        return int(np.floor(int(size) * factor))
+    if factor == round(factor):
+        return size * int(factor)
+    if factor > 0 and 1 / factor == round(1 / factor):
+        return size // round(1 / factor)
+    raise ValueError(
+        f"input of scales: expected a whole number or one over it for an axis of symbolic size, got {factor:g}"
+    )
+
+
+def _axes_of_sizes(
+    node: ConverterInput, axes: list[int], sizes: Sequence[Size]
+) -> list[tuple[int, Size, float | None]]:
+    """Return the axes whose new size is another, by sizes."""
+    before = [sizes_of(node.input(0))[axis] for axis in axes]
+    policy = node.attributes.get("keep_aspect_ratio_policy", "stretch")
+    if policy != "stretch":
+        factors = [_known(size) / static_size(node.input(0), axis) for axis, size in zip(axes, sizes, strict=True)]
+        factor = min(factors) if policy == "not_larger" else max(factors)
+        return [(axis, int(factor * _known(size) + 0.5), factor) for axis, size in zip(axes, before, strict=True)]
+    found: list[tuple[int, Size, float | None]] = []
+    for axis, old, new in zip(axes, before, sizes, strict=True):
+        gap = simplify(new - old)
+        if not (isinstance(gap, int) and gap == 0):
+            known = isinstance(old, tirx.IntImm) and isinstance(new, int)
+            found.append((axis, new, int(new) / int(old) if known else None))
+    return found
+
+
+def _known(size: Size) -> int:
+    if not isinstance(size, int | tirx.IntImm):
+        raise ValueError(f"attribute 'keep_aspect_ratio_policy': expected 'stretch' for sizes such as {size}")  # noqa: TRY004
+    return int(size)
+
+
+def _resize_symbolic_axis(
+    node: ConverterInput, data: tvm.ir.Expr, axis: int, size: Size, scale: float | None
+) -> tvm.ir.Expr:
+    """Return x resized along an axis by places that are computed in a call, in float32 as ONNX Runtime does."""
+    mode = str(node.attributes.get("mode", "nearest"))
+    coordinates = str(node.attributes.get("coordinate_transformation_mode", "half_pixel"))
+    if mode == "cubic" or node.integer("antialias", 0) or coordinates not in _COORDINATES:
+        raise ValueError(
+            f"axis {axis} of symbolic size: expected nearest or linear, without antialiasing and of coordinates "
+            f"{', '.join(_COORDINATES)}; got {mode}, {coordinates}"
+        )
+    size = tirx.IntImm("int64", size) if isinstance(size, int) else size
+    rounding = _ROUNDING[str(node.attributes.get("nearest_mode", "round_prefer_floor"))]
+
+    def resized(x: te.Tensor) -> te.Tensor:
+        before, after = x.shape[axis].astype("float32"), size.astype("float32")
+        factor = after / before if scale is None else tirx.const(scale, "float32")
+        last = x.shape[axis] - 1
+
+        def element(*index: tirx.Var) -> tirx.Expr:
+            place = _COORDINATES[coordinates](index[axis].astype("float32"), factor, before, after)
+
+            def at(number: tirx.Expr) -> tirx.Expr:
+                inside = tirx.max(tirx.min(number, last), 0)
+                return x(*index[:axis], inside, *index[axis + 1 :])
+
+            if mode == "nearest":
+                return at(rounding(place).astype("int64"))
+            place = tirx.max(tirx.min(place, before - 1), tirx.const(0.0, "float32"))
+            low = tirx.floor(place)
+            share = (place - low).astype(x.dtype)
+            return at(low.astype("int64")) * (1 - share) + at(low.astype("int64") + 1) * share
+
+        return te.compute([*x.shape[:axis], size, *x.shape[axis + 1 :]], element, name="resize")
+
+    return node.builder.emit_te(resized, data, primfunc_name_hint="resize")
 
 
 def _numbers(node: ConverterInput, place: int) -> Sequence[float] | None:
