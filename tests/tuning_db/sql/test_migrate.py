@@ -296,7 +296,7 @@ def test_nothing_is_left_when_making_the_tables_fails_midway(path, monkeypatch):
 def test_nothing_is_changed_when_a_migration_fails_midway(path, monkeypatch):
     restore("0004", path)
     before = words_of_schema(path)
-    monkeypatch.setattr("sqlalchemy.Double", None)
+    monkeypatch.setattr(MetaData, "create_all", None)
     with pytest.raises(TypeError):
         upgrade(path)
     assert words_of_schema(path) == before
