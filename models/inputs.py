@@ -119,9 +119,7 @@ def random_inputs(
     rules = describe_inputs(model)
     unknown = [rule.name for rule in rules if rule.kind is InputKind.UNKNOWN_INTEGER]
     if unknown:
-        log.warning(
-            "the range of integer input(s) %s of %r is not known; drawn from 0..1", ", ".join(unknown), model.name
-        )
+        log.warning("the range of integer inputs %s of %r is unknown; drawn from 0..1", ", ".join(unknown), model.name)
     rngs = {spec.name: np.random.default_rng([seed, sample, zlib.crc32(spec.name.encode())]) for spec in model.inputs}
     drawn: dict[str, np.ndarray] = {}
     new_tokens, past = _lengths(rules, shapes)

@@ -13,6 +13,8 @@ from rich.text import Text
 Item = TypeVar("Item")
 # Cells up to this many letters are not folded where there is room; no column of a table has fewer than the least.
 _NARROW, _LEAST = 12, 8
+# Names of nodes are cut to so many letters, at the start, where they differ least.
+_LONG = 40
 
 
 @dataclass(frozen=True)
@@ -80,5 +82,8 @@ class TableView:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Return the first name and how many more there are."""
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
+    """Return the first name, cut at its start if it is long, and how many more there are."""
+    if not names:
+        return ""
+    first = names[0] if len(names[0]) <= _LONG else "…" + names[0][1 - _LONG :]
+    return first + (f" and {len(names) - 1} more" if len(names) > 1 else "")

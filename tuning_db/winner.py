@@ -271,7 +271,7 @@ def summary(trace: Trace) -> str:
 
 def _passed_over(stale: Sequence[tuple[TuningRecord, str]]) -> str:
     reasons = "; ".join(reason for _, reason in stale)
-    return f"{len(stale)} record(s) passed over: {reasons}" if stale else ""
+    return f"faster records not usable ({len(stale)}): {reasons}" if stale else ""
 
 
 def _without(before: Sequence[TuningRecord], others: Sequence[TuningRecord]) -> list[TuningRecord]:

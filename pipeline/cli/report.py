@@ -139,7 +139,7 @@ def _print_diff(diff: ReportDiff) -> None:
     columns: dict[str, Callable[[KernelChange], object]] = {
         "kernel": lambda one: first_of([short(row.name) for row in one.before]),
         "now": lambda one: first_of([short(row.name) for row in one.after]),
-        "what changed": lambda one: one.what,
+        "change": lambda one: one.what,
         "us before": lambda one: number(one.before_us) if one.before else None,
         "us after": lambda one: number(one.after_us) if one.after else None,
         "difference": lambda one: number(one.difference_us),
@@ -160,15 +160,14 @@ def _print_tables(report: Report) -> None:
         "us": lambda row: number(row.time_us),
         "share": lambda row: percent(row.share),
         "TFLOP/s": lambda row: number(row.flops_per_s, 1e12),
-        "of peak": lambda row: percent(row.compute_use),
+        "of peak FLOP/s": lambda row: percent(row.compute_use),
         "GB/s": lambda row: number(row.bytes_per_s, 1e9),
         "of peak GB/s": lambda row: percent(row.bandwidth_use),
         "bottleneck": lambda row: row.bottleneck,
         "ONNX nodes": lambda row: first_of(row.onnx_nodes),
     }
-    title = (
-        f"{report.model}, {report.source}, {report.target}: {report.kernels_us / 1e3:.3f} ms in {report.launches} calls"
-    )
+    time = f"{report.kernels_us / 1e3:.3f} ms in " if report.kernels_us else "no times of "
+    title = f"{report.model}, {report.source}, {report.target}: {time}{report.launches} kernel calls"
     print_table(TableView.of(title, report.kernels, columns))
     for note in report.notes:
         stdout_console().print(note, soft_wrap=True)

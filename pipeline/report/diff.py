@@ -171,8 +171,8 @@ def _scatter(changes: Sequence[KernelChange]) -> list[str]:
     if not before or not after or max(before, after) / min(before, after) <= _SCATTER:
         return []
     return [
-        f"{len(same)} kernel(s) are the same in both builds and took {before:,.0f} us before, {after:,.0f} us after: "
-        "the machine made that difference, and as large a one of other kernels may be the machine's, too"
+        f"equal kernels ({len(same)}) took {before:,.0f} us before and {after:,.0f} us after: the machine made this "
+        "difference, and may have made differences of other kernels"
     ]
 
 

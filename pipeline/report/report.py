@@ -42,8 +42,8 @@ _LISTED = 1000
 # A kernel above its arithmetic ceiling by more than a measurement can err.
 _BEYOND = 1.1
 _SHIPS_UNTUNED = (
-    "the model ships untuned: tuned kernels did not make it surely faster as a whole. The kernels listed are the "
-    "fastest alone; compiling takes the untuned ones"
+    "the model ships untuned, since it is not surely faster with tuned kernels. The table lists the kernels that are "
+    "the fastest alone; compiling takes untuned kernels"
 )
 
 
@@ -131,9 +131,9 @@ def report_artifact(
         of_bucket = _report_of_code(named, f"{directory}, {entry.file}", database, None, ceilings)
         buckets.append(replace(of_bucket, bucket=entry.bucket.name))
     names = _listed([entry.bucket.name for entry in manifest.buckets.entries])
-    note = f"these kernels are those for symbolic shapes; {names} have their own below"
+    note = f"the table lists the kernels of symbolic sizes; the kernels of {names} follow below"
     if profile is not None:
-        note += ", with times of records: --profile runs the symbolic ones"
+        note += ", with times from records: --profile times only kernels of symbolic sizes"
     return replace(found, buckets=tuple(buckets), notes=(note, *found.notes))
 
 
@@ -275,8 +275,8 @@ def _records_of(manifest: Manifest, database: TuningDatabase | None, notes: list
         found[kernel.function] = record
     if strangers:
         notes.append(
-            f"the database given lacks the records of {len(strangers)} kernel(s): {_listed(strangers)}; "
-            "is it the one that the artifact was compiled from?"
+            f"the database lacks the records of {len(strangers)} kernels: {_listed(strangers)}; was the artifact "
+            "compiled from another database?"
         )
     return found
 
@@ -346,18 +346,18 @@ def _notes(rows: Sequence[KernelRow], ceilings: Ceilings | None, device: str | N
     if untimed:
         notes.append(
             f"{len(untimed)} of {len(rows)} kernels have no time and no share: {_listed(untimed)}. "
-            "`relaxtune report DIR --profile` times every kernel on the device that is here"
+            "`relaxtune report DIR --profile` times every kernel on this machine's device"
         )
     if ceilings is None:
         notes.append(
-            f"no ceilings are known of {device or 'the device'}, so no bottleneck is named; give them with "
-            "--ceilings FILE, or --profile on the CPU that the artifact is for"
+            f"no bottlenecks: the ceilings of {device or 'the device'} are unknown; give them with --ceilings FILE, or "
+            "use --profile on the artifact's CPU"
         )
     beyond = [row.name for row in rows if (row.compute_use or 0.0) > _BEYOND]
     if beyond:
         notes.append(
-            f"{_listed(beyond)}: faster than the ceiling, which was measured too low; was the machine busy with "
-            "something else?"
+            f"{_listed(beyond)}: faster than the measured ceiling, which is too low; was the machine busy with other "
+            "work?"
         )
     return notes
 

@@ -149,7 +149,7 @@ def test_unknown_integer_is_zero_or_one_and_said_so(caplog: pytest.LogCaptureFix
     assert (rule.kind, rule.low, rule.high) == (InputKind.UNKNOWN_INTEGER, 0, 2)
     with caplog.at_level(logging.WARNING):
         values = random_inputs(model, seed=0)["lengths"]
-    assert "range of integer input(s) lengths of 'user' is not known; drawn from 0..1" in caplog.text
+    assert "range of integer inputs lengths of 'user' is unknown; drawn from 0..1" in caplog.text
     assert values.dtype == np.int32
     assert set(values) == {0, 1}
 

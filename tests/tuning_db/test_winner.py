@@ -41,7 +41,7 @@ def test_the_first_that_can_be_used_wins(record):
     stale, good, behind = record("a", 1.0), record("b", 2.0), record("c", 3.0)
     found = winner(judged(stale, good, behind), unusable=lambda one: "stale" if one is stale else None)
     assert (found.record, found.unusable, found.inside) == (good, (stale,), False)
-    assert found.why == "1 record(s) passed over: stale"
+    assert found.why == "faster records not usable (1): stale"
     assert reasons(found) == {1: "stale", 2: "taken", 3: "the record taken ranks higher"}
     assert [one.id for one in in_order(found.trace)] == [2, 1, 3]
 

@@ -155,7 +155,7 @@ def test_default_stands_in_when_the_only_record_cannot_be_replayed(lowered, task
         choices = select_kernels(lowered, tasks, database=opened, target=target, environment=environment)
     choice = next(choice for choice in choices if choice.task == task.name)
     assert (choice.route, choice.has_record, choice.unusable) == (Route.TEMPLATE, False, (number,))
-    assert "1 record(s) passed over" in choice.note
+    assert "faster records not usable (1)" in choice.note
     assert choice.note.endswith("default of template gemm_sm90")
 
 

@@ -68,7 +68,10 @@ def test_report_covers_the_code_of_each_bucket(artifact: Path, capsys: pytest.Ca
     code, shown, _ = run(capsys, "report", str(artifact), "--no-profile", "--format", "json")
     assert code == 0
     told = json.loads(shown)
-    assert told["notes"][0] == "these kernels are those for symbolic shapes; tokens=4, tokens=8 have their own below"
+    assert (
+        told["notes"][0]
+        == "the table lists the kernels of symbolic sizes; the kernels of tokens=4, tokens=8 follow below"
+    )
     assert [one["model"] for one in told["buckets"]] == ["tokens [tokens=4]", "tokens [tokens=8]"]
     assert all(one["kernels"] and one["kernels"][0]["onnx_nodes"] for one in told["buckets"])
     code, shown, _ = run(capsys, "report", str(artifact), "--format", "table")

@@ -122,7 +122,7 @@ def test_times_of_the_same_kernels_that_differ_are_the_machines() -> None:
     same = row("k", ("/a",), 10.0, kernel_hash="a")
     slower = dataclasses.replace(same, time_us=15.0)
     (note,) = diff_reports(report(same), report(slower)).notes
-    assert "1 kernel(s) are the same in both builds and took 10 us before, 15 us after" in note
+    assert "equal kernels (1) took 10 us before and 15 us after" in note
     assert diff_reports(report(same), report(dataclasses.replace(slower, kernel_hash="b"))).notes == ()
     assert diff_reports(report(same), report(dataclasses.replace(slower, time_us=10.5))).notes == ()
 

@@ -61,7 +61,7 @@ def test_resources_and_device_are_the_records(tuned: Path, database: TuningDatab
 def test_records_of_another_database_are_not_believed(tuned: Path, tmp_path: Path) -> None:
     with TuningDatabase.open(tmp_path / "other.db") as empty:
         report = report_artifact(tuned, database=empty)
-    assert any("lacks the records of" in note and "compiled from?" in note for note in report.notes)
+    assert any("lacks the records of" in note and "compiled from another database?" in note for note in report.notes)
     assert all(row.time_us for row in report.kernels)
 
 
@@ -69,7 +69,7 @@ def test_an_untuned_artifact_says_that_it_has_no_times(artifact: Path) -> None:
     report = report_artifact(artifact)
     assert report.kernels_us == 0.0
     assert any("have no time and no share" in note and "and 15 more" in note for note in report.notes)
-    assert any("no ceilings are known" in note for note in report.notes)
+    assert any("no bottlenecks: the ceilings of" in note for note in report.notes)
     page = render_page([report])
     assert "No kernel has a time" in page
     assert "not measured" in page
@@ -161,7 +161,7 @@ def test_the_json_is_plain_data(tuned: Path, database: TuningDatabase) -> None:
 
 def test_a_kernel_beyond_its_ceiling_is_told(tuned: Path) -> None:
     low = dataclasses.replace(CEILINGS, flops_per_s={"float32": 1e6})
-    assert any("faster than the ceiling" in note for note in report_artifact(tuned, ceilings=low).notes)
+    assert any("faster than the measured ceiling" in note for note in report_artifact(tuned, ceilings=low).notes)
 
 
 def test_reports_do_not_touch_the_artifact(artifact_copy: Callable[[], Path]) -> None:
