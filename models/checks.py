@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import onnx
 from google.protobuf.message import Message  # type: ignore[import-untyped]
@@ -12,7 +13,7 @@ from onnx import defs
 
 from relaxtune.models.dims import may_be_empty
 from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
-from relaxtune.models.onnx_model import dtype_name
+from relaxtune.models.onnx_model import dtype_name, list_graphs, nested_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def check_versions(model: onnx.ModelProto) -> None:
         changed = sorted(
             {
                 node.op_type
-                for node in _all_nodes(model.graph.node)
+                for graph in list_graphs(model.graph)
+                for node in graph.node
                 if _canonical(node.domain) == "" and _since(node.op_type, declared[0]) > TESTED_OPSET
             }
         )
@@ -93,13 +95,6 @@ def check_versions(model: onnx.ModelProto) -> None:
             "the model declares opset %d, relaxtune is tested up to %d; operators that changed since: %s",
             declared[0], TESTED_OPSET, ", ".join(changed) or "none",
         )  # fmt: skip
-
-
-def _all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    for node in nodes:
-        yield node
-        for graph in _subgraphs(node):
-            yield from _all_nodes(graph.node)
 
 
 def _since(operator: str, opset: int) -> int:
@@ -195,7 +190,7 @@ def _check_operators(nodes: Sequence[onnx.NodeProto], opsets: dict[str, int], fu
         domain = _canonical(node.domain)
         if (node.domain, node.op_type) not in functions:
             _check_operator(node, domain, opsets.get(domain))
-        for graph in _subgraphs(node):
+        for graph in nested_graphs(node):
             _check_operators(graph.node, opsets, functions)
 
 
@@ -239,7 +234,7 @@ def _check_scope(graph: onnx.GraphProto, outer: set[str]) -> None:
         for name in node.input:
             if name and name not in known:
                 raise _order_error(graph, node, name, produced)
-        for subgraph in _subgraphs(node):
+        for subgraph in nested_graphs(node):
             _check_scope(subgraph, known)
         _add_unique([name for name in node.output if name], own, f"the outputs of {node_label(node)}", graph)
         known.update(node.output)
@@ -264,7 +259,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     stays as it is.
     """
     for node in graph.node:
-        for subgraph in _subgraphs(node):
+        for subgraph in nested_graphs(node):
             sort_nodes(subgraph)
     maker = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
     needs = [{maker[name] for name in names_read(node) if name in maker} for node in graph.node]
@@ -290,7 +285,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
 def names_read(node: onnx.NodeProto) -> set[str]:
     """Return the names a node reads, its subgraphs' from outside of them too."""
     names = {name for name in node.input if name}
-    for graph in _subgraphs(node):
+    for graph in nested_graphs(node):
         inside = {name for inner in graph.node for name in inner.output}
         names |= {name for inner in graph.node for name in names_read(inner)} - inside
         names |= {value.name for value in graph.output} - inside
@@ -307,27 +302,12 @@ def _order_error(graph: onnx.GraphProto, node: onnx.NodeProto, name: str, produc
 
 def _find_cycle(graph: onnx.GraphProto) -> list[str]:
     """Return the labels of the nodes of one cycle, first one repeated at the end; empty when there is none."""
-    maker = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
-    needs = [sorted({maker[name] for name in node.input if name in maker}) for node in graph.node]
-    finished: set[int] = set()
-    for root in range(len(needs)):
-        path: list[int] = []
-        on_path: set[int] = set()
-        stack: list[tuple[int, bool]] = [(root, False)]
-        while stack:
-            index, leaving = stack.pop()
-            if leaving:
-                path.pop()
-                on_path.discard(index)
-                finished.add(index)
-            elif index in on_path:
-                loop = [*path[path.index(index) :], index]
-                return [_short_label(graph.node[i]) for i in reversed(loop)]
-            elif index not in finished:
-                path.append(index)
-                on_path.add(index)
-                stack.append((index, True))
-                stack.extend((need, False) for need in needs[index])
+    maker = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    needs = {place: {maker[name] for name in node.input if name in maker} for place, node in enumerate(graph.node)}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as e:
+        return [_short_label(graph.node[place]) for place in e.args[1]]
     return []
 
 
@@ -338,11 +318,6 @@ def node_label(node: onnx.NodeProto) -> str:
 
 def _short_label(node: onnx.NodeProto) -> str:
     return f"{node.name or '(unnamed)'} ({node.op_type})"
-
-
-def _subgraphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    graphs = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    return graphs + [graph for attribute in node.attribute for graph in attribute.graphs]
 
 
 def _canonical(domain: str) -> str:

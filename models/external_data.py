@@ -7,7 +7,7 @@ nor ask for more memory than the bytes that are really there.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import onnx
@@ -18,6 +18,7 @@ from relaxtune.models.onnx_model import (
     PROTOBUF_LIMIT_BYTES,
     element_type_name,
     is_numeric,
+    list_graphs,
     read_external_bytes,
     tensor_bytes,
 )
@@ -136,30 +137,12 @@ def _entry_number(entries: dict[str, str], key: str, what: str) -> int | None:
 
 def _inner_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
     """Yield every tensor but the initializers of the main graph."""
-    yield from _sparse_tensors(model.graph)
-    yield from _node_tensors(model.graph.node)
-    for function in model.functions:
-        yield from _node_tensors(function.node)
-
-
-def _graph_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    yield from _sparse_tensors(graph)
-    yield from _node_tensors(graph.node)
-
-
-def _sparse_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    for sparse in graph.sparse_initializer:
-        yield from (sparse.values, sparse.indices)
-
-
-def _node_tensors(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.TensorProto]:
-    for node in nodes:
-        for attribute in node.attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            yield from attribute.tensors
-            if attribute.HasField("g"):
-                yield from _graph_tensors(attribute.g)
-            for graph in attribute.graphs:
-                yield from _graph_tensors(graph)
+    for owner in (model.graph, *model.functions):
+        for number, graph in enumerate(list_graphs(owner)):
+            if isinstance(graph, onnx.GraphProto):
+                yield from graph.initializer if number else ()
+                for sparse in graph.sparse_initializer:
+                    yield from (sparse.values, sparse.indices)
+            for attribute in (attribute for node in graph.node for attribute in node.attribute):
+                yield from (attribute.t,) if attribute.HasField("t") else ()
+                yield from attribute.tensors

@@ -153,6 +153,20 @@ class OnnxModel:
         return data
 
 
+def nested_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the graphs in a node's attributes."""
+    single = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
+    return single + [graph for attribute in node.attribute for graph in attribute.graphs]
+
+
+def list_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """Yield a graph, or a function, and the graphs inside it."""
+    yield graph
+    for node in graph.node:
+        for inner in nested_graphs(node):
+            yield from list_graphs(inner)
+
+
 def tensor_bytes(tensor: onnx.TensorProto) -> int:
     """Return how many bytes the payload of a tensor takes, from its dtype and dims alone."""
     count = 1

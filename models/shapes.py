@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
 
 from relaxtune.models.dims import Dim, evaluate_dim, may_be_empty, split_offset
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.onnx_model import dtype_name
+from relaxtune.models.onnx_model import dtype_name, list_graphs
 from relaxtune.models.spec import TensorSpec
 
 Shapes = Mapping[str, Sequence[Dim]]
@@ -131,7 +131,7 @@ def pin_shapes(model: onnx.ModelProto, bindings: Mapping[str, Dim]) -> None:
     An expression over bound names (`past_sequence + 1`) becomes its number; the caller infers shapes afterwards.
     """
     numbers = {name: value for name, value in bindings.items() if isinstance(value, int)}
-    for graph in _graphs(model.graph):
+    for graph in list_graphs(model.graph):
         for value in (*graph.input, *graph.output, *graph.value_info):
             for axis, dim in enumerate(value.type.tensor_type.shape.dim):
                 if dim.HasField("dim_value"):
@@ -143,13 +143,3 @@ def pin_shapes(model: onnx.ModelProto, bindings: Mapping[str, Dim]) -> None:
                     dim.dim_value = pinned
                 elif pinned != symbol:
                     dim.dim_param = pinned
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)
-            for nested in attribute.graphs:
-                yield from _graphs(nested)

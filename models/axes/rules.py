@@ -332,10 +332,6 @@ def _tile(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> li
     return [Known(tuple(size * times for size, times in pairs))]
 
 
-def _same_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    return [Known(inputs[0].shape)] * len(node.output) if node.domain == "com.microsoft" else None
-
-
 def _extreme(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
     """ArgMax and ArgMin: there is no place of nothing."""
     size = sizes_of(inputs[0])[attribute_of(node, "axis", 0)]

@@ -9,6 +9,7 @@ import onnx
 from onnx import helper
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.onnx_model import list_graphs
 from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer.nearest import nearest_supported, supported_operators
@@ -89,11 +90,7 @@ def reason_of(cause: BaseException, unknown: Sequence[str] = ()) -> str:
 
 def list_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
     """Yield the nodes of a graph and of the graphs inside them."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from list_nodes(subgraph)
+    return (node for part in list_graphs(graph) for node in part.node)
 
 
 def element_types(graph: onnx.GraphProto) -> Mapping[str, int]:
