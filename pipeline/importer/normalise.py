@@ -98,7 +98,7 @@ def _normalised(proto: onnx.ModelProto, data_dir: Path | None, left_out: Collect
     return NormalisedGraph(
         proto=ir.serde.serialize_model(model),
         sources=sources,
-        opset=_opset(model),
+        opset=next((model.opset_imports[domain] for domain in _MAIN_DOMAINS if domain in model.opset_imports), 1),
         nodes_before=nodes_before,
         nodes_after=len(model.graph),
     )
@@ -165,7 +165,3 @@ def _name_everything(model: ir.Model) -> None:
         if not node.name:
             node.name = _label(node)
     ir_passes.NameFixPass()(model)
-
-
-def _opset(model: ir.Model) -> int:
-    return next((model.opset_imports[domain] for domain in _MAIN_DOMAINS if domain in model.opset_imports), 1)

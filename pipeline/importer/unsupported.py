@@ -103,17 +103,14 @@ class _SurveyingImporter(NodeByNodeImporter):
 
     def _stand_in(self, node: onnx.NodeProto) -> None:
         """Give each output of known type a variable, so that the nodes behind it are looked at too."""
-        symbols = _symbols(self._inputs)
+        sizes = (
+            size for value in self._inputs.values() if isinstance(value, relax.Var) for size in value.ty.shape.values
+        )
+        symbols = {size.name: size for size in sizes if isinstance(size, tirx.Var)}
         for name in node.output:
             value_type = _relax_type(self._infos.get(name), symbols)
             if name and value_type is not None:
                 self._nodes[name] = relax.Var(f"stand_in_{len(self._nodes)}", value_type)
-
-
-def _symbols(inputs: Mapping[str, tvm.ir.Expr]) -> dict[str, tvm.ir.Expr]:
-    """Return the symbolic sizes of the graph's inputs by name."""
-    sizes = (size for value in inputs.values() if isinstance(value, relax.Var) for size in value.ty.shape.values)
-    return {size.name: size for size in sizes if isinstance(size, tirx.Var)}
 
 
 def _relax_type(info: onnx.ValueInfoProto | None, symbols: Mapping[str, tvm.ir.Expr]) -> relax.TensorType | None:

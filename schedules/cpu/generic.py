@@ -16,13 +16,7 @@ from tvm.s_tir import Schedule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from relaxtune.schedules.cpu.base import (
-    cpu_limits,
-    inline_spatial,
-    schedule_elementwise,
-    work_of,
-    worth_parallel,
-)
+from relaxtune.schedules.cpu.base import cpu_limits, inline_spatial, schedule_elementwise, work_of, worth_parallel
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, is_canonical, list_blocks
 
 

@@ -8,13 +8,7 @@ from collections.abc import Collection, Sequence
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import (
-    AttentionError,
-    AttentionSpec,
-    HeadLayout,
-    Param,
-    shapes_of,
-)
+from relaxtune.schedules.functions.attention import AttentionError, AttentionSpec, HeadLayout, Param, shapes_of
 from relaxtune.schedules.sizes import Size, are_equal, is_multiple, is_positive
 
 

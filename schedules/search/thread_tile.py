@@ -126,7 +126,7 @@ def _tile(
         copy = sch.cache_read(contraction.rv, position, "shared")
         sch.compute_at(copy, chunks, preserve_unit_loops=True)
         sch.fuse(*sch.get_loops(copy)[len(sch.get_loops(contraction.rv)) - 2 - len(inner) + 1 :])
-        lanes = copy_lanes(str(load.source.dtype))
+        lanes = [1 << bit for bit in range((LOAD_BYTES // element_bytes(str(load.source.dtype))).bit_length())]
         sch.annotate(copy, "meta_schedule.cooperative_fetch", sample(sch, lanes))
     root = sch.get_sblock("root")
     sch.annotate(root, "meta_schedule.unroll_explicit", sample(sch, UNROLL_STEPS))
@@ -135,11 +135,6 @@ def _tile(
 def sample(sch: Schedule, choices: Sequence[int]) -> ExprRV:
     """Return one of some numbers, each as likely."""
     return sch.sample_categorical(list(choices), [1.0 / len(choices)] * len(choices))
-
-
-def copy_lanes(dtype: str) -> list[int]:
-    """Return how many elements a thread may copy at once."""
-    return [1 << bit for bit in range((LOAD_BYTES // element_bytes(dtype)).bit_length())]
 
 
 def _up_to(choices: Sequence[int], extent: int) -> Sequence[int]:

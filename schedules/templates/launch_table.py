@@ -36,10 +36,7 @@ class SplitTable:
 
 
 def launch_first(
-    conditions: Sequence[tirx.Expr],
-    kernels: Sequence[tirx.PrimFunc],
-    work: tirx.Expr,
-    checks: Sequence[Check],
+    conditions: Sequence[tirx.Expr], kernels: Sequence[tirx.PrimFunc], work: tirx.Expr, checks: Sequence[Check]
 ) -> tirx.PrimFunc:
     """Return the function that runs the first kernel whose condition holds, the last where none does.
 
@@ -99,15 +96,10 @@ def list_kernels(func: tirx.PrimFunc) -> list[tuple[tirx.Expr | None, tirx.PrimF
     return list(zip([*parts.conditions, None], parts.kernels, strict=True))
 
 
-def count_kernels(func: tirx.PrimFunc) -> int:
-    """Return how many kernels a scheduled function has: those of a table; one, or more that are not counted, else."""
-    return int(func.attrs[KERNELS_ATTR]) if is_table(func) else 1
-
-
 def split_table(table: tirx.PrimFunc) -> SplitTable:
     """Return the parts of what `launch_first` made."""
     *checks, guard = table.body.seq
-    count = count_kernels(table)
+    count = int(table.attrs[KERNELS_ATTR]) if is_table(table) else 1
     conditions, bodies, rest = [], [], guard.then_case
     for _ in range(count - 1):
         conditions.append(rest.condition)

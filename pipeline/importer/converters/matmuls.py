@@ -97,14 +97,7 @@ def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
 
 
 def unpack_weights(
-    packed: np.ndarray,
-    scales: np.ndarray,
-    zeros: np.ndarray | None,
-    *,
-    rows: int,
-    columns: int,
-    bits: int,
-    block: int,
+    packed: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *, rows: int, columns: int, bits: int, block: int
 ) -> np.ndarray:
     """Return weights (rows, columns) float32 of MatMulNBits: (quantised - zero point) * scale, block by block.
 

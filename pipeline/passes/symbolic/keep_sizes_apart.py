@@ -31,7 +31,8 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         tensors = [one for one in binding.value.args[1].fields if isinstance(one, relax.Var)]
         read = set[tirx.Var]().union(*(_axes(one) - groups.get(one, ({}, set()))[1] for one in tensors))
         new = _axes(binding.var).difference(*map(_axes, tensors))
-        sized = {binding.var: read} if _made_of_sizes(mod[called]) else {}
+        buffers = [param for param in mod[called].params if is_buffer(param)]
+        sized = {binding.var: read} if (len(buffers) == 1 and len(mod[called].params) > 1) else {}
         for before, unread in (groups[one] for one in tensors if one in groups):
             new |= unread
             for var, axes in before.items():
@@ -44,8 +45,3 @@ def keep_sizes_apart(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 def _axes(tensor: relax.Var) -> set[tirx.Var]:
     """Return the sizes that a tensor defines: its axes that are one symbol."""
     return {axis for axis in shape_of(tensor) or () if isinstance(axis, tirx.Var)}
-
-
-def _made_of_sizes(func: tirx.PrimFunc) -> bool:
-    buffers = [param for param in func.params if is_buffer(param)]
-    return len(buffers) == 1 and len(func.params) > 1

@@ -12,15 +12,7 @@ from tvm.ir.expr import TensorLoad
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.cpu.any_size.emit import (
-    Buffers,
-    View,
-    build_function,
-    row_buffer,
-    share_jobs,
-    unfolded,
-    wide,
-)
+from relaxtune.schedules.cpu.any_size.emit import Buffers, View, build_function, row_buffer, share_jobs, unfolded, wide
 from relaxtune.schedules.cpu.any_size.matmul_kernel import ProductKernel, Values
 from relaxtune.schedules.cpu.any_size.product import ELEMENT_BYTES, Product
 from relaxtune.schedules.cpu.any_size.rows import Rows, RowsKernel

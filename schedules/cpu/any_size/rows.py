@@ -24,14 +24,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.cpu.any_size.emit import (
-    Buffers,
-    View,
-    build_function,
-    row_buffer,
-    share_jobs,
-    wide,
-)
+from relaxtune.schedules.cpu.any_size.emit import Buffers, View, build_function, row_buffer, share_jobs, wide
 from relaxtune.schedules.cpu.base import cpu_limits, inline_spatial
 from relaxtune.schedules.cpu.reduction import count_shared_rows
 from relaxtune.schedules.sizes import Size

@@ -301,8 +301,7 @@ def predicted_us(matmul: MatmulFunction, plan: GemmPlan, limits: CudaLimits) -> 
     unpacked = on_one * steps * warps / _SCHEDULERS * plan.n_steps * _UNPACK_CYCLES / used if matmul.stored else 0.0
     own = plan.m_steps * plan.n_steps * ROWS * COLUMNS * depth / (rate / _SCHEDULERS)
     chain = max(
-        in_turn * steps * (own + _STEP_CYCLES) / clock,
-        in_turn * plan.k_tiles * _LATENCY_US / max(1, p.stages - 1),
+        in_turn * steps * (own + _STEP_CYCLES) / clock, in_turn * plan.k_tiles * _LATENCY_US / max(1, p.stages - 1)
     )
     moved = (matmul.m * matmul.k + matmul.m * matmul.n) * element + matmul.n * matmul.k * weight
     parts = (arithmetic / clock, shared / clock, unpacked / clock, moved / bandwidth, chain)

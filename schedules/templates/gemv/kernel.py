@@ -69,12 +69,7 @@ class FewRowsKernel:
         self._group, self._part = self._lane // LANES, self._lane % LANES
 
     def _products(
-        self,
-        tile: int,
-        half: int,
-        x: int,
-        scales: tuple[tirx.Expr, tirx.Expr] | None,
-        offsets: tirx.Expr | None = None,
+        self, tile: int, half: int, x: int, scales: tuple[tirx.Expr, tirx.Expr] | None, offsets: tirx.Expr | None = None
     ) -> None:
         """Emit the products of two rows of W, the `half`-th in registers and the next, by words of x from `x` on."""
         low, high = (self._words.ptr_to([(half + index) * LOAD_BYTES // 4]) for index in range(2))

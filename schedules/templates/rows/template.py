@@ -105,7 +105,10 @@ class Rows(DataflowTemplate[RowsParameters]):
         func, flow, limits = case.func, case.found, case.limits
         moved = tensor_bytes(func, flow.planned)
         plans: list[tuple[float, RowsParameters]] = []
-        for lanes in _lanes(flow, func):
+        loads = [access.dtype for access in accesses_of(func, flow, 1).found if not access.per_row]
+        outputs = [str(func.params[one.param].ty.dtype) for one in flow.outputs if not one.per_row]
+        widths = {VECTOR_BYTES // element_bytes(dtype) for dtype in (*loads, *outputs)} or {1}
+        for lanes in sorted({math.gcd(width, flow.columns.size) for width in widths}):
             accesses = accesses_of(func, flow, lanes)
             for threads, rows in _shares():
                 for held in (True, False):
@@ -143,14 +146,6 @@ def _is_contraction(reduction: Reduction) -> bool:
         return False
     left, right = ({load.source for load in list_loads(side)} for side in (element.a, element.b))
     return bool(left) and bool(right) and left.isdisjoint(right)
-
-
-def _lanes(flow: Dataflow, func: tirx.PrimFunc) -> list[int]:
-    """Return numbers of elements to load together: as many as fill 16 bytes of some tensor's dtype."""
-    loads = [access.dtype for access in accesses_of(func, flow, 1).found if not access.per_row]
-    outputs = [str(func.params[one.param].ty.dtype) for one in flow.outputs if not one.per_row]
-    widths = {VECTOR_BYTES // element_bytes(dtype) for dtype in (*loads, *outputs)} or {1}
-    return sorted({math.gcd(width, flow.columns.size) for width in widths})
 
 
 def _shares() -> Iterator[tuple[int, int]]:

@@ -251,11 +251,7 @@ def _grouped(node: ConverterInput, heads: int, key_heads: int) -> tuple[tvm.ir.E
     if key is None or value is None:
         size = static_size(query, 2) // (heads + 2 * key_heads)
         query, key, value = _split(node, query, [heads * size, key_heads * size, key_heads * size])
-    return (
-        split_heads(node, query, heads),
-        split_heads(node, key, key_heads),
-        split_heads(node, value, key_heads),
-    )
+    return (split_heads(node, query, heads), split_heads(node, key, key_heads), split_heads(node, value, key_heads))
 
 
 def _placed(node: ConverterInput, past: tvm.ir.Expr, new: tvm.ir.Expr, counts: tvm.ir.Expr) -> tvm.ir.Expr:

@@ -37,7 +37,8 @@ def convert_one_hot(node: ConverterInput) -> tvm.ir.Expr | None:
     A negative index counts from the end; one outside of [-depth, depth) has no place, as ONNX has it. TVM takes
     constant depths and values only.
     """
-    depths = size_list(_whole(node.input(1)))
+    value = constant_value(node.input(1))  # Of any number type.
+    depths = size_list(node.input(1) if value is None else constant(value.astype("int64")))
     if depths is None:
         return None
     depth = depths[0]
@@ -53,12 +54,6 @@ def convert_one_hot(node: ConverterInput) -> tvm.ir.Expr | None:
     hit = relax.op.equal(relax.op.expand_dims(indices, axis), places)
     off, on = (relax.op.squeeze(relax.op.strided_slice(node.input(2), [0], [i], [i + 1]), [0]) for i in (0, 1))
     return relax.op.where(hit, on, off)
-
-
-def _whole(depth: tvm.ir.Expr) -> tvm.ir.Expr:
-    """Return a constant depth in int64: ONNX allows every number type."""
-    value = constant_value(depth)
-    return depth if value is None else constant(value.astype("int64"))
 
 
 def _scalar(size: tvm.ir.Expr | int) -> tvm.ir.Expr:
