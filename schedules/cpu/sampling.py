@@ -1,0 +1,471 @@
+"""The loops that sample tokens on a CPU; `schedules.functions.sampling` says what they compute.
+
+    parallel chunks of all rows     x; the largest x and logit of the chunk
+    parallel chunks of all rows     the sum of the model's probabilities; masses into bins by -d
+    parallel chunks of all rows     the tokens of the bins that the first filter may keep, into one list a row
+    parallel rows                   filters on the list, each by radix selection; the draw
+
+A list keeps the order of its tokens. Rows at a temperature of 0 have no bins and no list.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.tirx import PrimFunc
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, wide
+from relaxtune.schedules.functions import sampling as what
+from relaxtune.schedules.functions.sampling import SamplingSpec
+from relaxtune.schedules.marks import SCHEDULED_ATTR
+
+# The bits of a word of the mask.
+_LANES = 32
+_CHUNK = 4096
+# A bin of a chunk holds its mass in the lower bits, how many tokens it has in the upper ones.
+_ONE_TOKEN = 1 << 44
+_DIGITS = 256
+_INFINITY = float("inf")
+
+
+def sampling_loops(spec: SamplingSpec) -> PrimFunc:
+    """Return the code of a sampling function."""
+    names = [name for name, _, _ in [*spec.inputs, *spec.outputs]]
+
+    def emit(buffers: Buffers) -> None:
+        _Loops(spec, dict(zip(names, buffers.values(), strict=True))).emit()
+
+    return build_function(spec.declare(), emit).with_attr(SCHEDULED_ATTR, True)
+
+
+class _Loops:
+    """Emits into the current IRBuilder; `b` is a row, `v` a token."""
+
+    def __init__(self, spec: SamplingSpec, buffers: dict[str, tirx.Var]) -> None:
+        self._spec, self._buffers = spec, buffers
+        self._columns = spec.vocabulary
+        self._bits = spec.dtype == "bfloat16"
+        if self._bits:
+            # TVM's conversion of bfloat16 takes the bits for a number where a function has no blocks.
+            shape, data = [wide(spec.batch), wide(self._columns)], buffers["logits"].data
+            self._buffers = {**buffers, "logits": T.decl_buffer(shape, "uint16", data=data)}
+        self._chunks = -(-self._columns // _CHUNK)
+
+    def emit(self) -> None:
+        rows, columns = wide(self._spec.batch), self._columns
+        jobs = rows * self._chunks
+        self._largest, self._largest_logit, self._sums = (_array("float32", jobs) for _ in range(3))
+        self._bins = _array("int64", jobs * what.BINS)
+        # Of a row: tokens in its list, and the mass of all tokens.
+        self._listed, self._row_masses = (_array("int64", rows) for _ in range(2))
+        self._list, self._masses = (_array("int32", rows * columns) for _ in range(2))
+        self._share_chunks(self._process)
+        self._share_chunks(self._sum)
+        self._share_chunks(self._fill_list)
+        with T.parallel(0, rows) as b:
+            self._begin_row(b)
+            self._finish()
+
+    def _share_chunks(self, body: Callable[[tirx.Expr, tirx.Expr], None]) -> None:
+        with T.parallel(0, wide(self._spec.batch) * self._chunks) as job:
+            self._begin_row(T.Bind(job // self._chunks))
+            self._first = T.Bind(job % self._chunks * _CHUNK)
+            self._count = T.Bind(tirx.min(wide(_CHUNK), self._columns - self._first))
+            body(job, T.Bind(job % self._chunks))
+
+    def _begin_row(self, b: tirx.Expr) -> None:
+        self._b = b
+        columns = self._buffers["parameters"]
+        self._parameter = {name: columns[b, wide(at)] for at, name in enumerate(what.PARAMETERS)}
+        self._greedy = self._parameter["temperature"] < _float(what.GREEDY_BELOW)
+
+    def _each(self, body: Callable[[tirx.Expr, tirx.Expr], None]) -> None:
+        """Run a body for each token of the chunk, given the lane of a vector too."""
+        whole = T.Bind(self._count // _LANES)
+        with T.serial(0, whole) as number, T.vectorized(0, _LANES) as lane:
+            body(self._first + number * _LANES + wide(lane), lane)
+        with T.serial(whole * _LANES, self._count) as rest:
+            body(self._first + rest, tirx.IntImm("int32", 0))
+
+    def _process(self, job: tirx.Expr, _chunk: tirx.Expr) -> None:
+        best, best_logit = _filled("float32", _LANES, -_INFINITY), _filled("float32", _LANES, -_INFINITY)
+        scratch = self._buffers["scratch"]
+
+        def process(penalised: bool) -> Callable[[tirx.Expr, tirx.Expr], None]:
+            def body(v: tirx.Expr, lane: tirx.Expr) -> None:
+                logit = T.Bind(self._logit(v))
+                x = T.Bind(self._processed(logit, v, penalised))
+                T.buffer_store(best_logit, tirx.max(best_logit[lane], logit), [lane])
+                T.buffer_store(best, tirx.max(best[lane], x), [lane])
+                T.buffer_store(scratch, x, [self._b, v])
+
+            return body
+
+        if self._spec.counts:
+            parameter = self._parameter
+            plain = tirx.all(
+                parameter["repetition"] == _float(1), parameter["presence"] == 0.0, parameter["frequency"] == 0.0
+            )
+            with T.If(plain):
+                with T.Then():
+                    self._each(process(False))
+                with T.Else():
+                    self._each(process(True))
+        else:
+            self._each(process(False))
+        for all_chunks, lanes in ((self._largest, best), (self._largest_logit, best_logit)):
+            T.buffer_store(all_chunks, _reduced(lanes, tirx.max), [job])
+
+    def _logit(self, v: tirx.Expr) -> tirx.Expr:
+        logit = self._buffers["logits"][self._b, v]
+        if self._bits:
+            logit = tirx.reinterpret("float32", tirx.Cast("uint32", logit) << tirx.const(16, "uint32"))
+        logit = T.Bind(tirx.Cast("float32", logit))
+        return _without_nan(logit)
+
+    def _processed(self, x: tirx.Expr, v: tirx.Expr, penalised: bool) -> tirx.Expr:
+        buffers, parameter, b = self._buffers, self._parameter, self._b
+        if penalised:
+            word = T.Bind(buffers["counts"][b, v])
+            generated = T.Bind(tirx.Cast("float32", word & tirx.const(2**31 - 1, "int32")))
+            repetition = parameter["repetition"]
+            repeated = tirx.Select(x < _float(0), x * repetition, x / repetition)
+            x = T.Bind(tirx.Select(word != 0, repeated, x))
+            x = _multiply_add(_float(0) - parameter["frequency"], generated, x)
+            x = x - tirx.Select(generated > _float(0), parameter["presence"], _float(0))
+        if self._spec.bias:
+            x = x + buffers["bias"][b, v]
+        if self._spec.mask:
+            word = buffers["mask"][b, v // _LANES]
+            allowed = (word >> tirx.Cast("int32", v % _LANES)) & tirx.const(1, "int32")
+            x = tirx.Select(allowed != 0, x, _float(-_INFINITY))
+        x = T.Bind(x / tirx.Select(self._greedy, _float(1), parameter["temperature"]))
+        # -0 is 0.
+        return _without_nan(T.Bind(tirx.Select(x == _float(0), _float(0), x)))
+
+    def _row_max(self, of_chunks: tirx.Var) -> tirx.Expr:
+        best = _filled("float32", 1, -_INFINITY)
+        with T.serial(0, wide(self._chunks)) as chunk:
+            T.buffer_store(best, tirx.max(best[0], of_chunks[self._b * self._chunks + chunk]), [0])
+        return T.Bind(best[0])
+
+    def _sum(self, job: tirx.Expr, _chunk: tirx.Expr) -> None:
+        largest, sums = self._row_max(self._largest_logit), _filled("float32", _LANES, 0.0)
+
+        def add(v: tirx.Expr, lane: tirx.Expr) -> None:
+            T.buffer_store(sums, sums[lane] + _mass(_difference(T.Bind(self._logit(v)), largest)), [lane])
+
+        self._each(add)
+        T.buffer_store(self._sums, _reduced(sums, tirx.Add), [job])
+        with T.If(tirx.Not(self._greedy)), T.Then():
+            self._fill_bins(job)
+
+    def _fill_bins(self, job: tirx.Expr) -> None:
+        largest, scratch, bins = self._row_max(self._largest), self._buffers["scratch"], self._bins
+        places, masses = _array("int32", _CHUNK), _array("int32", _CHUNK)
+
+        def place(v: tirx.Expr, _lane: tirx.Expr) -> None:
+            d = T.Bind(_difference(scratch[self._b, v], largest))
+            T.buffer_store(masses, _whole_mass(d), [v - self._first])
+            T.buffer_store(places, _bin(d), [v - self._first])
+
+        self._each(place)
+        with T.serial(0, wide(what.BINS)) as number:
+            T.buffer_store(bins, _long(0), [job * what.BINS + number])
+        with T.serial(0, self._count) as at:
+            to = T.Bind(job * what.BINS + wide(places[at]))
+            T.buffer_store(bins, bins[to] + (wide(masses[at]) + _long(_ONE_TOKEN)), [to])
+
+    def _fill_list(self, job: tirx.Expr, chunk: tirx.Expr) -> None:
+        with T.If(tirx.Not(self._greedy)), T.Then():
+            last, total = self._last_bin()
+            offset = _filled("int64", 1, 0)
+
+            def listed(of_job: tirx.Expr) -> None:
+                with T.serial(0, wide(last) + 1) as number:
+                    T.buffer_store(offset, offset[0] + self._bins[of_job * what.BINS + number] // _ONE_TOKEN, [0])
+
+            with T.serial(0, chunk) as before:
+                listed(self._b * self._chunks + before)
+            scratch, largest = self._buffers["scratch"], self._row_max(self._largest)
+            with T.serial(self._first, self._first + self._count) as v:
+                d = T.Bind(_difference(scratch[self._b, v], largest))
+                with T.If(_bin(d) <= last), T.Then():
+                    at = T.Bind(self._b * self._columns + offset[0])
+                    T.buffer_store(self._list, tirx.Cast("int32", v), [at])
+                    T.buffer_store(self._masses, _whole_mass(d), [at])
+                    T.buffer_store(offset, offset[0] + 1, [0])
+            with T.If(chunk == self._chunks - 1), T.Then():
+                T.buffer_store(self._listed, offset[0], [self._b])
+                T.buffer_store(self._row_masses, total, [self._b])
+
+    def _last_bin(self) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the last bin that the first filter may keep tokens of, and the mass of all tokens."""
+        counts, masses = _filled("int64", what.BINS, 0), _filled("int64", what.BINS, 0)
+        with T.serial(0, wide(self._chunks)) as chunk, T.serial(0, wide(what.BINS)) as number:
+            word = T.Bind(self._bins[(self._b * self._chunks + chunk) * what.BINS + number])
+            T.buffer_store(counts, counts[number] + word // _ONE_TOKEN, [number])
+            T.buffer_store(masses, masses[number] + word % _ONE_TOKEN, [number])
+        parameter, last, sums = self._parameter, _filled("int32", 1, what.BINS - 1), _filled("int64", 2, 0)
+
+        def reach(counted: tirx.Var, target: tirx.Expr) -> None:
+            T.buffer_store(last, 0, [0])
+            T.buffer_store(sums, counted[wide(0)], [1])
+            with T.While(tirx.all(sums[1] < target, last[0] < what.BINS - 1)):
+                T.buffer_store(last, last[0] + 1, [0])
+                T.buffer_store(sums, sums[1] + counted[wide(last[0])], [1])
+
+        with T.serial(0, wide(what.BINS)) as number:
+            T.buffer_store(sums, sums[0] + masses[number], [0])
+        with T.If(self._limits_count()):
+            with T.Then():
+                reach(counts, wide(tirx.Cast("int64", parameter["top_k"])))
+            with T.Else(), T.If(parameter["top_p"] < _float(1)):
+                with T.Then():
+                    reach(masses, _share(parameter["top_p"], sums[0]))
+                with T.Else(), T.If(parameter["min_p"] > _float(0)), T.Then():
+                    # One more, for the logarithm's rounding.
+                    least = tirx.max(_float(0), _float(0) - tirx.log(parameter["min_p"])) * _float(what.STEPS)
+                    T.buffer_store(last, tirx.Cast("int32", tirx.min(least + _float(1), _float(what.BINS - 1))), [0])
+        return T.Bind(last[0]), T.Bind(sums[0])
+
+    def _limits_count(self) -> tirx.Expr:
+        top_k = self._parameter["top_k"]
+        return tirx.all(top_k >= _float(1), top_k < _float(self._columns))
+
+    def _finish(self) -> None:
+        token, buffers = _filled("int64", 1, 0), self._buffers
+        largest = self._row_max(self._largest)
+        with T.If(tirx.any(self._greedy, largest == _float(-_INFINITY))):
+            with T.Then():
+                self._take_first(token, largest)
+            with T.Else():
+                self._draw(token, largest)
+        T.buffer_store(buffers["token"], token[0], [self._b])
+        total = _filled("float32", 1, 0.0)
+        with T.serial(0, wide(self._chunks)) as chunk:
+            T.buffer_store(total, total[0] + self._sums[self._b * self._chunks + chunk], [0])
+        d = _difference(self._logit(token[0]), self._row_max(self._largest_logit))
+        found = d - tirx.log(total[0] * _float(2.0**-what.MASS_BITS))
+        nothing = largest == _float(-_INFINITY)
+        T.buffer_store(buffers["log_probability"], tirx.Select(nothing, _float(-_INFINITY), found), [self._b])
+        if self._spec.counts:
+            counts = buffers["counts"]
+            T.buffer_store(counts, counts[self._b, token[0]] + 1, [self._b, token[0]])
+
+    def _take_first(self, token: tirx.Var, largest: tirx.Expr) -> None:
+        chunk, scratch = _filled("int64", 1, 0), self._buffers["scratch"]
+        with T.While(self._largest[self._b * self._chunks + chunk[0]] != largest):
+            T.buffer_store(chunk, chunk[0] + 1, [0])
+        T.buffer_store(token, chunk[0] * _CHUNK, [0])
+        with T.While(scratch[self._b, token[0]] != largest):
+            T.buffer_store(token, token[0] + 1, [0])
+
+    def _draw(self, token: tirx.Var, largest: tirx.Expr) -> None:
+        parameter = self._parameter
+        self._held = _filled("int64", 1, self._listed[self._b])
+        self._mass_before_top_p = _filled("int64", 1, self._row_masses[self._b])
+        self._digits = _array("int64", _DIGITS)
+        with T.If(self._limits_count()), T.Then():
+            top_k = tirx.Cast("int64", parameter["top_k"])
+            border, _ = self._select(self._descending, lambda _at: _long(1), top_k)
+            self._keep(lambda at: self._descending(at) <= border)
+            T.buffer_store(self._mass_before_top_p, self._total(), [0])
+        with T.If(parameter["top_p"] < _float(1)), T.Then():
+            self._keep_top_p()
+        with T.If(parameter["min_p"] > _float(0)), T.Then():
+            least = tirx.Cast("float64", parameter["min_p"]) * tirx.const(2.0**what.MASS_BITS, "float64")
+            self._keep(lambda at: tirx.Cast("float64", self._mass_of(at)) >= least)
+        with T.If(tirx.all(parameter["typical_p"] > _float(0), parameter["typical_p"] < _float(1))), T.Then():
+            self._keep_typical(largest)
+        drawn = T.Bind(tirx.Cast("int64", self._random() * tirx.Cast("float64", self._total())))
+        at, sums = _filled("int64", 1, 0), _filled("int64", 1, self._mass_of(wide(0)))
+        with T.While(tirx.all(sums[0] <= drawn, at[0] < self._held[0] - 1)):
+            T.buffer_store(at, at[0] + 1, [0])
+            T.buffer_store(sums, sums[0] + self._mass_of(at[0]), [0])
+        T.buffer_store(token, self._token_of(at[0]), [0])
+
+    def _keep_top_p(self) -> None:
+        target = T.Bind(_share(self._parameter["top_p"], self._mass_before_top_p[0]))
+        border, below = self._select(self._descending, self._mass_of, target)
+        of_one, ties = _filled("int64", 1, 1), _filled("int64", 1, 0)
+        with T.serial(0, self._held[0]) as at, T.If(self._descending(at) == border), T.Then():
+            T.buffer_store(of_one, tirx.max(self._mass_of(at), _long(1)), [0])
+        needed = T.Bind((target - below + of_one[0] - 1) // of_one[0])
+
+        def stays(at: tirx.Expr) -> tirx.Expr:
+            key = T.Bind(self._descending(at))
+            with T.If(key == border), T.Then():
+                T.buffer_store(ties, ties[0] + 1, [0])
+            return tirx.any(key < border, tirx.all(key == border, ties[0] <= needed))
+
+        self._keep(stays)
+
+    def _keep_typical(self, largest: tirx.Expr) -> None:
+        weighted, ten_bits = _filled("int64", 1, 0), tirx.const(1024.0, "float64")
+
+        def d_of(at: tirx.Expr) -> tirx.Expr:
+            return _difference(self._buffers["scratch"][self._b, self._token_of(at)], largest)
+
+        with T.serial(0, self._held[0]) as at, T.If(self._mass_of(at) > 0), T.Then():
+            product = tirx.Cast("float64", self._mass_of(at)) * tirx.Cast("float64", d_of(at))
+            T.buffer_store(weighted, weighted[0] + tirx.Cast("int64", product * ten_bits), [0])
+        total = T.Bind(self._total())
+        mean = tirx.Cast("float64", weighted[0]) / ten_bits / tirx.Cast("float64", total)
+        mean = T.Bind(tirx.Cast("float32", mean))
+
+        def distance(at: tirx.Expr) -> tirx.Expr:
+            return tirx.reinterpret("uint32", tirx.abs(d_of(at) - mean))
+
+        border, _ = self._select(distance, self._mass_of, _share(self._parameter["typical_p"], total))
+        self._keep(lambda at: distance(at) <= border)
+
+    def _token_of(self, at: tirx.Expr) -> tirx.Expr:
+        return wide(self._list[self._b * self._columns + at])
+
+    def _mass_of(self, at: tirx.Expr) -> tirx.Expr:
+        return wide(self._masses[self._b * self._columns + at])
+
+    def _descending(self, at: tirx.Expr) -> tirx.Expr:
+        """Return the bits of an x, so ordered that the largest is the lowest number."""
+        bits = T.Bind(tirx.reinterpret("int32", self._buffers["scratch"][self._b, self._token_of(at)]))
+        turned = bits ^ ((bits >> 31) & tirx.const(2**31 - 1, "int32"))
+        return tirx.reinterpret("uint32", tirx.const(2**31 - 1, "int32") ^ turned)
+
+    def _total(self) -> tirx.Expr:
+        total = _filled("int64", 1, 0)
+        with T.serial(0, self._held[0]) as at:
+            T.buffer_store(total, total[0] + self._mass_of(at), [0])
+        return total[0]
+
+    def _select(
+        self, key: Callable[[tirx.Expr], tirx.Expr], weight: Callable[[tirx.Expr], tirx.Expr], target: tirx.Expr
+    ) -> tuple[tirx.Expr, tirx.Expr]:
+        """Return the lowest key up to which the weights' sum reaches a target, and the sum below that key."""
+        found, below, digit = _filled("uint32", 1, 0), _filled("int64", 1, 0), _filled("int64", 1, 0)
+        digits, target = self._digits, T.Bind(target)
+        for shift in (24, 16, 8, 0):
+            with T.serial(0, wide(_DIGITS)) as number:
+                T.buffer_store(digits, _long(0), [number])
+            with T.serial(0, self._held[0]) as at:
+                own = T.Bind(key(at))
+                higher = tirx.const(0xFFFFFF00 << shift & 0xFFFFFFFF, "uint32")
+                with T.If((own & higher) == found[0]), T.Then():
+                    to = T.Bind(wide((own >> tirx.const(shift, "uint32")) & tirx.const(255, "uint32")))
+                    T.buffer_store(digits, digits[to] + weight(at), [to])
+            T.buffer_store(digit, _long(0), [0])
+            with T.While(tirx.all(below[0] + digits[digit[0]] < target, digit[0] < _DIGITS - 1)):
+                T.buffer_store(below, below[0] + digits[digit[0]], [0])
+                T.buffer_store(digit, digit[0] + 1, [0])
+            shifted = tirx.Cast("uint32", digit[0]) << tirx.const(shift, "uint32")
+            T.buffer_store(found, found[0] | shifted, [0])
+        return T.Bind(found[0]), T.Bind(below[0])
+
+    def _keep(self, condition: Callable[[tirx.Expr], tirx.Expr]) -> None:
+        kept = _filled("int64", 1, 0)
+        with T.serial(0, self._held[0]) as at, T.If(condition(at)), T.Then():
+            for listed in (self._list, self._masses):
+                start = self._b * self._columns
+                T.buffer_store(listed, listed[start + at], [start + kept[0]])
+            T.buffer_store(kept, kept[0] + 1, [0])
+        T.buffer_store(self._held, kept[0], [0])
+
+    def _random(self) -> tirx.Expr:
+        """Return the number of the row's seed and position in [0, 1), float64."""
+        position, seed = (self._buffers[name][self._b] for name in ("position", "seed"))
+        words, key = _filled("uint64", 4, 0), _filled("uint64", 2, 0)
+        low = tirx.const(0xFFFFFFFF, "uint64")
+        for pair, number in ((words, position), (key, seed)):
+            bits = T.Bind(tirx.Cast("uint64", number))
+            T.buffer_store(pair, bits & low, [0])
+            T.buffer_store(pair, bits >> tirx.const(32, "uint64"), [1])
+        half = tirx.const(32, "uint64")
+        with T.serial(0, what.PHILOX_ROUNDS):
+            one, other = (
+                T.Bind(words[2 * at] * tirx.const(multiplier, "uint64"))
+                for at, multiplier in enumerate(what.PHILOX_MULTIPLIERS)
+            )
+            mixed = [(other >> half) ^ words[1] ^ key[0], other & low, (one >> half) ^ words[3] ^ key[1], one & low]
+            for at, word in enumerate([T.Bind(word) for word in mixed]):
+                T.buffer_store(words, word, [at])
+            for at, increment in enumerate(what.PHILOX_KEYS):
+                T.buffer_store(key, (key[at] + tirx.const(increment, "uint64")) & low, [at])
+        bits = (words[0] >> tirx.const(5, "uint64")) * tirx.const(2**26, "uint64")
+        bits = bits + (words[1] >> tirx.const(6, "uint64"))
+        return tirx.Cast("float64", tirx.Cast("int64", bits)) * tirx.const(2.0**-53, "float64")
+
+
+def _array(dtype: str, size: tirx.Expr | int) -> tirx.Var:
+    return T.alloc_buffer([size], dtype, scope="global")
+
+
+def _filled(dtype: str, size: int, value: tirx.Expr | float) -> tirx.Var:
+    array = _array(dtype, size)
+    value = tirx.const(value, dtype) if isinstance(value, int | float) else value
+    if size == 1:
+        T.buffer_store(array, value, [0])
+    else:
+        with T.serial(0, wide(size)) as at:
+            T.buffer_store(array, value, [at])
+    return array
+
+
+def _float(value: float) -> tirx.Expr:
+    return tirx.const(value, "float32")
+
+
+def _long(value: int) -> tirx.Expr:
+    return tirx.const(value, "int64")
+
+
+def _multiply_add(a: tirx.Expr, b: tirx.Expr, c: tirx.Expr) -> tirx.Expr:
+    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, c)
+
+
+def _without_nan(x: tirx.Expr) -> tirx.Expr:
+    # TVM takes `x == x` for true.
+    return tirx.Select(x >= _float(-_INFINITY), x, _float(-_INFINITY))
+
+
+def _reduced(lanes: tirx.Var, combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]) -> tirx.Expr:
+    parts = [lanes[lane] for lane in range(_LANES)]
+    while len(parts) > 1:
+        parts = [combine(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _difference(x: tirx.Expr, largest: tirx.Expr) -> tirx.Expr:
+    """Return d; 0 where both are +inf."""
+    return tirx.Select(x == largest, _float(0), x - largest)
+
+
+def _mass(d: tirx.Expr) -> tirx.Expr:
+    """Return 2**MASS_BITS * exp(d), in the same operations on all devices."""
+    d = T.Bind(tirx.max(d, _float(what.LOWEST)))
+    rounded = T.Bind(_multiply_add(d, _float(what.LOG2_E), _float(what.ROUNDER)))
+    n = T.Bind(rounded - _float(what.ROUNDER))
+    r = T.Bind(_multiply_add(n, _float(-what.LN2_LOW), _multiply_add(n, _float(-what.LN2_HIGH), d)))
+    polynomial = _float(what.EXP_COEFFICIENTS[-1])
+    for coefficient in reversed(what.EXP_COEFFICIENTS[:-1]):
+        polynomial = _multiply_add(polynomial, r, _float(coefficient))
+    exponential = _multiply_add(polynomial, r * r, r) + _float(1)
+    (start,) = struct.unpack("<i", struct.pack("<f", what.ROUNDER))
+    power = tirx.reinterpret("int32", rounded) - tirx.const(start - 127 - what.MASS_BITS, "int32")
+    return exponential * tirx.reinterpret("float32", power << 23)
+
+
+def _whole_mass(d: tirx.Expr) -> tirx.Expr:
+    return tirx.Cast("int32", _mass(d) + _float(0.5))
+
+
+def _bin(d: tirx.Expr) -> tirx.Expr:
+    return tirx.Cast("int32", tirx.min((_float(0) - d) * _float(what.STEPS), _float(what.BINS - 1)))
+
+
+def _share(part: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+    """Return the least whole sum that is at least a part of a total, and 1 at least."""
+    product = tirx.Cast("float64", part) * tirx.Cast("float64", total)
+    return tirx.max(tirx.Cast("int64", tirx.ceil(product)), _long(1))
