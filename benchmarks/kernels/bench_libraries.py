@@ -26,7 +26,7 @@ from relaxtune.models import load_model
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import measure, module_arm
-from relaxtune.pipeline.choose.candidates import still_true_in
+from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.cli.output import stdout_console
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.tuning.waiting_backend import WaitingBackend
-from relaxtune.pipeline.choose.candidates import still_true_in
+from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tuning.local.backend import this_machine

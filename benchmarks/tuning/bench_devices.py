@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.gpu_arms.results import machine
-from relaxtune.pipeline.choose.candidates import still_true_in
+from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.cli.options import parse_shapes
 from relaxtune.pipeline.codegen.cuda_compiler import find_toolchain
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model

@@ -31,7 +31,7 @@ from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import versions
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import OWN_ARM, UNTUNED_ARM
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.record_lookup import RecordLookup
 from relaxtune.pipeline.choose.shipping import Shipping, decide
 from relaxtune.pipeline.cli.app import expected_errors
 from relaxtune.pipeline.jobs.tuned_model import TunedModel, tune_prepared, untuned_kernels
@@ -129,7 +129,7 @@ def _figures(tuned: TunedModel, shipping: Shipping, kernels: Sequence[Row]) -> R
 def _kernels(tuned: TunedModel, untuned: Sequence[KernelChoice], database: TuningDatabase) -> list[Row]:
     """Return the kernels of the tuned form: what each takes as it is untuned and tuned, and what holds it back."""
     prepared = tuned.prepared
-    lookup = CandidateLookup(database, prepared.target, prepared.environment)
+    lookup = RecordLookup(database, prepared.target, prepared.environment)
     defaults = {choice.task: choice for choice in untuned}
     chosen = {choice.task: choice for choice in tuned.choices}
     rows, untuned_us = [], {}

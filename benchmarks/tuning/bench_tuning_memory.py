@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.tuning.waiting_backend import WaitingBackend  # noqa: E402
 from relaxtune.pipeline.artifact.export import versions  # noqa: E402
-from relaxtune.pipeline.choose.candidates import still_true_in  # noqa: E402
+from relaxtune.pipeline.choose.record_lookup import still_true_in  # noqa: E402
 from relaxtune.pipeline.environment import detect_environment  # noqa: E402
 from relaxtune.pipeline.tasks.extract import as_workload, make_task  # noqa: E402
 from relaxtune.pipeline.tasks.task import TuningTask  # noqa: E402

@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from relaxtune.pipeline.artifact.export import versions  # noqa: E402
-from relaxtune.pipeline.choose.candidates import still_true_in  # noqa: E402
+from relaxtune.pipeline.choose.record_lookup import still_true_in  # noqa: E402
 from relaxtune.pipeline.cli.options import parse_shapes  # noqa: E402
 from relaxtune.pipeline.passes.module import LoweringOptions  # noqa: E402
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model  # noqa: E402

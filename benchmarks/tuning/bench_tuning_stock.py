@@ -48,7 +48,7 @@ sys.path.insert(0, str(ROOT))
 from relaxtune.models.zoo.bert import build_bert  # noqa: E402
 from relaxtune.models.zoo.graph import Precision  # noqa: E402
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset  # noqa: E402
-from relaxtune.pipeline.choose.candidates import still_true_in  # noqa: E402
+from relaxtune.pipeline.choose.record_lookup import still_true_in  # noqa: E402
 from relaxtune.pipeline.choose.replay import replay_record  # noqa: E402
 from relaxtune.pipeline.choose.selection import select_kernels  # noqa: E402
 from relaxtune.pipeline.codegen.finish import finish_kernels  # noqa: E402

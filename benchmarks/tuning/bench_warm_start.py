@@ -29,7 +29,7 @@ from relaxtune.models.zoo.bert import build_bert
 from relaxtune.models.zoo.graph import Precision
 from relaxtune.models.zoo.presets import DEFAULT_DIMS, get_preset
 from relaxtune.pipeline.artifact.export import versions
-from relaxtune.pipeline.choose.candidates import still_true_in
+from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary

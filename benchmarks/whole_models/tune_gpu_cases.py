@@ -34,8 +34,8 @@ from benchmarks.gpu_arms.artifact_facts import describe
 from benchmarks.gpu_arms.cases import Case, find_cases
 from benchmarks.gpu_arms.short_models import prepare_short
 from benchmarks.whole_models.bench_gpu import DEFAULT_ARTIFACTS
-from relaxtune.pipeline.choose.candidates import still_true_in
 from relaxtune.pipeline.choose.model_records import measured_model
+from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.choose.rerank import RerankReport
 from relaxtune.pipeline.cli.app import expected_errors
 from relaxtune.pipeline.cli.output import stdout_console

@@ -22,8 +22,8 @@ import tvm
 
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.candidates import CandidateLookup
 from relaxtune.pipeline.choose.model_arm import compiled_arms
+from relaxtune.pipeline.choose.record_lookup import RecordLookup
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import template_default
 from relaxtune.pipeline.errors import LoweringError
@@ -98,7 +98,7 @@ def rerank(
     `choices`: as selected from the records. `tasks`: how many of the tasks that take most of the model's time are
     looked at. `turn`: held while models are timed, where other processes time something on the same device.
     """
-    lookup = CandidateLookup(database, prepared.target, prepared.environment)
+    lookup = RecordLookup(database, prepared.target, prepared.environment)
     latencies_us = {choice.task: choice.latency_us for choice in choices if choice.latency_us is not None}
     timed = [task for task in prepared.tasks if task.name in latencies_us]
     hottest = sorted(timed, key=lambda task: (-task.weight * latencies_us[task.name], task.name))[:tasks]
@@ -191,7 +191,7 @@ class _Rival:
 
 
 def _rivals(
-    prepared: PreparedModel, task: TuningTask, choices: Sequence[KernelChoice], lookup: CandidateLookup
+    prepared: PreparedModel, task: TuningTask, choices: Sequence[KernelChoice], lookup: RecordLookup
 ) -> list[_Rival]:
     """Return the runners-up of a task, and its template's default where that was measured and is none of them."""
     mine = [choice for choice in choices if choice.task == task.name]

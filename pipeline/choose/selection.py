@@ -16,8 +16,8 @@ from tvm import tirx
 
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
-from relaxtune.pipeline.choose.candidates import CandidateLookup, unusable
 from relaxtune.pipeline.choose.model_records import ModelDecision
+from relaxtune.pipeline.choose.record_lookup import RecordLookup, unusable
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.codegen.tvm_errors import TVM_ERRORS
 from relaxtune.pipeline.errors import LoweringError
@@ -76,7 +76,7 @@ def select_kernels(
         Whether the traces of the choices have records that are not true here, too.
     """
     by_function = {name: task for task in tasks for name in task.functions.get(lowered.graph.name, ())}
-    lookup = None if database is None else CandidateLookup(database, target, environment, explain=explain)
+    lookup = None if database is None else RecordLookup(database, target, environment, explain=explain)
     choices: list[KernelChoice] = []
     for function in lowered.kernels:
         task = by_function.get(function)
@@ -110,7 +110,7 @@ def tasks_without_record(choices: Sequence[KernelChoice]) -> tuple[str, ...]:
 def _choose(
     function: str,
     task: TuningTask,
-    lookup: CandidateLookup,
+    lookup: RecordLookup,
     target: ResolvedTarget,
     routes: frozenset[Route],
     preferred: Preferred | None,
@@ -175,7 +175,7 @@ def _choose_table(
     function: str,
     func: tirx.PrimFunc,
     places: Sequence[tuple[SizeOfTable, TuningTask]],
-    lookup: CandidateLookup,
+    lookup: RecordLookup,
     target: ResolvedTarget,
 ) -> tuple[KernelChoice | None, Trace]:
     """Return the table of a function's fastest recorded kernels, and the records that were looked at.
@@ -207,7 +207,7 @@ def _choose_table(
 
 
 def _fastest(
-    task: TuningTask, func: tirx.PrimFunc, rows: int, own: str, lookup: CandidateLookup, target: ResolvedTarget
+    task: TuningTask, func: tirx.PrimFunc, rows: int, own: str, lookup: RecordLookup, target: ResolvedTarget
 ) -> Choice:
     """Return the fastest record that still makes the kernel that was measured, and one for symbolic rows too.
 

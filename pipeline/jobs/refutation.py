@@ -20,7 +20,7 @@ from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bisect import FaultyKernel, check_kernels
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.record_lookup import RecordLookup
 from relaxtune.pipeline.errors import PipelineError
 from relaxtune.pipeline.prepare import PreparedModel
 from relaxtune.pipeline.temporary import temporary_folder
@@ -78,7 +78,7 @@ def refute_kernels(
 def _refute(prepared: PreparedModel, choice: KernelChoice, reason: str, database: TuningDatabase) -> None:
     task = next(task for task in prepared.tasks if task.name == choice.task)
     made = (choice.route, choice.decision)
-    lookup = CandidateLookup(database, prepared.target, prepared.environment)
+    lookup = RecordLookup(database, prepared.target, prepared.environment)
     refuted = next(record for record in lookup.judge(task).standing if (record.route, record.decision) == made)
     wrong = replace(
         refuted,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import OWN_ARM
-from relaxtune.pipeline.choose.candidates import still_true_in
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
 from relaxtune.pipeline.choose.norm_forms import (
     NormFormsReport,
@@ -24,6 +23,7 @@ from relaxtune.pipeline.choose.norm_forms import (
     other_forms,
     with_common_tasks,
 )
+from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import NO_DATABASE, select_kernels
 from relaxtune.pipeline.choose.shipping import Shipping

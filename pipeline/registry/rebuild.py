@@ -33,7 +33,7 @@ from relaxtune.pipeline.tasks.extract import as_workload, extract_tasks
 from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.validate.builds import manifest_model
-from relaxtune.pipeline.validate.comparison import Difference, OutputDrift, compare_manifests, compare_outputs
+from relaxtune.pipeline.validate.comparison import Difference, OutputDifference, compare_manifests, compare_outputs
 from relaxtune.pipeline.validate.validation import sample_inputs
 from relaxtune.schedules.marks import as_scheduled
 from relaxtune.schedules.registry import apply_decision, list_candidates
@@ -56,7 +56,7 @@ class Rebuild:
     changed: tuple[Difference, ...]
     noted: tuple[Difference, ...]  # What is not the same and need not: versions, notes of passes.
     same_files: Mapping[str, bool]  # File -> whether it has the same bytes.
-    outputs: tuple[OutputDrift, ...] | None  # Both on the same inputs; None where the device is not here.
+    outputs: tuple[OutputDifference, ...] | None  # Both on the same inputs; None where the device is not here.
 
     @property
     def same(self) -> bool:
@@ -222,7 +222,7 @@ def _record(entry: KernelEntry, task: TuningTask, database: TuningDatabase | Non
     raise LoweringError(f"{database.url} has no record of decision {known} (it was record {entry.record_id})")
 
 
-def _compared(before: Manifest, again: Manifest, outputs: tuple[OutputDrift, ...] | None) -> Rebuild:
+def _compared(before: Manifest, again: Manifest, outputs: tuple[OutputDifference, ...] | None) -> Rebuild:
     changed: list[Difference] = []
     pairs = [(before.kernels, again.kernels)]
     if before.buckets is not None and again.buckets is not None:

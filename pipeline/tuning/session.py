@@ -52,10 +52,10 @@ def tune(
     """Tune tasks and return the summary; every candidate is in the database by then.
 
     Kernels are of `target`, measured in `environment`; the records belong to `job_id`, a job of the database.
-    `still_true` leaves out stale records of earlier runs (`pipeline.choose.candidates.still_true_in`). `machine` starts
-    another builder and backend than this machine's, such as a cluster's; the run ends them. `feed` gives more tasks
-    while the run goes on, and candidates for them; `options.trials` then limits nothing. `stop` ends the run from
-    another thread; the time budget becomes its deadline.
+    `still_true` leaves out stale records of earlier runs (`pipeline.choose.record_lookup`). `machine` starts another
+    builder and backend than this machine's, such as a cluster's; the run ends them. `feed` gives more tasks while the
+    run goes on, and candidates for them; `options.trials` then limits nothing. `stop` ends the run from another thread;
+    the time budget becomes its deadline.
 
     Ctrl-C or SIGTERM ends the run at the next opportunity, within a second unless MetaSchedule is searching: what is
     finished is recorded, and the summary says `interrupted`. A second Ctrl-C raises KeyboardInterrupt.

@@ -29,7 +29,7 @@ _ROWS_SHOWN = 20
 
 
 @dataclass(frozen=True)
-class OutputDrift:
+class OutputDifference:
     """One output of two builds, over all samples."""
 
     name: str
@@ -67,7 +67,7 @@ class Comparison:
     #: The two sides, artifact directories or files of saved outputs.
     a: str
     b: str
-    outputs: tuple[OutputDrift, ...]  #: In the order of the first build.
+    outputs: tuple[OutputDifference, ...]  #: In the order of the first build.
     #: Differences of the manifests, in kernels and in all else (model, target, precision, passes, versions). Empty when
     #: one of the two is a file of outputs.
     kernels: tuple[Difference, ...] = ()
@@ -98,7 +98,7 @@ def compare_outputs(
     *,
     exact: bool = False,
     tolerance: Tolerance | None = None,
-) -> tuple[OutputDrift, ...]:
+) -> tuple[OutputDifference, ...]:
     """Return how the outputs of two builds differ.
 
     The samples of both are the same, in the same order. With `exact` any difference fails; `tolerance` is that of a
@@ -147,12 +147,12 @@ def render(comparison: Comparison) -> list[TableView]:
     """Return the comparison as tables for a terminal."""
     asked = bool(comparison.asked)
 
-    def result(output: OutputDrift) -> str:
+    def result(output: OutputDifference) -> str:
         if not asked:
             return "same bits" if output.identical == 1.0 else "differs"
         return "ok" if output.passed else output.reason
 
-    measures: dict[str, Callable[[OutputDrift], object]] = {
+    measures: dict[str, Callable[[OutputDifference], object]] = {
         "same bits": lambda one: f"{one.identical:.2%}",
         "max abs": lambda one: f"{one.max_abs:.3g}",
         "mean abs": lambda one: f"{one.mean_abs:.3g}",
@@ -210,7 +210,7 @@ def ulps_apart(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def _compare_output(
     name: str, a: Sequence[np.ndarray], b: Sequence[np.ndarray], exact: bool, tolerance: Tolerance | None
-) -> OutputDrift:
+) -> OutputDifference:
     for first, second in zip(a, b, strict=True):
         if first.shape != second.shape:
             raise PipelineError(
@@ -231,7 +231,7 @@ def _compare_output(
     finite = np.isfinite(left.astype(np.float64)) & np.isfinite(right.astype(np.float64))
     floats = same_dtype and left.dtype.kind not in "biu"
     ulps = ulps_apart(left[finite], right[finite]) if floats else None
-    return OutputDrift(
+    return OutputDifference(
         name=name,
         dtypes=(str(left.dtype), str(right.dtype)),
         shape=a[0].shape,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
+from relaxtune.pipeline.choose.record_lookup import RecordLookup, without_stale
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.tuning_db.store import TuningDatabase
@@ -28,7 +28,7 @@ def test_a_tuning_run_does_not_know_an_impossible_latency(tasks, llvm_target) ->
     task = matmul(tasks)
     record = record_of(task, llvm_target, latencies_us=(0.001,))
     with TuningDatabase.open("sqlite://") as database:
-        lookup = CandidateLookup(database, llvm_target, detect_environment(llvm_target))
+        lookup = RecordLookup(database, llvm_target, detect_environment(llvm_target))
         assert without_stale(lookup, task, [record]) == []
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
+from relaxtune.pipeline.choose.record_lookup import RecordLookup, without_stale
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.schedules import fallback
@@ -50,7 +50,7 @@ def test_stale_fallback_neither_wins_nor_hides_a_true_record(lowered, tasks, tas
 
 @pytest.fixture
 def lookup(database, llvm_target):
-    return CandidateLookup(database, llvm_target, detect_environment(llvm_target))
+    return RecordLookup(database, llvm_target, detect_environment(llvm_target))
 
 
 def test_tuning_run_does_not_know_a_stale_fallback(task, llvm_target, lookup):

@@ -15,7 +15,7 @@ import tvm_ffi
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.export import write_artifact
-from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
+from relaxtune.pipeline.choose.record_lookup import RecordLookup, without_stale
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.codegen.finish import finish_kernels
@@ -183,7 +183,7 @@ def test_a_slow_fallback_does_not_stand_in_for_candidates_made_in_another_way_by
 
 def test_records_that_no_longer_hold_are_measured_again(task, target, measured) -> None:
     with TuningDatabase.open("sqlite://") as database:
-        lookup = CandidateLookup(database, target, measured[0].environment)
+        lookup = RecordLookup(database, target, measured[0].environment)
         assert without_stale(lookup, task, measured) == measured
         fastest_changed = [replace(measured[0], kernel_hash=ANOTHER), *measured[1:]]
         assert without_stale(lookup, task, fastest_changed) == measured[1:]
@@ -199,7 +199,7 @@ def test_a_refuted_record_that_holds_does_not_hide_a_stale_one(task, target, mea
     known = [measured[0], replace(measured[1], kernel_hash=ANOTHER), measured[2]]
     with TuningDatabase.open("sqlite://") as database:
         database.record_all(workloads=[describe_workload(task)], records=[wrong])
-        lookup = CandidateLookup(database, target, measured[0].environment)
+        lookup = RecordLookup(database, target, measured[0].environment)
         assert without_stale(lookup, task, known) == [measured[0], measured[2]]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import MetaData, insert, select
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup, without_stale
+from relaxtune.pipeline.choose.record_lookup import RecordLookup, without_stale
 from relaxtune.pipeline.choose.replay import replay_record
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.errors import LoweringError
@@ -69,7 +69,7 @@ def test_an_old_record_is_true(revision, dialect, path, task, today, request) ->
     with TuningDatabase.open(url) as database:
         records = database.list_records(RecordFilter(workload_hash=task.workload_hash))
         assert {one.route for one in records} == {Route.TEMPLATE, Route.FALLBACK, Route.METASCHEDULE}
-        lookup = CandidateLookup(database, TARGET, detect_environment(TARGET))
+        lookup = RecordLookup(database, TARGET, detect_environment(TARGET))
         kept = {one.route for one in without_stale(lookup, task, records)}
     assert kept == {one.route for one in records}
     for record in records:
@@ -77,7 +77,7 @@ def test_an_old_record_is_true(revision, dialect, path, task, today, request) ->
 
 
 def test_a_record_that_does_not_say_its_kernel_is_measured_again(task, today) -> None:
-    lookup = CandidateLookup(today, TARGET, detect_environment(TARGET))
+    lookup = RecordLookup(today, TARGET, detect_environment(TARGET))
     records = today.list_records(RecordFilter(workload_hash=task.workload_hash))
     silent = [replace(record, kernel_hash=None) for record in records]
     assert {one.route for one in without_stale(lookup, task, silent)} == {Route.METASCHEDULE}

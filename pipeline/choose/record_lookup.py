@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _LISTED = 1000
 
 
-class CandidateLookup:
+class RecordLookup:
     """Looks up the records of tasks for one place.
 
     `database`: where records are. `target`, `environment`: what is compiled for, and where it is to run. `explain`:
@@ -108,10 +108,10 @@ def still_true_in(
     database: TuningDatabase, target: ResolvedTarget, environment: Environment
 ) -> Callable[[TuningTask, Sequence[TuningRecord]], list[TuningRecord]]:
     """Return what `tune` leaves stale records out with, for the database, target and environment that it is given."""
-    return partial(without_stale, CandidateLookup(database, target, environment))
+    return partial(without_stale, RecordLookup(database, target, environment))
 
 
-def without_stale(lookup: CandidateLookup, task: TuningTask, known: Sequence[TuningRecord]) -> list[TuningRecord]:
+def without_stale(lookup: RecordLookup, task: TuningTask, known: Sequence[TuningRecord]) -> list[TuningRecord]:
     """Return a task's records less those of fallbacks, templates and libraries that selection would pass over.
 
     Records of latencies that no device reaches are left out, too.

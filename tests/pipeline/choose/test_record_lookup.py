@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import tvm
 
-from relaxtune.pipeline.choose.candidates import CandidateLookup
+from relaxtune.pipeline.choose.record_lookup import RecordLookup
 from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.pipeline.tasks.packed_module import PackedModule
@@ -59,7 +59,7 @@ def keep(database, *records):
 
 
 def decisions(database, place, task=TASK):
-    return [record.decision for record in CandidateLookup(database, *place).judge(task).standing]
+    return [record.decision for record in RecordLookup(database, *place).judge(task).standing]
 
 
 def test_a_refutation_in_a_shared_database_is_seen(tmp_path, place, record):
@@ -112,9 +112,9 @@ def test_the_trace_says_what_became_of_each_record(tmp_path, place, record):
         )
 
         names = {(one.layer, one.id): f"{one.decision} {one.latency_us}" for one in database.list_records()}
-        found = CandidateLookup(database, target, environment, explain=True).judge(TASK)
+        found = RecordLookup(database, target, environment, explain=True).judge(TASK)
         reasons = {names[one.database, one.id]: one.reason for one in found.trace}
-        unexplained = CandidateLookup(database, *place).judge(TASK)
+        unexplained = RecordLookup(database, *place).judge(TASK)
     assert [one.decision for one in found.standing] == ["right", "again", "below"]
     assert found.standing == unexplained.standing
     assert reasons == {
@@ -144,7 +144,7 @@ def test_templates_that_failed_in_a_twin_are_known_and_those_of_another_architec
             record("elsewhere", 0, status=Status.BUILD_ERROR, **elsewhere),
             record("good", 1.0),
         )
-        assert CandidateLookup(database, *place).failed_templates(TASK) == {"built", "ran"}
+        assert RecordLookup(database, *place).failed_templates(TASK) == {"built", "ran"}
 
 
 def test_selecting_reads_no_wrong_result_of_other_kernels(lowered, tasks, place, record, monkeypatch):
