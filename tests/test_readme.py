@@ -119,7 +119,9 @@ def test_python_of_a_page_runs(page, code, tmp_path) -> None:
 
 
 def test_every_test_that_the_guarantees_name_exists() -> None:
-    named = re.findall(r"`(tests/\S+?\.py|)(?:::(test_\w+))?`", TEXTS["docs/guarantees.md"])
+    named = re.findall(
+        r"`(tests/\S+?\.py|)(?:::(test_\w+))?`", (ROOT / "tests" / "guarantees.md").read_text(encoding="utf-8")
+    )
     path, found = "", 0
     for own, test in named:
         path = own or path
