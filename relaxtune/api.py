@@ -29,6 +29,7 @@ from relaxtune.pipeline.errors import (
     UsageError,
     ValidationFailedError,
 )
+from relaxtune.pipeline.gate.call_recorder import CallRecorder
 from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
 from relaxtune.pipeline.gate.latency import LatencyLimit
 from relaxtune.pipeline.jobs.artifacts import ValidationRequest, bench_artifact, validate_artifact
@@ -38,7 +39,6 @@ from relaxtune.pipeline.jobs.inspect import Inspection, inspect_model
 from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.registry.recording import CallRecorder
 from relaxtune.pipeline.registry.refit import Refit, refit_artifact
 from relaxtune.pipeline.registry.registry import Registry
 from relaxtune.pipeline.report.report import Report, report_artifact

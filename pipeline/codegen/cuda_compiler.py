@@ -4,7 +4,7 @@ TVM hands CUDA source to the callback `tvm_callback_cuda_compile` while its CUDA
 that runtime it keeps the *source*, silently, to be compiled where it is loaded. So two things are arranged here:
 
 - a compiler: NVRTC where its Python binding and CUDA's headers are installed (PyPI has all of it), else nvcc
-  (`pipeline.codegen.cuda_compile` has both, with options of our own);
+  (`pipeline.codegen.cubins` has both, with options of our own);
 - TVM's CUDA runtime, which needs the driver's library: where there is none, a stand-in of the nine functions it links
   to, each answering "no device". It can compile and cannot run.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 
 import tvm_ffi
 
-from relaxtune.pipeline.codegen.cuda_compile import (
+from relaxtune.pipeline.codegen.cubins import (
     ELF_MAGIC,
     FAT_MAGIC,
     CompileOptions,

@@ -25,7 +25,7 @@ import tvm
 import tvm_ffi
 from tvm.ir import IRModule
 
-from relaxtune.pipeline.codegen.cuda_compile import OnLog
+from relaxtune.pipeline.codegen.cubins import OnLog
 from relaxtune.pipeline.codegen.cuda_compiler import CompilerKind, CubinRequest, registered
 from relaxtune.pipeline.workers.fork_server import Forks, ForkServer
 from relaxtune.pipeline.workers.pool import WorkerPool

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import tvm
 from tvm import s_tir, tirx
 
-from relaxtune.pipeline.codegen.cuda_compile import OnLog, uses_fast_math
+from relaxtune.pipeline.codegen.cubins import OnLog, uses_fast_math
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.pipeline.codegen.cuda_units import units_side_by_side
 from relaxtune.pipeline.errors import LoweringError

@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from relaxtune.pipeline.codegen import cuda_compile
+from relaxtune.pipeline.codegen import cubins
 from relaxtune.pipeline.codegen.cuda_source import DeviceSource
 from relaxtune.pipeline.codegen.kernel_hash import CODE_GENERATION
 from relaxtune.schedules.cpu.vector_math import keep_erf_in_vectors, register_vector_math
@@ -69,8 +69,8 @@ def prepared_source(monkeypatch: pytest.MonkeyPatch) -> str:
         given.extend((source.code, sorted(source.headers.items()), sorted(options)))
         return b""
 
-    monkeypatch.setattr(cuda_compile, "_nvrtc", compile_)
-    cuda_compile.compile_with_nvrtc(SOURCE, "sm_90a", cuda_compile.CompileOptions(()))
+    monkeypatch.setattr(cubins, "_nvrtc", compile_)
+    cubins.compile_with_nvrtc(SOURCE, "sm_90a", cubins.CompileOptions(()))
     return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
 

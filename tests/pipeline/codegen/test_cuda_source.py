@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tvm.backend.cuda.codegen.header import header_generator
 
-from relaxtune.pipeline.codegen import cuda_compile, cuda_source
-from relaxtune.pipeline.codegen.cuda_compile import (
+from relaxtune.pipeline.codegen import cubins, cuda_source
+from relaxtune.pipeline.codegen.cubins import (
     FAST_MATH,
     CompileOptions,
     compile_with_nvcc,
@@ -58,7 +58,7 @@ def options(*, fast_math: bool = False) -> CompileOptions:
 def test_light_headers_give_the_machine_code_of_the_real_ones(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare_source(code).headers
     light = machine_code(compile_with_nvrtc(code, "sm_90a", options()))
-    monkeypatch.setattr(cuda_compile, "prepare_source", lambda text: DeviceSource(prepare_source(text).code, {}))
+    monkeypatch.setattr(cubins, "prepare_source", lambda text: DeviceSource(prepare_source(text).code, {}))
     assert machine_code(compile_with_nvrtc(code, "sm_90a", options())) == light
     assert set(light) == {"kernel"}
 
@@ -66,10 +66,10 @@ def test_light_headers_give_the_machine_code_of_the_real_ones(code: str, monkeyp
 def test_kernels_optimised_side_by_side_have_the_same_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = KERNEL.partition(" {")[0] + ";"
     code = header("fp16") + declared + KERNEL + KERNEL.replace(" kernel(", " other(").replace("threadIdx.x + 1", "0")
-    assert len(cuda_compile._KERNEL.findall(code)) == 2
+    assert len(cubins._KERNEL.findall(code)) == 2
     found = []
     for cores in (1, 4):
-        monkeypatch.setattr(cuda_compile.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(cubins.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         found.append(machine_code(compile_with_nvrtc(code, "sm_90a", options())))
     assert found[0] == found[1]
     assert set(found[0]) == {"kernel", "other"}

@@ -17,7 +17,7 @@ from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.codegen import cuda_compile
+from relaxtune.pipeline.codegen import cubins
 from relaxtune.pipeline.codegen.cuda_compiler import compiler_release
 from relaxtune.pipeline.environment import target_key
 from relaxtune.pipeline.errors import ArtifactError, LoweringError
@@ -36,7 +36,7 @@ NEEDS_NEWER = pytest.mark.skipif(
 def images(data: bytes) -> list[tuple[int, int]]:
     """Return kind and architecture of everything in the fat binaries inside `data`."""
     found = []
-    for start in (at for at in range(len(data)) if data.startswith(cuda_compile.FAT_MAGIC, at)):
+    for start in (at for at in range(len(data)) if data.startswith(cubins.FAT_MAGIC, at)):
         _, header, size = struct.unpack_from("<HHQ", data, start + 4)
         at = start + header
         while at < start + header + size:
@@ -128,10 +128,10 @@ def test_newer_gpus_take_the_ptx(
 
 def test_a_missing_library_and_a_refusal_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LoweringError, match=r"for sm_80: nvFatbinAddCubin gave error \d+"):
-        cuda_compile.pack_fat_binary(b"no cubin", b"", "sm_80")
-    monkeypatch.setattr(cuda_compile, "_FAT_LIBRARY", "libnvfatbin.so.99")
+        cubins.pack_fat_binary(b"no cubin", b"", "sm_80")
+    monkeypatch.setattr(cubins, "_FAT_LIBRARY", "libnvfatbin.so.99")
     with pytest.raises(LoweringError, match=r"libnvfatbin.so.99.*pip install 'relaxtune\[cuda\]'"):
-        cuda_compile.pack_fat_binary(b"", b"", "sm_80")
+        cubins.pack_fat_binary(b"", b"", "sm_80")
 
 
 @pytest.mark.gpu
