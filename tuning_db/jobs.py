@@ -26,6 +26,11 @@ class Job:
     outcome: str | None = None
     code_version: str | None = None
 
+    @property
+    def wall_s(self) -> float | None:
+        """Seconds from its start to its end; None without one."""
+        return None if self.finished_at is None else (self.finished_at - self.started_at).total_seconds()
+
     def __post_init__(self) -> None:
         """Bring the options to canonical JSON and the times to UTC."""
         normalise(self, text="model code_version", json="options", utc="started_at finished_at")

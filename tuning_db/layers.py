@@ -39,7 +39,6 @@ class LayeredDatabase(TuningDatabase):
     """A database over others: what these know is found too; all else is the first one's."""
 
     def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
-        """Hold an engine; use `LayeredDatabase.open_layers`."""
         super().__init__(location, engine, mode)
         self._below: tuple[TuningDatabase, ...] = ()
         # Workloads, by hash and TVM version, that the first layer is known to have.

@@ -31,7 +31,6 @@ class LocalExecutors:
     """The machine that drives the plan: build processes on its cores, a measuring process for each device."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self._stack = ExitStack()
         self._locks = self._stack.enter_context(temporary_folder())
         self._server: ForkServer | None = None

@@ -5,10 +5,9 @@
     waiting ── import ──▶ arrived ── its tasks settled ──▶ settled ── compile, compare, validate ──▶ over
 
 On a GPU other processes import and finish (`workers`), while tasks of other cells are built and measured; they hold the
-device's lock while they time something. Parts of an artifact that tuning does not change are
-built while the cell is tuned. On a CPU
-measuring must be alone: the tuning thread itself imports all cells first, and finishes one at moments in which nothing
-is built or measured.
+device's lock while they time something. Parts of an artifact that tuning does not change are built while the cell is
+tuned. On a CPU measuring must be alone: the tuning thread itself imports all cells first, and finishes one at moments
+in which nothing is built or measured.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.resume import DONE, find_runs
 from relaxtune.pipeline.workers.fork_server import ForkServer
 from relaxtune.schedules.targets.host import physical_cores
-from relaxtune.tuning_db.jobs import Job
 from relaxtune.tuning_db.layers import open_databases
 from relaxtune.tuning_db.questions.insights import count_candidates
 from relaxtune.tuning_db.records import Mode, RecordFilter
@@ -194,11 +193,7 @@ def read_history(database: TuningDatabase, group: TaskGroup) -> History:
     measured = [job for job, count in counts.items() if count]
     candidates = sum(counts.values())
     return History(
-        sum(map(_wall_s, measured)) / candidates if candidates else None,
-        sum(map(_wall_s, cells)) / len(cells) if cells else None,
+        sum(job.wall_s or 0.0 for job in measured) / candidates if candidates else None,
+        sum(job.wall_s or 0.0 for job in cells) / len(cells) if cells else None,
         len(measured) + len(cells),
     )
-
-
-def _wall_s(job: Job) -> float:
-    return (job.finished_at - job.started_at).total_seconds() if job.finished_at is not None else 0.0

@@ -35,7 +35,6 @@ class TensorMatcher:
     """Compares traces of our modules with the tensors of ONNX Runtime."""
 
     def __init__(self, tensors: OnnxTensors, tolerance: Tolerance) -> None:
-        """Take the reference's tensors, and the tolerance of the model's outputs."""
         self._tensors = tensors
         self._tolerance = tolerance
         self._deepest = max((tensors.depth(name) for name in tensors.outputs), default=1)

@@ -65,7 +65,7 @@ def check_kernels(
     """
     subject = make_subject(module, model, database)
     faults, _, _ = _faulty_calls(subject, _references(subject), inputs)
-    return tuple(_faulty(subject, call, reason) for call, reason in _first_of_each(faults))
+    return _faulty_kernels(subject, faults)
 
 
 class _Search:
@@ -139,9 +139,8 @@ class _Search:
                 break
         faults = sorted(faults, key=lambda fault: fault[0].function != blamed)
         divergence = self._divergence(trace, outputs, self._matcher.learn(healthy))
-        kernels = tuple(_faulty(self._subject, call, reason) for call, reason in _first_of_each(faults))
-        nodes = tuple(node.label for node in divergence.nodes) if divergence else kernels[0].onnx_nodes
-        return self._result(Culprit.KERNEL, divergence, kernel=kernels[0], kernels=kernels, nodes=nodes)
+        kernels = _faulty_kernels(self._subject, faults)
+        return self._result(Culprit.KERNEL, divergence, kernels=kernels, nodes=kernels[0].onnx_nodes)
 
     # Passes
 
@@ -159,7 +158,7 @@ class _Search:
             self._note(f"{after}: results are {'wrong' if wrong else 'right'}")
             return wrong
 
-        kernels = tuple(_faulty(self._subject, call, reason) for call, reason in _first_of_each(faults))
+        kernels = _faulty_kernels(self._subject, faults)
         if wrong_after(0):
             known = self._matcher.guess(runs[0].trace)
             return self._result(
@@ -213,7 +212,6 @@ class _Search:
         culprit: Culprit,
         divergence: Divergence | None,
         *,
-        kernel: FaultyKernel | None = None,
         kernels: tuple[FaultyKernel, ...] = (),
         lowering_pass: FaultyPass | None = None,
         nodes: tuple[str, ...] = (),
@@ -229,7 +227,7 @@ class _Search:
             nodes=nodes,
             tensor=divergence.tensor if divergence else None,
             reason=divergence.comparison.reason if divergence else "",
-            kernel=kernel,
+            kernel=kernels[0] if culprit is Culprit.KERNEL else None,
             kernels=kernels,
             lowering_pass=lowering_pass,
             tried=tuple(self._tried),
@@ -259,24 +257,15 @@ def _faulty_calls(
     return faults, outputs, trace
 
 
-def _faulty(subject: Subject, call: CallSite, reason: str) -> FaultyKernel:
-    entry = subject.entry(call.function)
-    return FaultyKernel(
-        function=call.function,
-        onnx_nodes=call.onnx_nodes,
-        route=entry.route if entry is not None else "unknown",
-        record_id=entry.record_id if entry is not None else None,
-        decision_sha256=entry.decision_sha256 if entry is not None else None,
-        reason=reason,
-    )
-
-
-def _first_of_each(faults: Sequence[tuple[CallSite, str]]) -> list[tuple[CallSite, str]]:
-    """Return the first fault of each function."""
-    found: dict[str, tuple[CallSite, str]] = {}
+def _faulty_kernels(subject: Subject, faults: Sequence[tuple[CallSite, str]]) -> tuple[FaultyKernel, ...]:
+    """Return the kernels of some faults, each with its first."""
+    found: dict[str, FaultyKernel] = {}
     for call, reason in faults:
-        found.setdefault(call.function, (call, reason))
-    return list(found.values())
+        if call.function not in found:
+            entry = subject.entry(call.function)
+            stated = ("unknown", None, None) if entry is None else (entry.route, entry.record_id, entry.decision_sha256)
+            found[call.function] = FaultyKernel(call.function, call.onnx_nodes, *stated, reason)
+    return tuple(found.values())
 
 
 def _first_true(test: Callable[[int], bool], low: int, high: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,19 +108,10 @@ def _without_graph(
     lowered: LoweredModule, target: ResolvedTarget, manifest: Manifest, database: DatabasePlace | None
 ) -> Module:
     tasks = extract_tasks([lowered])
-    opened = None if database is None else TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False)
-    try:
-        choices = select_kernels(
-            lowered,
-            tasks,
-            database=opened,
-            target=target,
-            environment=detect_environment(target),
-            routes=frozenset(Route),
-        )
-    finally:
-        if opened is not None:
-            opened.close()
+    records = nullcontext() if database is None else TuningDatabase.open(database, mode=Mode.READ_ONLY, create=False)
+    with records as opened:
+        here, routes = detect_environment(target), frozenset(Route)
+        choices = select_kernels(lowered, tasks, database=opened, target=target, environment=here, routes=routes)
     compiled = compile_module(lowered, choices, target, cuda_graph=False)
     with temporary_folder() as folder:
         again = write_artifact(compiled, Path(folder) / "artifact")

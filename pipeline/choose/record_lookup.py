@@ -36,7 +36,6 @@ class RecordLookup:
     def __init__(
         self, database: TuningDatabase, target: ResolvedTarget, environment: Environment, *, explain: bool = False
     ) -> None:
-        """Hold a database; nothing is read."""
         self._database = database
         self._explain = explain
         self.target = target

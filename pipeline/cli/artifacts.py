@@ -136,8 +136,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B", help="Another build, or its outputs from another machine.")],
     limits: ToleranceOptions,
     inputs: Annotated[
-        Path | None,
-        typer.Option("--inputs", metavar="X.npz", help="Inputs of both artifacts. Default: random."),
+        Path | None, typer.Option("--inputs", metavar="X.npz", help="Inputs of both artifacts. Default: random.")
     ] = None,
     model: ReferenceOption = None,
     samples: SamplesOption = 3,

@@ -75,10 +75,7 @@ class SearchOptions:
         Effort.NORMAL, "How much to try. --trials or --time-budget replaces its limit of candidates.", panel=SEARCH
     )
     trials: int | None = option(
-        None,
-        "Limit of candidates over all tasks. Default: set by --effort, or by --time-budget.",
-        min=1,
-        panel=SEARCH,
+        None, "Limit of candidates over all tasks. Default: set by --effort, or by --time-budget.", min=1, panel=SEARCH
     )
     time_budget: float | None = option(
         None, "Limit of seconds for the whole command.", min=1.0, metavar="S", panel=SEARCH
@@ -103,7 +100,6 @@ class SearchOptions:
     norm_forms: bool | None = option(
         None, "Tune with norms inside matmuls and apart; keep the faster. Default: set by --effort.", rare=True
     )
-
     compare_seconds: float | None = option(
         None, "Seconds to compare tuned and untuned. Default: 8, or a quarter of --time-budget.", min=1.0, rare=True
     )
@@ -154,13 +150,13 @@ def tune(
     from relaxtune.pipeline.tuning.progress import ConsoleProgress
 
     request = model.request()
-    asked = TuneRequest(
+    wanted = TuneRequest(
         *(db, search.tuning(request), bench, artifact.samples, tuple(shared_db or ()), record),
         sign=artifact.sign,
         compare_s=search.compare_seconds,
     )
     with ConsoleProgress(stderr_console()) as progress:
-        result = tune_model(request, asked, artifact.directory(model), progress=progress.show)
+        result = tune_model(request, wanted, artifact.directory(model), progress=progress.show)
     _print_tuned(result, output_format)
     _raise_if_invalid(result.compiled)
 
@@ -328,10 +324,12 @@ def _footprint(manifest: Manifest) -> str:
         planned = manifest.memory.planned_bytes
         parts.append("memory depends on shapes" if planned is None else f"{planned / 1e6:,.2f} MB of planned memory")
         kept = manifest.memory
-        told = f"{kept.weights_bytes / 1e6:,.2f} MB of weights"
+        weights = f"{kept.weights_bytes / 1e6:,.2f} MB of weights"
         if kept.weights_dtypes:
-            told += f" as {' and '.join(kept.weights_dtypes)}"
-        parts.append(told if kept.model_bytes is None else f"{told} ({kept.model_bytes / 1e6:,.2f} MB in the model)")
+            weights += f" as {' and '.join(kept.weights_dtypes)}"
+        parts.append(
+            weights if kept.model_bytes is None else f"{weights} ({kept.model_bytes / 1e6:,.2f} MB in the model)"
+        )
     return ", ".join(parts)
 
 

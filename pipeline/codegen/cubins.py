@@ -24,7 +24,7 @@ from relaxtune.pipeline.codegen.mma_fragments import with_fragments
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.workers.linking import run_compiler
-from relaxtune.pipeline.workers.machine_faults import told_of
+from relaxtune.pipeline.workers.machine_faults import how_it_failed
 from relaxtune.schedules.targets.capabilities import virtual_arch
 
 ELF_MAGIC = b"\x7fELF"
@@ -138,7 +138,7 @@ def compile_with_nvcc(code: str, arch: str, nvcc: Path, options: CompileOptions)
         except (OSError, subprocess.TimeoutExpired) as e:
             raise LoweringError(f"nvcc ({nvcc}) could not be run: {e}") from e
         if outcome.returncode != 0:
-            raise _refused("nvcc", arch, told_of("nvcc", outcome.returncode, outcome.stdout + outcome.stderr))
+            raise _refused("nvcc", arch, how_it_failed("nvcc", outcome.returncode, outcome.stdout + outcome.stderr))
         if options.on_log is not None:
             options.on_log(outcome.stderr)
         return cubin.read_bytes() if cubin.is_file() else b""

@@ -18,7 +18,7 @@ from tvm.support import cc
 from relaxtune.pipeline.errors import LoweringError
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.workers.linking import run_compiler
-from relaxtune.pipeline.workers.machine_faults import told_of
+from relaxtune.pipeline.workers.machine_faults import how_it_failed
 from relaxtune.schedules.libraries.vendors import library_sources
 from relaxtune.schedules.marks import SOURCES_ATTR
 
@@ -72,6 +72,6 @@ def _compiled(compiler: str, source: Path) -> bytes:
         command = [compiler, *_FLAGS, *folders, str(source), "-o", str(made)]
         finished = run_compiler(command, Path(directory))
         if finished.returncode != 0:
-            told = told_of(compiler, finished.returncode, finished.stderr)
-            raise LoweringError(f"the compiler failed on {source.name}: {told}")
+            error = how_it_failed(compiler, finished.returncode, finished.stderr)
+            raise LoweringError(f"the compiler failed on {source.name}: {error}")
         return made.read_bytes()

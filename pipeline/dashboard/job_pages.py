@@ -48,7 +48,7 @@ def job_list(found: Sequence[Job]) -> Markup:
             link(f"/models/{quote(one.model, safe='')}", "its model"),
             f"{one.target.kind} {one.target.arch}",
             minute(one.started_at),
-            number(_took_s(one)),
+            number(one.wall_s),
             one.outcome or OVER_OR_KILLED,
         )
         for one in found
@@ -57,17 +57,13 @@ def job_list(found: Sequence[Job]) -> Markup:
     return table(columns, rows, {"job", "", "target", "began (UTC)", "outcome"})
 
 
-def _took_s(one: Job) -> float | None:
-    return None if one.finished_at is None else (one.finished_at - one.started_at).total_seconds()
-
-
 def job(database: TuningDatabase, job_id: str, ceilings: Mapping[str, Ceilings]) -> Page:
     """Return what a job measured: how the model got faster, its tasks, why candidates failed, and what it took.
 
     `ceilings` are of devices by name; known ones need not be there.
     """
     found, progress = database.get_job(job_id), job_progress(database, job_id)
-    took = _took_s(found)
+    took = found.wall_s
     timed = [task for task in progress.tasks if task.best_us is not None]
     facts = [
         *((f"candidates {status.value}", f"{count:,}") for status, count in progress.by_status.items()),
@@ -112,7 +108,7 @@ def cost(database: TuningDatabase) -> Page:
                 took.tasks,
                 took.candidates,
                 percent(took.valid / took.candidates if took.candidates else None),
-                number(_took_s(one)),
+                number(one.wall_s),
                 number(took.candidate_s),
             )
         )

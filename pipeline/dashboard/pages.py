@@ -106,8 +106,7 @@ def _batch_list(database: TuningDatabase, found: Sequence[Batch]) -> Markup:
                 one.outcome or ("going on" if one.held else "its driver is gone"),
             )
         )
-    columns = ("batch", "cells", "host", "began (UTC)", "outcome")
-    return table(columns, rows)
+    return table(("batch", "cells", "host", "began (UTC)", "outcome"), rows)
 
 
 PAGES: Mapping[str, Callable[..., Page]] = {

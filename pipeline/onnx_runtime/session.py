@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import onnx
@@ -18,6 +18,8 @@ from relaxtune.pipeline.onnx_runtime.process import OnnxRuntimeProcess, Restarte
 from relaxtune.pipeline.onnx_runtime.requests import Close, Level, Open, Prepare, Refused, Request, Run, Settings, Time
 from relaxtune.pipeline.onnx_runtime.shared_arrays import ArraysPlace, SharedArrays, read_arrays
 from relaxtune.pipeline.workers.replies import WorkerError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +96,10 @@ class OnnxRuntimeSession:
             assert isinstance(took, float)
             return took
 
-        def call() -> float:
-            took = self._do(timed)
-            assert isinstance(took, float)
-            return took
-
         self._do(prepare)
-        return call
+        return lambda: self._do(timed)
 
-    def _do(self, action: Callable[[], object]) -> object:
+    def _do(self, action: Callable[[], T]) -> T:
         """Return what an action gives once the session is open; again after the process was lost."""
         while True:
             try:

@@ -12,13 +12,7 @@ from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.record import Recorder
-from relaxtune.pipeline.tuning.resume import (
-    EarlierRuns,
-    end_what_was_done,
-    find_runs,
-    measured_since,
-    take_known,
-)
+from relaxtune.pipeline.tuning.resume import EarlierRuns, end_what_was_done, find_runs, measured_since, take_known
 from relaxtune.pipeline.tuning.search.cost_model import WARMUP_CANDIDATES, FastCostModel
 from relaxtune.pipeline.tuning.search.evolution import TaskSearch, return_freed_memory
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch

@@ -19,9 +19,9 @@ from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.loop import TuningLoop
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
-from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary, search_seconds
+from relaxtune.pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary, search_seconds
 from relaxtune.pipeline.tuning.progress import OnCandidate
-from relaxtune.pipeline.tuning.tasks import summarise
+from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
 from relaxtune.schedules.search.tensor_intrinsics import register_intrinsics
 from relaxtune.schedules.search.tensor_tile import has_tensor_tiles
@@ -115,6 +115,33 @@ def tune(
         interrupted=interrupted or stop.requested,
         restarts=restarts,
     )
+
+
+def summarise(states: Sequence[TaskState]) -> tuple[TaskSummary, ...]:
+    """Return the summaries of all tasks, those that take most of the model's time first."""
+    times = [state.task.weight * (state.best_us or 0.0) for state in states]
+    total = sum(times)
+    summaries = [
+        TaskSummary(
+            task=state.task,
+            valid=state.valid,
+            failed=state.failures.total(),
+            failures=dict(sorted(state.failures.items())),
+            known=state.known,
+            before_us=None if state.before_us is None else state.before_us * state.slower,
+            after_us=state.best_us,
+            spread=state.best_spread,
+            route=state.route,
+            weight=state.task.weight,
+            share=time / total if total else 0.0,
+            seconds=state.seconds,
+            skipped=state.skipped,
+            ended=state.ended,
+            last_error=state.last_error,
+        )
+        for state, time in zip(states, times, strict=True)
+    ]
+    return tuple(sorted(summaries, key=lambda summary: (-summary.share, summary.task.name)))
 
 
 def require_valid(summary: TuningSummary) -> None:

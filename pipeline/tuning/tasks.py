@@ -14,7 +14,6 @@ from relaxtune.pipeline.tasks.similar_shapes import NearRecords
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.candidates import Candidate, State
 from relaxtune.pipeline.tuning.measure.workload_spec import BuiltArtifact, WorkloadSpec
-from relaxtune.pipeline.tuning.options import TaskSummary
 from relaxtune.pipeline.tuning.search.evolution import Lesson, TaskSearch
 from relaxtune.pipeline.tuning.search.matmul_bound import search_bound_us
 from relaxtune.pipeline.tuning.search.template_search import TemplateSearch
@@ -378,30 +377,3 @@ def _times_of_best_line(states: Sequence[TaskState], lines: Iterable[int]) -> np
     for place, table, rates in known:
         behind[place] = 1 / max(rate / most for rate, most in zip(rates, best[table], strict=True) if most > 0.0)
     return behind
-
-
-def summarise(states: Sequence[TaskState]) -> tuple[TaskSummary, ...]:
-    """Return the summaries of all tasks, those that take most of the model's time first."""
-    times = [state.task.weight * (state.best_us or 0.0) for state in states]
-    total = sum(times)
-    summaries = [
-        TaskSummary(
-            task=state.task,
-            valid=state.valid,
-            failed=state.failures.total(),
-            failures=dict(sorted(state.failures.items())),
-            known=state.known,
-            before_us=None if state.before_us is None else state.before_us * state.slower,
-            after_us=state.best_us,
-            spread=state.best_spread,
-            route=state.route,
-            weight=state.task.weight,
-            share=time / total if total else 0.0,
-            seconds=state.seconds,
-            skipped=state.skipped,
-            ended=state.ended,
-            last_error=state.last_error,
-        )
-        for state, time in zip(states, times, strict=True)
-    ]
-    return tuple(sorted(summaries, key=lambda summary: (-summary.share, summary.task.name)))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tvm.support import cc
 
-from relaxtune.pipeline.workers.machine_faults import is_of_the_machine, told_of
+from relaxtune.pipeline.workers.machine_faults import how_it_failed, is_of_the_machine
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def run_compiler(
         )
 
     done = run()
-    error = told_of(command[0], done.returncode, done.stderr)
+    error = how_it_failed(command[0], done.returncode, done.stderr)
     if done.returncode == 0 or not is_of_the_machine(error):
         return done
     logger.warning("a compiler failed and is tried once more: %s", error)
@@ -54,7 +54,7 @@ def linker_in(folder: Path) -> Callable[..., None]:
             raise FileNotFoundError("no C++ compiler was found")
         done = run_compiler([compiler, "-shared", "-fPIC", "-o", output, *options, *objects], folder)
         if done.returncode != 0:
-            raise RuntimeError(told_of(compiler, done.returncode, done.stdout + done.stderr))
+            raise RuntimeError(how_it_failed(compiler, done.returncode, done.stdout + done.stderr))
 
     return link
 
@@ -68,4 +68,4 @@ def link_to_load(output: str, objects: Sequence[str | Path], options: Sequence[s
     """
     done = run_compiler(["ld", "-shared", "-o", output, *options, *map(str, objects)], Path(output).parent)
     if done.returncode != 0:
-        raise OSError(told_of("ld", done.returncode, done.stderr))
+        raise OSError(how_it_failed("ld", done.returncode, done.stderr))

@@ -43,7 +43,7 @@ def is_of_the_machine(error: str) -> bool:
     return is_of_memory(error) or _OTHER.search(error) is not None
 
 
-def told_of(name: str, returncode: int, said: str) -> str:
+def how_it_failed(name: str, returncode: int, said: str) -> str:
     """Return how a compiler or linker failed: what it said, or which signal from outside ended it."""
     if -returncode in OUTSIDE:
         return f"{name} {_KILLED} {signal.Signals(-returncode).name}: {said.strip() or 'it said nothing'}"

@@ -68,11 +68,7 @@ class StockImport:
 
 
 def import_stock(
-    database: TuningDatabase,
-    folder: Path,
-    *,
-    environment: Environment,
-    target: TargetKey | None = None,
+    database: TuningDatabase, folder: Path, *, environment: Environment, target: TargetKey | None = None
 ) -> StockImport:
     """Keep what stock MetaSchedule wrote into `folder`, all or nothing.
 

@@ -291,7 +291,7 @@ def job_cost(session: Session, job_id: str) -> JobCost:
         tasks=number,
         candidates=statuses.total(),
         by_status=tuple((status, statuses[status]) for status in Status),
-        wall_s=None if job.finished_at is None else (job.finished_at - job.started_at).total_seconds(),
+        wall_s=job.wall_s,
         task_s=float(task_s),
         candidate_s=candidate_s,
         device_s=device_us / 1e6,

@@ -13,13 +13,7 @@ from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import Environment, TargetKey
 from relaxtune.tuning_db.sql.column_types import NumberKind
 from relaxtune.tuning_db.sql.engine import insert_or_ignore
-from relaxtune.tuning_db.sql.rows import (
-    latencies_from_text,
-    latencies_to_text,
-    number_kind,
-    to_value,
-    value_columns,
-)
+from relaxtune.tuning_db.sql.rows import latencies_from_text, latencies_to_text, number_kind, to_value, value_columns
 from relaxtune.tuning_db.sql.schema import ArtifactRow, BenchmarkRow, EnvironmentRow, TargetRow, ValidationRow
 from relaxtune.tuning_db.sql.writing import put_keyed, require_jobs
 

@@ -76,7 +76,6 @@ class TextEnum(_CheckedWhenRead[StrEnum], TypeDecorator[StrEnum]):
     cache_ok = True
 
     def __init__(self, enum: type[StrEnum]) -> None:
-        """Hold the enum."""
         super().__init__()
         self.enum = enum
 

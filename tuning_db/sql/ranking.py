@@ -41,7 +41,6 @@ class PlaceCache:
     """
 
     def __init__(self) -> None:
-        """Know nothing yet."""
         self._places = Places({}, {})
 
     def get(self, connection: Connection) -> Places:

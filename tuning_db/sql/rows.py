@@ -12,14 +12,7 @@ from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.records import Environment, TargetKey, TuningRecord, Workload, canonical_json
 from relaxtune.tuning_db.sql.column_types import DamagedValueError, NumberKind, read_as
-from relaxtune.tuning_db.sql.schema import (
-    JobRow,
-    JobTaskRow,
-    RecordRow,
-    SignatureRow,
-    TargetRow,
-    WorkloadRow,
-)
+from relaxtune.tuning_db.sql.schema import JobRow, JobTaskRow, RecordRow, SignatureRow, TargetRow, WorkloadRow
 
 _Value = TypeVar("_Value")
 # Columns of a record that are fields of the value.

@@ -23,7 +23,6 @@ class PeerMissingError(PeerError):
     """A package that the peer needs is not installed; `package` is its name."""
 
     def __init__(self, package: str) -> None:
-        """Hold the package's name."""
         super().__init__(f"{package} is not installed")
         self.package = package
 

@@ -40,13 +40,7 @@ from relaxtune.pipeline.tuning.measure.arguments import (
 )
 from relaxtune.pipeline.tuning.measure.device_check import SMALLEST, DeviceCheck
 from relaxtune.pipeline.tuning.measure.rotation import RotatedTimer, can_rotate, launches, sets_needed
-from relaxtune.pipeline.tuning.measure.timing import (
-    Timer,
-    is_hopeless,
-    runs_for,
-    settled_row,
-    time_adaptively,
-)
+from relaxtune.pipeline.tuning.measure.timing import Timer, is_hopeless, runs_for, settled_row, time_adaptively
 from relaxtune.pipeline.tuning.measure.wrong_result import absolute_bound, find_mismatch
 from relaxtune.pipeline.tvm_runtime.threads import set_threads
 

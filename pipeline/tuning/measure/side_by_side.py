@@ -43,31 +43,24 @@ class Measurer(Protocol):
     @property
     def restarts(self) -> int:
         """How often its process was replaced."""
-        ...
 
     def ready(self) -> bool:
         """Wait until it can measure; False once it was left. It raises where it never will."""
-        ...
 
     def prepare_reference(self, spec: WorkloadSpec) -> None:
         """Compute a workload's reference; the first candidate reports a failure."""
-        ...
 
     def measure(self, artifact: BuiltArtifact, spec: WorkloadSpec) -> Outcome:
         """Check and time a candidate."""
-        ...
 
     def compare(self, artifacts: Sequence[BuiltArtifact], spec: WorkloadSpec, rounds: int) -> Sequence[Outcome] | None:
         """Check candidates of one workload and time them alternately; None when they could not all be run."""
-        ...
 
     def leave(self) -> None:
         """Give up what is in hand and everything after it, within a moment; safe between threads."""
-        ...
 
     def close(self) -> None:
         """End it."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

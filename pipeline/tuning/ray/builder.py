@@ -50,12 +50,7 @@ class RayBuilder(Builder):
     """
 
     def __init__(
-        self,
-        ray: ModuleType,
-        limits: BuilderLimits,
-        stop: StopSignal,
-        reserved: float = 0.0,
-        forks: str = "",
+        self, ray: ModuleType, limits: BuilderLimits, stop: StopSignal, reserved: float = 0.0, forks: str = ""
     ) -> None:
         super().__init__()
         self._ray = ray

@@ -10,7 +10,8 @@ from relaxtune.pipeline.tuning.finals import Final, Finals, list_finalists
 from relaxtune.pipeline.tuning.measure.backend import Outcome, Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.record import Recorder
-from relaxtune.pipeline.tuning.tasks import TaskState, summarise
+from relaxtune.pipeline.tuning.session import summarise
+from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.tuning_db.records import Environment, RecordFilter, Route, Status, TuningRecord, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import judge

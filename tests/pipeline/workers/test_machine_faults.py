@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from relaxtune.pipeline.workers.machine_faults import is_of_memory, is_of_the_machine, told_of
+from relaxtune.pipeline.workers.machine_faults import how_it_failed, is_of_memory, is_of_the_machine
 
 MEMORY = [
     "Traceback (most recent call last):\n  File ...\nMemoryError",
@@ -27,8 +27,8 @@ OTHERS = [
     "RuntimeError: can't start new thread",
     "c++: fatal error: Killed signal terminated program cc1plus",
     "nvcc error   : 'cicc' died due to signal 9 (Kill signal)",
-    told_of("ld", -signal.SIGKILL, ""),
-    told_of("nvcc", -signal.SIGTERM, "half a line"),
+    how_it_failed("ld", -signal.SIGKILL, ""),
+    how_it_failed("nvcc", -signal.SIGTERM, "half a line"),
 ]
 KERNELS = [
     "ptxas error   : Entry function 'main_kernel' uses too much shared data (0x40000 bytes, 0x38c00 max)",
@@ -37,8 +37,8 @@ KERNELS = [
     "CUDA_ERROR_ILLEGAL_ADDRESS",
     "tvm.error.ScheduleError: the memory scope of the block is not shared",
     "the process died of signal SIGSEGV",
-    told_of("ld", 1, "undefined reference to `erff'"),
-    told_of("nvcc", -signal.SIGSEGV, ""),
+    how_it_failed("ld", 1, "undefined reference to `erff'"),
+    how_it_failed("nvcc", -signal.SIGSEGV, ""),
 ]
 
 

@@ -22,7 +22,7 @@ from relaxtune.pipeline.tuning.local.build_pool import BuilderLimits, BuildPool
 from relaxtune.pipeline.tuning.measure.backend import Built, Unmeasured, build_all
 from relaxtune.pipeline.tuning.measure.recipe import Buildable, Recipe
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.workers.machine_faults import told_of
+from relaxtune.pipeline.workers.machine_faults import how_it_failed
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import TemplateError
@@ -66,7 +66,7 @@ class FaultyMachineRecipe(Recipe):
                     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
             case "a linker":
                 killed = subprocess.run(["sh", "-c", "kill -9 $$"], check=False)
-                raise OSError(told_of("ld", killed.returncode, ""))
+                raise OSError(how_it_failed("ld", killed.returncode, ""))
         raise AssertionError("nothing was lacking")
 
 
