@@ -94,9 +94,9 @@ def code_version(root: Path | None = None) -> str:
         return relaxtune.__version__
     # Not the repository that the environment or a parent folder of the caller names.
     git = ["git", f"--git-dir={place / '.git'}", f"--work-tree={place}"]
-    asked = ["describe", "--always", "--dirty", f"--abbrev={_COMMIT_DIGITS}", "--match="]
+    describe = ["describe", "--always", "--dirty", f"--abbrev={_COMMIT_DIGITS}", "--match="]
     try:
-        done = subprocess.run([*git, *asked], capture_output=True, text=True, check=True, timeout=_GIT_S)
+        done = subprocess.run([*git, *describe], capture_output=True, text=True, check=True, timeout=_GIT_S)
     except (OSError, subprocess.SubprocessError) as e:
         logger.info("records name no commit of relaxtune: %s", getattr(e, "stderr", None) or e)
         return relaxtune.__version__

@@ -213,17 +213,17 @@ def stage(name: str) -> Iterator[None]:
         yield
     seconds = time.perf_counter() - started
     logger.info("%s: %.1f s", name, seconds)
-    told = _stage_s.get()
-    if told is not None:
-        told[name] = told.get(name, 0.0) + seconds
+    seconds_of = _stage_s.get()
+    if seconds_of is not None:
+        seconds_of[name] = seconds_of.get(name, 0.0) + seconds
 
 
 @contextmanager
 def timed_stages() -> Iterator[Mapping[str, float]]:
     """Give the seconds of each stage that ends within the context, as they come."""
-    told: dict[str, float] = {}
-    token = _stage_s.set(told)
+    seconds_of: dict[str, float] = {}
+    token = _stage_s.set(seconds_of)
     try:
-        yield told
+        yield seconds_of
     finally:
         _stage_s.reset(token)

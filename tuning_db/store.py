@@ -77,7 +77,7 @@ class TuningDatabase(Transactions):
     **Locks.** A write that meets another writer waits, with a bounded number of retries and jitter, and only then
     raises `DatabaseBusyError`. First creation by many processes at once is safe.
 
-    **Truth.** `list_top`, `list_top_each` and `list_failed` return records that are true at the place asked for, by the
+    **Truth.** `list_top`, `list_top_each` and `list_failed` return records that are true at a question's place, by the
     rules of `tuning_db.lookup`. A failed candidate is kept with its error text.
 
     **Modes.** `read-only` refuses every write, and opens a SQLite file so that it cannot change; `tune` and `force` are

@@ -93,7 +93,7 @@ def _content_key(path: Path, _changed_ns: int, _size: int) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def list_cells(plan: Plan, tell: OnProgress = lambda _: None) -> tuple[Cell, ...]:
+def list_cells(plan: Plan, on_progress: OnProgress = lambda _: None) -> tuple[Cell, ...]:
     """Return the cells of a plan, in its order. No model is loaded.
 
     Raises `PlanError`: a model, shape, bucket, precision or target is not known, a cell is there twice, or there are
@@ -109,7 +109,7 @@ def list_cells(plan: Plan, tell: OnProgress = lambda _: None) -> tuple[Cell, ...
         faults += _faults_of(plan, matrix, place)
         sources: list[str] = []
         for text in matrix.models:
-            found = _find_models(plan, text, tell)
+            found = _find_models(plan, text, on_progress)
             sources += found if isinstance(found, list) else []
             if isinstance(found, str):
                 faults.append(plan.fault((*place, "models"), found, text))
@@ -167,7 +167,7 @@ def _given(limits: LimitsTable) -> dict[str, float]:
     return {name: float(value) for name, value in limits.model_dump().items() if value is not None}
 
 
-def _find_models(plan: Plan, text: str, tell: OnProgress) -> list[str] | str:
+def _find_models(plan: Plan, text: str, on_progress: OnProgress) -> list[str] | str:
     """Return what a text of `models` names, or what is wrong with it."""
     if not text.endswith(".onnx") and "/" not in text:
         try:
@@ -177,20 +177,20 @@ def _find_models(plan: Plan, text: str, tell: OnProgress) -> list[str] | str:
         return [text]
     path = plan.path.parent / text
     if glob.has_magic(text):
-        return _matching(str(path), tell) or f"no file matches {text!r} in {plan.path.parent.absolute()}"
+        return _matching(str(path), on_progress) or f"no file matches {text!r} in {plan.path.parent.absolute()}"
     if path.is_file():
         return [str(path)]
     near = nearest(path.name, [file.name for file in path.parent.glob("*.onnx")])
     return f"there is no file {path}{near or '; expected an .onnx file, relative to the plan, or a zoo name'}"
 
 
-def _matching(pattern: str, tell: OnProgress) -> list[str] | str:
+def _matching(pattern: str, on_progress: OnProgress) -> list[str] | str:
     """Return the files that a pattern matches, or which limit it goes beyond. Folders are counted from `**/` on."""
     head, _, rest = pattern.partition("/**/")
     folders = glob.iglob(f"{head}/**/", recursive=True) if rest else ("",)
     found: set[str] = set()
     for count, folder in enumerate(folders, 1):
-        tell(f"models that match {pattern}: {len(found)} in {count} folders so far")
+        on_progress(f"models that match {pattern}: {len(found)} in {count} folders so far")
         if count > FOLDERS_MAX:
             return f"matching goes through more than {FOLDERS_MAX} folders; name a folder nearer to the models"
         here = glob.iglob(glob.escape(folder) + rest if rest else pattern, recursive=True)

@@ -83,14 +83,14 @@ class Preview:
     groups: tuple[GroupPreview, ...]
 
 
-def preview(plan: Plan, tell: OnProgress = lambda _: None) -> Preview:
+def preview(plan: Plan, on_progress: OnProgress = lambda _: None) -> Preview:
     """Return what a plan would do; models that were not before are imported and lowered, nothing is measured.
 
-    `tell` is given lines of progress.
+    `on_progress` is given lines of progress.
 
     Raises `PlanError`, `TuningDatabaseError`: the plan, or the database, cannot be had.
     """
-    cells = lower_cells(list_cells(plan, tell), LoweredBefore(cache_folder("plans")), tell)
+    cells = lower_cells(list_cells(plan, on_progress), LoweredBefore(cache_folder("plans")), on_progress)
     groups = group_cells([one for one in cells if isinstance(one, LoweredCell)])
     path = parse_location(plan.database).path
     missing = path is not None and not path.exists()
@@ -103,7 +103,7 @@ def preview(plan: Plan, tell: OnProgress = lambda _: None) -> Preview:
 
 
 def lower_cells(
-    cells: Sequence[Cell], before: LoweredBefore, tell: OnProgress = lambda _: None
+    cells: Sequence[Cell], before: LoweredBefore, on_progress: OnProgress = lambda _: None
 ) -> list[LoweredCell | CellFault]:
     """Return the tasks of cells, or the error of each; cells that were not lowered before are lowered and kept.
 
@@ -112,7 +112,7 @@ def lower_cells(
     known: dict[str, LoweredCell | None] = {}
     for cell in cells:
         known[cell.name] = before.find(cell)
-        tell(f"cells looked up: {len(known)} of {len(cells)}")
+        on_progress(f"cells looked up: {len(known)} of {len(cells)}")
     left = [cell for cell in cells if known[cell.name] is None]
     done = 0
 
@@ -120,7 +120,7 @@ def lower_cells(
         nonlocal done
         before.keep(lowered)
         done += len(lowered)
-        tell(f"cells lowered: {done} of {len(left)}")
+        on_progress(f"cells lowered: {done} of {len(left)}")
 
     fresh = prepare_cells(left, keep)
     before.remove_old()

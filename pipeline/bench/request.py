@@ -1,4 +1,4 @@
-"""What a benchmark is asked for: peers, how long, how many callers, which sizes."""
+"""The request of a benchmark: peers, how long, how many callers, which sizes."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class SideBySide:
 
 @contextmanager
 def side_by_side(artifact: LoadedArtifact, model: OnnxModel, request: BenchRequest) -> Iterator[SideBySide]:
-    """Start the peers that are asked for, and end them with the context.
+    """Start the peers of a request, and end them with the context.
 
     Raises `UsageError`: a peer does not compute on the artifact's kind of device.
     """

@@ -2,7 +2,7 @@
 
 Taking a norm into matmuls saves a kernel and makes the matmuls' epilogues longer; which is faster depends on the rows,
 the widths and the device. `LoweringOptions.norm_rows_max` is a guess for models that were not measured. A tuning run
-that is asked to (`TuningOptions.norm_forms`) lowers the other forms too, tunes the kernels of all, and times the whole
+with `TuningOptions.norm_forms` lowers the other forms too, tunes the kernels of all, and times the whole
 models alternately. The form that won is recorded as a measurement of the model (`pipeline.choose.model_records`), so
 that `relaxtune compile` takes it too.
 """

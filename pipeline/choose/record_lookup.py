@@ -22,7 +22,7 @@ from relaxtune.tuning_db.winner import Doubt, Judged, impossible_latency, judge,
 
 logger = logging.getLogger(__name__)
 
-# Records looked at, the best first: enough to find the fallback's among them, and those of the routes asked for.
+# Records looked at, the best first: enough to find the fallback's among them, and those of the wanted routes.
 _LISTED = 1000
 
 

@@ -143,7 +143,7 @@ def _try(
 
 
 def _trials(rivals: Sequence[_Rival], tried: Experiment, taken: Sequence[int]) -> tuple[Trial, ...]:
-    """Return what came of each rival alone, and tell it."""
+    """Return the gain of each rival alone, and log it."""
     trials = tuple(
         Trial(
             one.task,

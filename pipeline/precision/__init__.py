@@ -1,4 +1,4 @@
-"""Precision policies: what weights, activations and sums are held in, asked for by name."""
+"""Precision policies: what weights, activations and sums are held in, chosen by name."""
 
 from relaxtune.pipeline.precision.policy import DEFAULT_GROUP_SIZE, POLICY_NAMES, PrecisionPolicy, named_policy
 

@@ -43,7 +43,7 @@ _GROUP_STEP = 32
 class PrecisionPolicy:
     """What tensors are held in."""
 
-    name: str  # As it is asked for.
+    name: str  # As users give it.
     weights: str  # Of matmuls: a dtype, "tf32", or "int8", "uint8" and "uint4" for quantised ones.
     activations: str  # What matmuls and convolutions read.
     accumulators: str = "float32"  # What sums of products are kept in.
@@ -141,7 +141,7 @@ def policy_entry(
 ) -> PolicyEntry:
     """Return the entry of a lowered model.
 
-    `policy`: what was asked for. `weights`: the weights as they are stored, for a graph that was compiled as it is.
+    `policy`: as the request has it. `weights`: the weights as they are stored, for a graph that was compiled as it is.
     `graph_dtype`: the dtype in which the graph as given computes. `float_nodes`: see `PolicyEntry`.
     """
     cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"

@@ -34,9 +34,9 @@ def library_folders() -> list[Path]:
     """Return the folders in which TVM looks for its libraries, in its order."""
     spec = importlib.util.find_spec("tvm")
     package = Path(spec.origin).parent if spec is not None and spec.origin is not None else Path("tvm")
-    asked = os.environ.get("TVM_LIBRARY_PATH")
+    given = os.environ.get("TVM_LIBRARY_PATH")
     built = package.parent.parent
-    return [*([Path(asked)] if asked else []), package / "lib", built / "build" / "lib", built / "lib"]
+    return [*([Path(given)] if given else []), package / "lib", built / "build" / "lib", built / "lib"]
 
 
 @cache

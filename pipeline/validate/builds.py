@@ -79,9 +79,9 @@ def compare_builds(
         [module.run(sample) for sample in given] if module is not None else [side]
         for side, module in zip((first, second), modules, strict=True)
     ]
-    asked = "no bit" if exact else ""
+    limit = "no bit" if exact else ""
     if tolerance is not None and not exact:
-        asked = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x RMS"
+        limit = f"rtol {tolerance.rtol:g} and atol {tolerance.atol:g} x RMS"
     drift = compare_outputs(outputs[0], outputs[1], exact=exact, tolerance=None if exact else tolerance)  # type: ignore[arg-type]
     kernels, builds = compare_manifests(a.manifest, b.manifest) if a is not None and b is not None else ((), ())
-    return Comparison(*shown, drift, kernels, builds, asked)
+    return Comparison(*shown, drift, kernels, builds, limit)

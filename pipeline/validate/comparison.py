@@ -145,10 +145,10 @@ def compare_manifests(a: Manifest, b: Manifest) -> tuple[tuple[Difference, ...],
 
 def render(comparison: Comparison) -> list[TableView]:
     """Return the comparison as tables for a terminal."""
-    asked = bool(comparison.asked)
+    limited = bool(comparison.asked)
 
     def result(output: OutputDifference) -> str:
-        if not asked:
+        if not limited:
             return "same bits" if output.identical == 1.0 else "differs"
         return "ok" if output.passed else output.reason
 
@@ -167,7 +167,7 @@ def render(comparison: Comparison) -> list[TableView]:
         **measures,
         "result": result,
     }
-    verdict = "" if not asked else ": passed" if comparison.passed else ": FAILED"
+    verdict = "" if not limited else ": passed" if comparison.passed else ": FAILED"
     title = f"drift from {comparison.a} to {comparison.b}{verdict}"
     tables = [TableView.of(title, comparison.outputs, columns, right=measures.keys())]
     # Equal code of another record is no other kernel; the JSON has it.

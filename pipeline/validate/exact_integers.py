@@ -149,8 +149,8 @@ class _Types:
                 case "Cast":
                     return int(attributes["to"].i)
                 case "QuantizeLinear" if not _input(node, 2):
-                    asked = attributes.get("output_dtype")
-                    return int(asked.i) if asked is not None and asked.i else _UINT8
+                    wanted = attributes.get("output_dtype")
+                    return int(wanted.i) if wanted is not None and wanted.i else _UINT8
                 case "QuantizeLinear":
                     name = _input(node, 2)
                 case moved if moved in _MOVES_ELEMENTS:
