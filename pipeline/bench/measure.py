@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import tvm
+from rich.table import Table
 
 from relaxtune.models import OnnxModel, unpadded_inputs
 from relaxtune.models.buckets import list_symbols
@@ -30,7 +31,6 @@ from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
-from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
@@ -246,11 +246,20 @@ def measure(
         for _ in range(warmup):
             processors.run(name, arm)
     taken: dict[str, list[float | Mix]] = {name: [] for name in arms}
-    forwards = list(arms.items())
+    of_calls = {name: arm for name, arm in arms.items() if isinstance(arm, ArmOfCalls)}
+    # Arms of calls take turns at each of them, closer in time than all calls of one.
+    apart = len(of_calls) == len(arms)
+    sizes_of = next(iter(of_calls.values())).arms if apart else ("",)
+    steps = {sizes: {name: arm.arms[sizes] for name, arm in of_calls.items()} if apart else arms for sizes in sizes_of}
     for turn in range(runs):
-        for name, arm in reversed(forwards) if mirrored and turn % 2 else forwards:
-            processors.hand_over(name, arm, settle)
-            taken[name].append(processors.run(name, arm))
+        of_turn: dict[str, dict[str, tuple[float | Mix, bool]]] = {name: {} for name in arms}
+        for number, (sizes, parts) in enumerate(steps.items()):
+            forwards = list(parts.items())
+            for name, part in reversed(forwards) if mirrored and (turn + number) % 2 else forwards:
+                processors.hand_over(name, part, settle)
+                of_turn[name][sizes] = processors.run(name, part)
+        for name, each in of_turn.items():
+            taken[name].append(of_calls[name].mix(each) if apart else each[""][0])
     results = tuple(ArmResult.of(name, values) for name, values in taken.items())
     return BenchmarkReport(results, runs, warmup, dict(conditions or {}))
 
@@ -263,11 +272,11 @@ class _Processors:
         self._last = ""
         self._spinning, self._patient = False, True
 
-    def run(self, name: str, arm: Arm) -> float | Mix:
-        """Run an arm once and return its latency in milliseconds."""
+    def run(self, name: str, arm: Arm) -> tuple[float | Mix, bool]:
+        """Run an arm once and return its latency in milliseconds, and whether another process computed."""
         latency, self._elsewhere[name] = _timed(arm)
         self._last = name
-        return latency
+        return latency, self._elsewhere[name]
 
     def hand_over(self, name: str, arm: Arm, settle: bool) -> None:
         """Get all ready for a timed run of an arm; to `settle`, it runs untimed."""
@@ -295,19 +304,30 @@ def _timed(arm: Arm) -> tuple[float | Mix, bool]:
     return here if own is None else own, own is not None
 
 
+@dataclass(frozen=True)
+class ArmOfCalls:
+    """An arm that runs each of some calls once; arms of the same calls take turns at each of them (`measure`)."""
+
+    arms: Mapping[str, Arm]
+    counts: Mapping[str, int]
+
+    def __call__(self) -> Mix:
+        """Run all calls."""
+        return self.mix({sizes: _timed(arm) for sizes, arm in self.arms.items()})
+
+    def mix(self, runs: Mapping[str, tuple[float | Mix, bool]]) -> Mix:
+        """Return what a run of each call took, and whether another process computed, as one run."""
+        latencies_ms = {sizes: own for sizes, (own, _) in runs.items() if not isinstance(own, Mix)}
+        mean_ms = np.average(list(latencies_ms.values()), weights=[self.counts[sizes] for sizes in latencies_ms])
+        return Mix(latencies_ms, float(mean_ms), any(elsewhere for _, elsewhere in runs.values()))
+
+
 def arm_of_calls(calls: Sequence[Call], arm_of: Callable[[Mapping[str, np.ndarray]], Arm]) -> Arm:
     """Return an arm that runs each of some calls once, by the arms of their inputs."""
     arms = {call.sizes: arm_of(call.inputs) for call in calls}
     if len(calls) == 1:
         return arms[calls[0].sizes]
-
-    def run() -> Mix:
-        runs = {sizes: _timed(arm) for sizes, arm in arms.items()}
-        latencies_ms = {sizes: own for sizes, (own, _) in runs.items() if not isinstance(own, Mix)}
-        mean_ms = np.average(list(latencies_ms.values()), weights=[call.count for call in calls])
-        return Mix(latencies_ms, float(mean_ms), any(elsewhere for _, elsewhere in runs.values()))
-
-    return run
+    return ArmOfCalls(arms, {call.sizes: call.count for call in calls})
 
 
 def wait_until_idle() -> float:
@@ -429,35 +449,39 @@ def onnxruntime_peer(
         return Peers(left_out={ORT_ARM: str(error)})
 
 
-def render(report: BenchmarkReport) -> TableView:
+def render(report: BenchmarkReport) -> Table:
     """Return the report as a table for a terminal."""
     conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
     runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
     left_out = "".join(f"; {name} is left out: {why}" for name, why in report.left_out.items())
-    warmup = f" after {report.warmup} untimed runs" if report.warmup else ""
-    caption = f"{runs}{warmup}; {conditions}{left_out}"
+    caption = f"{runs}, {report.warmup} untimed before; {conditions}{left_out}"
     sizes = f": mean of {len(report.sizes)} sizes" if len(report.sizes) > 1 else " at ".join(["", *report.sizes])
-    figures: dict[str, Callable[[ArmResult], str]] = {
-        "median": lambda arm: f"{arm.median_ms:.3f}",
-        "p90": lambda arm: f"{arm.quantile(0.9):.3f}",
-        "p95": lambda arm: f"{arm.quantile(0.95):.3f}",
-        "p99": lambda arm: f"{arm.quantile(0.99):.3f}",
-        "min": lambda arm: f"{min(arm.latencies_ms):.3f}",
-        "calls/s": lambda arm: f"{arm.calls_per_s:.1f}",
-        "spread": lambda arm: f"{arm.spread:.0%}",
-        "ratio": lambda arm: f"{report.ratio(arm.name):.2f}",
-    }
-    columns = {"arm": lambda arm: arm.name, **figures}
-    optional = ("p95", "min", "p90", "spread")
-    return TableView.of(f"latency, ms{sizes}", report.arms, columns, caption, figures.keys(), optional)
+    table = Table(title=f"latency, ms{sizes}", title_justify="left", caption=caption, caption_justify="left")
+    for column in ("arm", "median", "p90", "p95", "p99", "min", "calls/s", "spread", "ratio"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for arm in report.arms:
+        ratio = report.ratio(arm.name)
+        table.add_row(
+            arm.name,
+            f"{arm.median_ms:.3f}",
+            *(f"{arm.quantile(share):.3f}" for share in (0.9, 0.95, 0.99)),
+            f"{min(arm.latencies_ms):.3f}",
+            f"{arm.calls_per_s:.1f}",
+            f"{arm.spread:.0%}",
+            f"{ratio:.2f}",
+        )
+    return table
 
 
-def render_sizes(report: BenchmarkReport) -> TableView:
+def render_sizes(report: BenchmarkReport) -> Table:
     """Return the median latency of each arm at each size as a table."""
-    figures = ("counts", *(arm.name for arm in report.arms), *(f"{arm.name}, ratio" for arm in report.arms[1:]))
-    rows = []
+    table = Table(title="latency by sizes, ms")
+    table.add_column("sizes")
+    ratios = [f"{arm.name}, ratio" for arm in report.arms[1:]]
+    for column in ("counts", *(arm.name for arm in report.arms), *ratios):
+        table.add_column(column, justify="right")
     for sizes, count in report.sizes.items():
         medians = [statistics.median(arm.by_sizes[sizes]) for arm in report.arms]
         ratios = [f"{median / medians[0]:.2f}" for median in medians[1:]]
-        rows.append((sizes, str(count), *(f"{median:.3f}" for median in medians), *ratios))
-    return TableView("latency by sizes, ms", ("sizes", *figures), tuple(rows), right=figures)
+        table.add_row(sizes, str(count), *(f"{median:.3f}" for median in medians), *ratios)
+    return table

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,11 @@ from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.bench.measure import (
     OWN_ARM,
     UNTUNED_ARM,
+    Arm,
+    ArmResult,
     BenchmarkReport,
     Peers,
+    measure,
     onnxruntime_peer,
     run_conditions,
 )
@@ -33,6 +37,10 @@ _TUNED = "tuned, not shipped"
 _LONGER = 8
 #: Seconds that the comparison may take, of all arms together.
 COMPARE_S = 8.0
+# The part of it that is for peers, which nothing is decided by, and the fewest and most runs of each.
+_PEERS_SHARE, _PEER_RUNS = 0.25, (3, 50)
+# Seconds that it takes at least, however late it is.
+_LEAST_S = 2.0
 # A tuned model that ships may be no faster with a probability of 2 %.
 _QUESTION = Question(border=-LEAST_GAIN, doubt=0.02, seconds=COMPARE_S)
 
@@ -93,12 +101,14 @@ def decide(
     turn: AbstractContextManager[object] | None = None,
     peers: Callable[[], Peers] | None = None,
     seconds: float = COMPARE_S,
+    until: float | None = None,
 ) -> tuple[Shipping, LoadedArm]:
     """Return which of two compiled models ships, after an experiment on both; and that one, written and loaded.
 
     `tuned` has kernels from records, `untuned` none. Both are written to `folder` as artifacts: the one that ships can
     be moved from there. `turn` is held while they are timed. `peers` gives what is timed beside them, by default
-    `find_peers`. The comparison takes `seconds`, unless it is sure before.
+    `find_peers`. The comparison takes `seconds`, unless it is sure before, and is
+    over at `until`, on the clock of `time.monotonic`; it takes two seconds at least.
 
     Raises `ArtifactError`: one of them does not load here.
     """
@@ -108,9 +118,13 @@ def decide(
     other = loaded if same else load_arm(untuned, calls, folder / "untuned", beside=loaded)
     arms = {OWN_ARM: loaded.arm} if same else {UNTUNED_ARM: other.arm, OWN_ARM: loaded.arm}
     beside = find_peers(prepared) if peers is None else peers()
-    arms |= beside.arms
+    if until is not None:
+        seconds = max(_LEAST_S, min(seconds, until - time.monotonic()))
+    of_peers_s = _PEERS_SHARE * seconds if beside.arms else 0.0
     with turn or nullcontext():
-        found = run_experiment(lambda: arms, replace(_QUESTION, seconds=seconds), unjudged=beside.arms)
+        found = run_experiment(lambda: arms, replace(_QUESTION, seconds=seconds - of_peers_s))
+        # Handing the processors over to another process takes longer than many models.
+        others = _timed_peers(beside.arms, of_peers_s)
     timed, contrast = found.arms[OWN_ARM], found.contrasts.get(OWN_ARM)
     taken = contrast is None or contrast.side is Side.BELOW
     # A model that ships untuned is the untuned model: one measurement, not two that differ by noise.
@@ -121,7 +135,6 @@ def decide(
     else:
         before = found.arms[UNTUNED_ARM]
         shipped = [replace(before, name=OWN_ARM), before, replace(timed, name=_TUNED)]
-    others = [found.arms[name] for name in beside.arms]
     report = BenchmarkReport(
         (*shipped, *others),
         found.runs,
@@ -133,6 +146,17 @@ def decide(
     result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks), seconds)
     logger.debug("%s: %s", prepared.model.name, result.verdict)
     return result, loaded if taken else other
+
+
+def _timed_peers(arms: Mapping[str, Arm], seconds: float) -> tuple[ArmResult, ...]:
+    """Return the latencies of peers that take turns for so many seconds, after the model's own."""
+    if not arms:
+        return ()
+    first = measure(arms, runs=1, warmup=1)
+    least, most = _PEER_RUNS
+    # A timed run has an untimed one before it.
+    runs = int(seconds / sum(2 * arm.run_ms / 1e3 for arm in first.arms))
+    return measure(arms, runs=min(most, max(least, runs)), warmup=0).arms
 
 
 def find_peers(prepared: PreparedModel, threads: int | None = None) -> Peers:

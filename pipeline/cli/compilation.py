@@ -101,7 +101,7 @@ class SearchOptions:
         None, "Tune with norms inside matmuls and apart; keep the faster. Default: set by --effort.", rare=True
     )
     compare_seconds: float | None = option(
-        None, "Seconds to compare tuned and untuned. Default: 8, or a quarter of --time-budget.", min=1.0, rare=True
+        None, "Seconds to compare tuned and untuned. Default: 8, or a sixth of --time-budget.", min=1.0, rare=True
     )
 
     def tuning(self, request: ModelRequest) -> TuningOptions:
@@ -307,8 +307,7 @@ def _print_compiled(result: CompileResult) -> None:
     if len(notes) > 1:
         columns["note"] = lambda kernel: kernel.note
     caption = notes.pop() if len(notes) == 1 else ""
-    title = f"kernels of {result.directory}"
-    print_table(TableView.of(title, kernels, columns, caption, optional=("ONNX nodes",)))
+    print_table(TableView.of(f"kernels of {result.directory}", kernels, columns, caption))
     stdout_console().print(_footprint(result.manifest))
     if result.manifest.buckets is not None:
         print_table(_bucket_table(result.manifest.buckets))

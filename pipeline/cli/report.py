@@ -168,7 +168,6 @@ def _print_tables(report: Report) -> None:
     }
     time = f"{report.kernels_us / 1e3:.3f} ms in " if report.kernels_us else "no times of "
     title = f"{report.model}, {report.source}, {report.target}: {time}{report.launches} kernel calls"
-    optional = ("ONNX nodes", "GB/s", "TFLOP/s", "route", "of peak GB/s", "of peak FLOP/s")
-    print_table(TableView.of(title, report.kernels, columns, optional=optional))
+    print_table(TableView.of(title, report.kernels, columns))
     for note in report.notes:
         stdout_console().print(note, soft_wrap=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import NormalDist
@@ -142,7 +142,7 @@ class Contrast:
 class Experiment:
     """The result of an experiment."""
 
-    contrasts: Mapping[str, Contrast]  # Of each arm that was judged, by name.
+    contrasts: Mapping[str, Contrast]  # Of each arm but the baseline, by name.
     arms: Mapping[str, ArmResult]  # The latencies of all arms, in the order taken; the baseline comes first.
     # Timed runs of each arm, the blocks that they came in, and how often the arms were loaded.
     runs: int
@@ -154,21 +154,17 @@ class Experiment:
     seconds: float  # The time it took.
 
 
-def run_experiment(
-    load: Callable[[], Mapping[str, Arm]], question: Question, *, unjudged: Collection[str] = (), reload: bool = False
-) -> Experiment:
+def run_experiment(load: Callable[[], Mapping[str, Arm]], question: Question, *, reload: bool = False) -> Experiment:
     """Return how arms compare with a baseline.
 
     `load`: returns the arms by name, the baseline first. `question`: the border, and how sure the answer must be.
-    `unjudged`: arms that are timed with the others and have no verdict. `reload`: whether `load` is called again for
-    later blocks.
+    `reload`: whether `load` is called again for later blocks.
     """
     from relaxtune.pipeline.bench.measure import ArmResult, measure
 
     began = time.monotonic()
     arms = load()
     baseline, *others = arms
-    judged = [name for name in others if name not in unjudged]
     plan = _plan(arms, time.monotonic() - began if reload else 0.0, question.seconds)
     taken: dict[str, ArmResult] = {name: ArmResult(name, ()) for name in arms}
     blocks, loadings = 0, 1
@@ -187,7 +183,7 @@ def run_experiment(
         for one in report.arms:
             taken[one.name] = taken[one.name].and_then(one)
             quartiles[one.name] = math.log(np.quantile(one.latencies_ms, _QUANTILE))
-        return {name: quartiles[name] - quartiles[baseline] for name in judged}
+        return {name: quartiles[name] - quartiles[baseline] for name in others}
 
     # The machine may become slower than the plan supposes.
     contrasts, looks = decide(

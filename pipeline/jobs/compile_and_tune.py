@@ -55,6 +55,12 @@ from relaxtune.tuning_db.urls import DatabasePlace
 
 logger = logging.getLogger(__name__)
 
+# The seconds of the steps after the search but for the comparison, and of those after that, for each second that the
+# untuned model took.
+_AFTER, _VALIDATE = 1.5, 0.25
+# Seconds of a comparison at least, where a budget does not leave more.
+_COMPARE_LEAST_S = 2.0
+
 
 @dataclass(frozen=True)
 class Beforehand:
@@ -62,6 +68,7 @@ class Beforehand:
 
     untuned: CompiledModule  # The model compiled without records.
     reference: Reference | None  # Has computed the samples that the artifact is validated with.
+    until: float | None = None  # When the comparison is to be over, on the clock of `time.monotonic`.
 
 
 def make_beforehand(prepared: PreparedModel, samples: int, threads: int | None = None) -> Beforehand:
@@ -130,11 +137,12 @@ def tune_model(
             logger.info("%s", sizes_text(prepared.sizes, prepared.tasks))
         budget_s = tune_request.tuning.time_budget_s
         if budget_s is not None and prepared.tasks:
-            # The steps after the search take as long again, and so does the comparison.
+            # The steps after the search take as long again, and half as long to write and load what is compared.
             before = time.monotonic()
             beforehand = make_beforehand(prepared, tune_request.samples)
-            now, compare_s = time.monotonic(), tune_request.compare_s or min(COMPARE_S, budget_s / 4)
-            follows_s = now - before + compare_s * tune_request.benchmark
+            now, compare_s = time.monotonic(), tune_request.compare_s or max(_COMPARE_LEAST_S, budget_s / 6)
+            follows_s = _AFTER * (now - before) + compare_s * tune_request.benchmark
+            beforehand = replace(beforehand, until=began + budget_s - _VALIDATE * (now - before))
             tuning = replace(tune_request.tuning, reserved_s=now - began + follows_s)
             tune_request = replace(tune_request, tuning=tuning, compare_s=compare_s)
             progress = None if progress is None else UntilTheEnd(progress, follows_s)
@@ -146,6 +154,10 @@ def tune_model(
             tuned = tune_prepared(prepared, tune_request.tuning, database, progress)
         except NothingMeasuredError as error:
             raise NothingMeasuredError(f"{error} {_write_untuned(prepared, tune_request, database, out)}") from error
+        if beforehand is not None:
+            logger.info(
+                "the search is over after %.0f s; compiling, comparing and validating", time.monotonic() - began
+            )
         return finish_tuned(prepared, tuned, tune_request, database, out, beforehand=beforehand)
 
 
@@ -265,7 +277,8 @@ def _decide_shipping(
             untuned = compile_module(requested.lowered, untuned_kernels(requested), requested.target, like=made)
     on_compiled()
     with stage("compare"):
-        return decide(requested, made, untuned, folder, turn, ready.peers, compare_s)
+        until = None if beforehand is None else beforehand.until
+        return decide(requested, made, untuned, folder, turn, ready.peers, compare_s, until)
 
 
 def _ship_buckets(

@@ -64,5 +64,5 @@ class TuneRequest:
     record: bool = True
     limits: Limits = NO_LIMITS  # What the artifact is to keep; a limit of its latency needs `benchmark`.
     sign: Path | None = None  # The private key (PEM) that the artifact is signed with, None leaves it unsigned.
-    # Seconds of the comparison of the tuned model with the untuned one; None takes 8, at most a quarter of the budget.
+    # Seconds of the comparison of the tuned model with the untuned one; None takes 8, or a sixth of a budget.
     compare_s: float | None = None

@@ -24,7 +24,7 @@ from relaxtune.pipeline.tuning.candidates import Candidate, Evaluator, Purpose, 
 from relaxtune.pipeline.tuning.finals import Final, Finals
 from relaxtune.pipeline.tuning.measure.backend import Unmeasured
 from relaxtune.pipeline.tuning.measure.stop import StopSignal
-from relaxtune.pipeline.tuning.options import TuningOptions
+from relaxtune.pipeline.tuning.options import FINALS_SHARE, TuningOptions
 from relaxtune.pipeline.tuning.progress import OnCandidate, ProgressEvent, estimate_left
 from relaxtune.pipeline.tuning.search.evolution import Proposal, SearchPool, SearchRequest
 from relaxtune.pipeline.tuning.task_start import OFFERED_ROUTES
@@ -128,8 +128,7 @@ class TuningLoop:
         # When the run is stopped, most candidates come back unmeasured.
         while self._evaluator.pending or (self._searches.running and not self._stop.due):
             self._take_back(_WAIT_S)
-        self._hold_finals(self._tasks.take_rest())
-        self._await_finals()
+        self._hold_last_finals()
 
     # Proposals.
 
@@ -348,6 +347,20 @@ class TuningLoop:
 
     def _hold_finals(self, settled: Sequence[TaskState]) -> None:
         self._report_settled([state for state in settled if not self._finals.hold(state)])
+
+    def _hold_last_finals(self) -> None:
+        """Hold the finals of all other tasks while their share of the time lasts, those of the most time first."""
+        deadline = self._stop.deadline
+        until = math.inf if deadline is None else deadline + FINALS_SHARE * (deadline - self._began_s)
+        rest = sorted(self._tasks.take_rest(), key=lambda one: one.task.weight * (one.best_us or 0.0), reverse=True)
+        for state in rest:
+            if time.monotonic() < until:
+                self._hold_finals([state])
+            else:
+                self._report_settled([state])
+            while self._finals.running >= self._evaluator.backend.capacity:
+                self._take_back(_WAIT_S)
+        self._await_finals()
 
     def _await_finals(self) -> None:
         while self._finals.running:

@@ -96,6 +96,10 @@ LEVELS: Mapping[Effort, TuningOptions] = {
 }
 
 
+#: Seconds that finals may take after the deadline, for each second of the search before it.
+FINALS_SHARE = 1 / 8
+
+
 def search_seconds(options: TuningOptions) -> float | None:
     """Return the seconds of the search itself: what is left of the budget, a third of it at least."""
     budget_s = options.time_budget_s

@@ -19,7 +19,13 @@ from relaxtune.pipeline.tuning.local.backend import Machine, this_machine
 from relaxtune.pipeline.tuning.local.devices import choose_devices
 from relaxtune.pipeline.tuning.loop import TuningLoop
 from relaxtune.pipeline.tuning.measure.stop import StopSignal, ctrl_c_requests
-from relaxtune.pipeline.tuning.options import TaskSummary, TuningOptions, TuningSummary, search_seconds
+from relaxtune.pipeline.tuning.options import (
+    FINALS_SHARE,
+    TaskSummary,
+    TuningOptions,
+    TuningSummary,
+    search_seconds,
+)
 from relaxtune.pipeline.tuning.progress import OnCandidate
 from relaxtune.pipeline.tuning.tasks import TaskState
 from relaxtune.schedules.libraries.vendors import VENDOR_LIBRARIES
@@ -75,7 +81,7 @@ def tune(
     began = time.monotonic()
     stop = stop or StopSignal()
     search_s = search_seconds(options)
-    stop.deadline = None if search_s is None else began + search_s
+    stop.deadline = None if search_s is None else began + search_s / (1 + FINALS_SHARE)
     admission = Admission(target, database, environment, options, job_id, still_true, feed)
     interrupted, restarts = False, 0
     with contextlib.ExitStack() as stack:

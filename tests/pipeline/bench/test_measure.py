@@ -7,8 +7,10 @@ import json
 import re
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench import measure as bench_measure
 from relaxtune.pipeline.bench.measure import (
+    Arm,
     ArmResult,
     Call,
     LoadArm,
@@ -110,10 +113,20 @@ def test_ratios_are_of_the_first_arm() -> None:
 
 
 def test_calls_of_several_sizes_are_one_arm_with_a_mean_by_their_counts() -> None:
-    calls = [Call({}, "short", 3), Call({}, "long", 1)]
-    slow = arm_of_calls(calls, lambda _: lambda: 4.0)
-    latencies = iter([1.0, 9.0] * 8)
-    report = measure({"ours": arm_of_calls(calls, lambda _: lambda: next(latencies)), "slow": slow}, runs=2, warmup=0)
+    calls = [Call({"ms": np.array(1.0)}, "short", 3), Call({"ms": np.array(9.0)}, "long", 1)]
+    order: list[tuple[str, float]] = []
+
+    def arm(name: str, inputs: Mapping[str, np.ndarray], ms: float | None = None) -> Arm:
+        def run() -> float:
+            order.append((name, float(inputs["ms"])))
+            return ms or float(inputs["ms"])
+
+        return run
+
+    ours, slow = (arm_of_calls(calls, partial(arm, name, ms=ms)) for name, ms in (("ours", None), ("slow", 4.0)))
+    report = measure({"ours": ours, "slow": slow}, runs=2, warmup=0, settle=False)
+    # The arms take turns at each call.
+    assert order[:4] == [("ours", 1.0), ("slow", 1.0), ("ours", 9.0), ("slow", 9.0)]
     assert report.arm("ours").latencies_ms == (3.0, 3.0)
     assert report.arm("ours").by_sizes == {"short": (1.0, 1.0), "long": (9.0, 9.0)}
     assert report.arm("ours").run_ms == 10.0

@@ -84,13 +84,11 @@ def arm(ms: float, calls: list[str], name: str) -> Arm:
     return run
 
 
-def test_arms_that_are_not_judged_run_with_the_others() -> None:
+def test_all_arms_run_equally_often() -> None:
     calls: list[str] = []
-    latencies = {"untuned": 10.0, "tuned": 9.0, "peer": 5.0}
+    latencies = {"untuned": 10.0, "tuned": 9.0}
     question = Question(border=-LEAST_GAIN, doubt=0.02, seconds=8.0)
-    found = run_experiment(
-        lambda: {name: arm(ms, calls, name) for name, ms in latencies.items()}, question, unjudged={"peer"}
-    )
+    found = run_experiment(lambda: {name: arm(ms, calls, name) for name, ms in latencies.items()}, question)
     assert list(found.contrasts) == ["tuned"]
     contrast = found.contrasts["tuned"]
     assert (contrast.side, contrast.gain, contrast.least_gain) == (Side.BELOW, pytest.approx(0.1), pytest.approx(0.1))
