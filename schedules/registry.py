@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from tvm.tirx import PrimFunc
 
+from relaxtune.schedules.cpu.any_size.template import CpuAnySize
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.libraries.cublaslt import CublasLt
 from relaxtune.schedules.libraries.cudnn_attention import CudnnAttention
@@ -42,9 +43,17 @@ _KERNELS: Mapping[str, Template] = {
 }
 RANGES = Ranges(_KERNELS)
 _TABLES: Sequence[Template] = (AttentionTable(), RANGES)
-TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{table.name: table for table in _TABLES}}
+ANY_SIZE = CpuAnySize()
+TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{one.name: one for one in (*_TABLES, ANY_SIZE)}}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}
+
+
+def is_tuned_at_sizes(func: PrimFunc, target: ResolvedTarget) -> bool:
+    """Whether records of a few sizes make a function with a symbolic number of rows."""
+    if target.kind == "cuda":
+        return RANGES.refuses(func, target) is None
+    return not isinstance(ANY_SIZE.own(func, target), Refusal)
 
 
 def list_candidates(

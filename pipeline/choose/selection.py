@@ -8,10 +8,12 @@ The choice says which, and why. Compiling never fails for want of a record.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
+import numpy as np
 from tvm import tirx
 
 from relaxtune.pipeline.artifact.entries import MeasuredEntry
@@ -28,7 +30,7 @@ from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import as_scheduled, is_scheduled
-from relaxtune.schedules.registry import RANGES, apply_decision, list_candidates
+from relaxtune.schedules.registry import ANY_SIZE, RANGES, apply_decision, list_candidates
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
@@ -178,62 +180,110 @@ def _choose_table(
     lookup: RecordLookup,
     target: ResolvedTarget,
 ) -> tuple[KernelChoice | None, Trace]:
-    """Return the table of a function's fastest recorded kernels, and the records that were looked at.
+    """Return the kernel of symbolic sizes that records of some sizes make, and the records that were looked at.
 
-    There is no table where nothing is recorded, or it cannot be made. The same records give the same table: tuning and
+    There is none where nothing is recorded, or it cannot be made. The same records give the same kernel: tuning and
     compiling from records alone both end here.
     """
-    offered = RANGES.candidates(func, target)
-    if isinstance(offered, Refusal):
-        return None, ()
-    (own,) = offered
-    chosen = {of.rows: _fastest(task, func, of.rows, own.at(of.rows), lookup, target) for of, task in places}
-    trace = tuple(entry for one in chosen.values() for entry in one.trace)
-    found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
-    if not found:
+    if target.kind == "cuda":
+        decision, note, trace = _lines(func, places, lookup, target)
+    else:
+        decision, note, trace = _for_all_sizes(func, places, lookup, target)
+    if decision is None:
         return None, trace
-    decision = own.with_measured({rows: record.decision for rows, record in found.items()}).to_json()
-    measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
     try:
         scheduled = as_scheduled(apply_decision(func, target, decision))
     except (TemplateError, *TVM_ERRORS) as e:
-        logger.warning("kernel %s: its table of records cannot be made: %s", function, last_line(e))
+        logger.warning("kernel %s: its records make no kernel for all sizes: %s", function, last_line(e))
         return None, trace
-    note = f"table of kernels measured at rows {measured}"
-    made = KernelChoice(
-        function, None, Route.TEMPLATE, decision=decision, note=note, of_sizes=True, scheduled=scheduled
-    )
-    return made, trace
+    choice = KernelChoice(function, None, Route.TEMPLATE, decision=decision, of_sizes=True, scheduled=scheduled)
+    return _noted(choice, note), trace
 
 
-def _fastest(
-    task: TuningTask, func: tirx.PrimFunc, rows: int, own: str, lookup: RecordLookup, target: ResolvedTarget
-) -> Choice:
-    """Return the fastest record that still makes the kernel that was measured, and one for symbolic rows too.
+def _lines(
+    func: tirx.PrimFunc,
+    places: Sequence[tuple[SizeOfTable, TuningTask]],
+    lookup: RecordLookup,
+    target: ResolvedTarget,
+) -> tuple[str | None, str, Trace]:
+    """Return a function's table with the fastest record of each size; None where nothing is recorded."""
+    offered = RANGES.candidates(func, target)
+    if isinstance(offered, Refusal):
+        return None, "", ()
+    (own,) = offered
 
-    The decision of the table without records, `own`, stays where no other is faster by more than `_TIE`.
+    def doubt(task: TuningTask, rows: int, record: TuningRecord) -> str | None:
+        return _doubt(task, record, target, RANGES.refusal(func, target, record.decision, rows))
+
+    chosen = {
+        of.rows: _fastest(lookup.judge(task), own.at(of.rows), partial(doubt, task, of.rows)) for of, task in places
+    }
+    trace = tuple(entry for one in chosen.values() for entry in one.trace)
+    found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
+    measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
+    decision = own.with_measured({rows: record.decision for rows, record in found.items()}).to_json() if found else None
+    return decision, f"table of kernels measured at rows {measured}", trace
+
+
+def _for_all_sizes(
+    func: tirx.PrimFunc,
+    places: Sequence[tuple[SizeOfTable, TuningTask]],
+    lookup: RecordLookup,
+    target: ResolvedTarget,
+) -> tuple[str | None, str, Trace]:
+    """Return the decision that takes the least time at all sizes together; None where that is the default schedule's.
+
+    At a size where a decision was not measured, it counts as the default. Latencies are lower quartiles: other work
+    only adds time, and a kernel on all cores waits for the one that is disturbed.
     """
+    offered = ANY_SIZE.own(func, target)
+    if isinstance(offered, Refusal):
+        return None, "", ()
+    own, default_us = offered.to_json(), 0.0
+    trace: Trace = ()
+    saved_us, found = Counter[str](), dict[str, tuple[TuningTask, TuningRecord]]()
+    for _, task in places:
+        judged = lookup.judge(task)
+        trace += judged.trace
+        of_size = {one.decision: one for one in reversed(judged.standing) if one.route is Route.TEMPLATE}
+        quick_us = {text: float(np.quantile(one.latencies_us, 0.25)) for text, one in of_size.items()}
+        if own in of_size:
+            default_us += task.weight * quick_us[own]
+            saved_us.update({text: task.weight * (quick_us[own] - us) for text, us in quick_us.items()})
+            found = {**{text: (task, one) for text, one in of_size.items()}, **found}
+    together = [replace(one, latencies_us=(default_us - saved_us[text],)) for text, (_, one) in found.items()]
+    ranked = Judged(tuple(sorted(together, key=lambda one: one.latency_us or 0.0)), trace)
+    best = _fastest(ranked, own, lambda record: _doubt(found[record.decision][0], record, target))
+    rows = ", ".join(str(of.rows) for of, _ in places)
+    if best.record is None or best.record.decision == own:
+        return None, "", best.trace
+    return best.record.decision, f"one kernel, measured at rows {rows} (record {best.record.id})", best.trace
 
-    def refusal(record: TuningRecord) -> str | None:
-        reason = unusable(task, record, target)
-        if reason is not None:
-            logger.warning("%s", reason)
-            return reason
-        refused = RANGES.refusal(func, target, record.decision, rows)
-        if refused is None:
-            return None
-        logger.info("record %s of task %s is not for symbolic rows: %s", record.id, task.name, refused.reason)
-        return f"it is not for symbolic rows: {refused.reason}"
 
-    judged = lookup.judge(task)
+def _doubt(
+    task: TuningTask, record: TuningRecord, target: ResolvedTarget, refused: Refusal | None = None
+) -> str | None:
+    """Return why a record no longer makes the kernel that was measured, or why symbolic sizes refuse it."""
+    reason = unusable(task, record, target)
+    if reason is not None:
+        logger.warning("%s", reason)
+        return reason
+    if refused is None:
+        return None
+    logger.info("record %s of task %s is not for symbolic rows: %s", record.id, task.name, refused.reason)
+    return f"it is not for symbolic rows: {refused.reason}"
+
+
+def _fastest(judged: Judged, own: str, doubt: Callable[[TuningRecord], str | None]) -> Choice:
+    """Return the fastest record; the decision without records, `own`, stays where no other is faster by over `_TIE`."""
     kept = next((one for one in judged.standing if (one.route, one.decision) == (Route.TEMPLATE, own)), None)
     if kept is not None:
         least_us = (kept.latency_us or 0.0) / (1 + _TIE)
         close = [one for one in judged.standing if one is not kept and (one.latency_us or 0.0) >= least_us]
-        passed = tuple(Considered.of(one, f"no more than {_TIE:.0%} faster than the untuned line") for one in close)
+        passed = tuple(Considered.of(one, f"no more than {_TIE:.0%} faster than the untuned kernel") for one in close)
         standing = tuple(one for one in judged.standing if one not in close)
         judged = Judged(standing, (*judged.trace, *passed))
-    return winner(judged, routes=(Route.TEMPLATE,), unusable=refusal)
+    return winner(judged, routes=(Route.TEMPLATE,), unusable=doubt)
 
 
 def _noted(choice: KernelChoice, why: str) -> KernelChoice:

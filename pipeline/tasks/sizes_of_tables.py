@@ -1,8 +1,9 @@
 """Tuning tasks for kernels of symbolic sizes: each such kernel at a few sizes, a task like any static kernel.
 
-A kernel with a symbolic number of rows is a table: ranges of rows, each with a decision of a template. What wins at a
-size is put into the table there (`pipeline.choose.selection`). Records have the signature of a static kernel of that
-size, so a static artifact's records count for tables, and near sizes start from each other.
+On a GPU, a kernel with a symbolic number of rows is a table: ranges of rows, each with a decision of a template. What
+wins at a size is put into the table there (`pipeline.choose.selection`). On a CPU, one decision serves all sizes: that
+which takes the least time at all of them together. Records have the signature of a static kernel of that size, so a
+static artifact's records count for tables, and near sizes start from each other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from relaxtune.pipeline.tasks.extract import as_workload, called_kernels, make_t
 from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.schedules.marks import AT_SIZES_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR
-from relaxtune.schedules.registry import RANGES
+from relaxtune.schedules.registry import is_tuned_at_sizes
 from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.ranges import symbolic_rows
@@ -92,7 +93,7 @@ def tasks_of_tables(
     found: dict[str, TuningTask] = {}
     for name, func, calls in called_kernels(lowered) if points else ():
         count = symbolic_rows(func) if untunable_reason(func) is not None else None
-        if count is None or RANGES.refuses(func, target) is not None:
+        if count is None or not is_tuned_at_sizes(func, target):
             continue
         by_rows: dict[int, TuningTask] = {}
         for point in points:
@@ -109,8 +110,10 @@ def tasks_of_tables(
             task = make_task(f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name, calls=nodes)
             place = SizeOfTable(lowered.graph.name, name, rows, point.is_default)
             by_rows[rows] = replace(task, functions={}, tables=(place,))
-        untuned = untuned_function(lowered, name, [(task.tables[0], task) for task in by_rows.values()])
-        symbolic = PackedModule.of(tvm.IRModule({"main": untuned}))
+        symbolic = None
+        if target.kind == "cuda":
+            untuned = untuned_function(lowered, name, [(task.tables[0], task) for task in by_rows.values()])
+            symbolic = PackedModule.of(tvm.IRModule({"main": untuned}))
         for task in by_rows.values():
             known = found.get(task.workload_hash)
             task = replace(task, symbolic=symbolic)

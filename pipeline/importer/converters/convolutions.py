@@ -42,7 +42,7 @@ def convolve(node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, out_d
     spatial = int(data.ty.ndim) - 2
     if spatial not in _CONVOLUTIONS:
         raise ValueError(f"input of {spatial} spatial axes: expected 1, 2 or 3")
-    strides, dilations = (node.integers(name, [1] * spatial) for name in ("strides", "dilations"))
+    strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
     return node.builder.emit(
         _CONVOLUTIONS[spatial](
             data,
@@ -76,11 +76,11 @@ def check_output_shape(node: ConverterInput) -> None:
     """Refuse a ConvTranspose with an output shape other than its pads give, which TVM ignores; it has all others."""
     data, weight = node.input(0), node.input(1)
     spatial = int(data.ty.ndim) - 2
-    wanted = node.integers("output_shape", [])
+    wanted = _integers(node, "output_shape", [])
     if not wanted:
         return
-    strides, dilations = (node.integers(name, [1] * spatial) for name in ("strides", "dilations"))
-    pads, extra = node.integers("pads", [0] * 2 * spatial), node.integers("output_padding", [0] * spatial)
+    strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
+    pads, extra = _integers(node, "pads", [0] * 2 * spatial), _integers(node, "output_padding", [0] * spatial)
     given = [
         (static_size(data, axis + 2) - 1) * strides[axis]
         + (static_size(weight, axis + 2) - 1) * dilations[axis]
@@ -101,10 +101,15 @@ def _padding(
     """Return the paddings, all at the front first; `auto_pad` gives an output of size / stride, rounded up."""
     spatial, mode = len(strides), node.attributes.get("auto_pad", "NOTSET")
     if mode in ("NOTSET", "VALID"):
-        return node.integers("pads", [0] * (2 * spatial)) if mode == "NOTSET" else [0] * (2 * spatial)
+        return _integers(node, "pads", [0] * (2 * spatial)) if mode == "NOTSET" else [0] * (2 * spatial)
     totals = []
     for axis, (stride, dilation) in enumerate(zip(strides, dilations, strict=True)):
         size, reach = static_size(data, axis + 2), (static_size(weight, axis + 2) - 1) * dilation + 1
         totals.append(max((-(-size // stride) - 1) * stride + reach - size, 0))
     small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
     return [*small, *large] if mode == "SAME_UPPER" else [*large, *small]
+
+
+def _integers(node: ConverterInput, name: str, default: list[int]) -> list[int]:
+    given = node.attributes.get(name)
+    return [int(value) for value in given] if isinstance(given, list) else default

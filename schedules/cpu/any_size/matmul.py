@@ -51,23 +51,29 @@ _TILES_L2_BYTES = 2 << 20
 
 def any_size_matmul(func: PrimFunc, target: Target) -> Schedule | None:
     """Return the kernel of one float32 matmul of a symbolic size, or that fills tiles; None for any other function."""
-    sch, limits = Schedule(func), cpu_limits(target)
-    product = find_only_reduction(sch)
-    if product is None:
+    found = find_product(func, cpu_limits(target))
+    if found is None or not (found.is_symbolic or fills_tiles(found)):
+        return None
+    return Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
+
+
+def find_product(func: PrimFunc, limits: CpuLimits) -> Product | None:
+    """Return the product that a function is, cut by the caches; None where its kernel would not make it."""
+    sch = Schedule(func)
+    block = find_only_reduction(sch)
+    if block is None:
         return None
     inline_spatial(sch)
-    con = find_matmul(block_facts(sch, product.rv))
+    con = find_matmul(block_facts(sch, block.rv))
     epilogue = None if con is None else find_epilogue(sch, con)
     if con is None or len(list_blocks(sch)) != (1 if epilogue is None else 2):
         return None
-    found = _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
-    return None if found is None else Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
+    return _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)
 
 
 def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None, limits: CpuLimits) -> Product | None:
     block = con.block
     operands = (con.left.source, con.right.source)
-    symbolic = [axis for axis in (*con.rows, con.column, *con.reduce) if block.extents[axis] is None]
     if len(con.reduce) != 1 or not con.contiguous or block.init is None:
         return None
     if {str(buffer.dtype) for buffer in (*operands, block.store.buffer)} != {"float32"}:
@@ -91,5 +97,4 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     if limits.l1_bytes is not None and length is not None and length * ELEMENT_BYTES % SET_STRIDE_BYTES == 0:
         rows = min(rows, max(1, limits.l1_bytes // SET_STRIDE_BYTES))
     tiles = limits.l2_bytes or _TILES_L2_BYTES if limits.has_tiles else 0
-    product = Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows), tiles)
-    return product if symbolic or fills_tiles(product) else None
+    return Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows), tiles)

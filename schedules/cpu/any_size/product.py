@@ -121,6 +121,12 @@ class Product:
         return self.con.block
 
     @property
+    def is_symbolic(self) -> bool:
+        """Whether its rows, columns or k are known when the kernel is called."""
+        axes = (*self.con.rows, self.con.column, *self.con.reduce)
+        return any(self.block.extents[axis] is None for axis in axes)
+
+    @property
     def row_count(self) -> tirx.Expr:
         """Rows of all axes of rows."""
         return wide(math.prod(self.block.sizes[axis] for axis in self.con.rows))

@@ -124,7 +124,7 @@ def test_untuned_line_stays_where_nothing_is_surely_faster(prepared: PreparedMod
             database.record_measurement(replace(record, latencies_us=(latency_us,)))
     (choice,) = choose_kernels(prepared, database)
     assert "rows 16 (record 1), 128 (record 3), 4096 (record 6)" in choice.note
-    assert [one.reason for one in choice.trace if one.id == 2] == ["no more than 1% faster than the untuned line"]
+    assert [one.reason for one in choice.trace if one.id == 2] == ["no more than 1% faster than the untuned kernel"]
 
 
 def test_records_alone_give_the_same_kernels_again(model: Path, prepared: PreparedModel, tmp_path: Path) -> None:
