@@ -8,6 +8,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import tvm
+from tvm import tirx
 
 from relaxtune.schedules.functions.sampling import PARAMETERS, PROMPT_BIT, SamplingSpec
 from relaxtune.schedules.sampling import sampling_function
@@ -21,17 +22,19 @@ Run = Callable[[SamplingSpec, list[np.ndarray]], None]
 
 
 def built(target: ResolvedTarget, device: tvm.runtime.Device) -> Run:
-    """Return what builds each specification once, and runs it."""
+    """Return what builds each specification once, for any number of rows, and runs it."""
     modules: dict[SamplingSpec, tvm.runtime.Module] = {}
+    rows = tirx.Var("rows", "int64")
 
     def run(spec: SamplingSpec, arrays: list[np.ndarray]) -> None:
-        if spec not in modules:
-            func = sampling_function(spec, target).with_attr("global_symbol", "main")
-            modules[spec] = tvm.tirx.build(
+        key = replace(spec, batch=0)
+        if key not in modules:
+            func = sampling_function(replace(spec, batch=rows), target).with_attr("global_symbol", "main")
+            modules[key] = tvm.tirx.build(
                 tvm.IRModule({"main": func}), target=target.target, pipeline=register_mixed_pipeline()
             )
         tensors = [tvm.runtime.tensor(array, device) for array in arrays]
-        modules[spec]["main"](*tensors)
+        modules[key]["main"](*tensors)
         for array, tensor in zip(arrays, tensors, strict=True):
             array[...] = tensor.numpy()
 
@@ -118,7 +121,7 @@ def check_rows(run: Run, rows: Sequence[Row], dtype: str = "float32") -> None:
 
 
 def check_sets(run: Run, vocabulary: int, draws: int = 256) -> None:
-    """Check filters, alone and together, with ties and without: many draws of one set each are the reference's."""
+    """Check filters, alone and together, with ties and without: all draws of one set are the reference's."""
     rng = np.random.default_rng(vocabulary)
     for ties in (False, True):
         logits = rng.standard_normal(vocabulary) * 3

@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #define __global__
@@ -27,6 +28,7 @@
 #define CUDART_NAN_F NAN
 typedef unsigned int uint32_t;
 typedef _Float16 half;
+typedef unsigned short nv_bfloat16;
 typedef unsigned char __nv_fp8_e4m3;
 typedef unsigned char __nv_fp8_e5m2;
 struct half2 { half x, y; };
@@ -35,6 +37,16 @@ struct uint4 { uint x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 struct Place { unsigned x, y, z; };
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __expf(float x) { return expf(x); }
+template <class T> inline T atomicAdd(T* at, T value) { T before = *at; *at += value; return before; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline float max(float a, float b) { return a > b ? a : b; }
@@ -43,7 +55,6 @@ inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float __half2float(half x) { return x; }
 inline half __ushort_as_half(unsigned short bits) { return std::bit_cast<half>(bits); }
-inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 template <class T> inline void __stcg(T* to, T value) { *to = value; }
 template <class T> inline T __ldcg(T* from) { return *from; }
 
@@ -51,8 +62,9 @@ template <class T> inline T __ldcg(T* from) { return *from; }
 struct Copy { char* to; const char* from; int size; };
 struct Thread {
   Place at;
+  unsigned block;  // Of the cluster.
   ucontext_t context;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
   std::vector<Copy> copies;
   std::deque<std::vector<Copy>> groups;
   unsigned operations = 0;
@@ -65,11 +77,14 @@ struct Warp { Barrier barrier; unsigned shown[2][32][8]; };
 
 static std::vector<Thread> threads;
 static std::vector<Warp> warps;
-static Barrier barriers[16];
+static std::vector<std::vector<Barrier>> barriers;
+static Barrier of_cluster;
 static Thread* current;
 static ucontext_t scheduler;
 static Place threadIdx, blockIdx;
-static std::vector<char> shared_memory;
+static std::vector<std::vector<char>> memories;
+#define shared_memory memories[current->block]
+static size_t block_threads;
 // Whether a thread came further since all had their turn; whether one gave up.
 static bool moved, trapped;
 
@@ -86,7 +101,7 @@ inline void wait_at(Barrier& barrier, int count) {
   }
   while (barrier.turn == turn) swapcontext(&current->context, &scheduler);
 }
-inline Warp& own_warp() { return warps[threadIdx.x / 32]; }
+inline Warp& own_warp() { return warps[(current->block * block_threads + threadIdx.x) / 32]; }
 // Shows words to the warp; returns those of all lanes.
 inline unsigned (*show(const unsigned* words, int count))[8] {
   auto* shown = own_warp().shown[current->operations++ % 2];
@@ -95,19 +110,25 @@ inline unsigned (*show(const unsigned* words, int count))[8] {
   return shown;
 }
 inline void __syncwarp() { wait_at(own_warp().barrier, 32); }
-inline void __syncthreads() { wait_at(barriers[0], threads.size()); }
-inline void tvm_builtin_ptx_bar_sync_count_sync(unsigned number, unsigned count) { wait_at(barriers[number], count); }
-template <class T> inline T __shfl_xor_sync(unsigned, T value, int mask) {
-  unsigned word;
-  memcpy(&word, &value, 4);
-  memcpy(&value, show(&word, 1)[threadIdx.x % 32 ^ mask], 4);
+inline void __syncthreads() { wait_at(barriers[current->block][0], block_threads); }
+inline void relaxtune_sampling_sync(int count) { wait_at(barriers[current->block][1], count); }
+inline void relaxtune_sampling_meet() { wait_at(of_cluster, threads.size()); }
+inline unsigned long long relaxtune_sampling_peer(const void* at, int rank) {
+  return (unsigned long long)(memories[rank].data() + ((const char*)at - shared_memory.data()));
+}
+inline void tvm_builtin_ptx_bar_sync_count_sync(unsigned number, unsigned count) { wait_at(barriers[current->block][number], count); }
+template <class T> inline T __shfl_sync(unsigned, T value, int lane, int = 32) {
+  unsigned words[sizeof(T) / 4];
+  memcpy(words, &value, sizeof(T));
+  memcpy(&value, show(words, sizeof(T) / 4)[lane], sizeof(T));
   return value;
 }
-template <class T> inline T __shfl_sync(unsigned, T value, int lane, int = 32) {
-  unsigned word;
-  memcpy(&word, &value, 4);
-  memcpy(&value, show(&word, 1)[lane], 4);
-  return value;
+template <class T> inline T __shfl_xor_sync(unsigned all, T value, int mask) {
+  return __shfl_sync(all, value, threadIdx.x % 32 ^ mask);
+}
+template <class T> inline T __shfl_up_sync(unsigned all, T value, int by) {
+  int lane = threadIdx.x % 32;
+  return __shfl_sync(all, value, lane < by ? lane : lane - by);
 }
 inline int __any_sync(unsigned, int value) {
   unsigned word = value != 0;
@@ -116,6 +137,9 @@ inline int __any_sync(unsigned, int value) {
     if (shown[lane][0]) return 1;
   return 0;
 }
+inline int tvm_builtin_cluster_ctaid_x() { return current->block; }
+inline void tvm_builtin_ptx_griddepcontrol_wait() {}
+inline void tvm_builtin_ptx_griddepcontrol_launch_dependents() {}
 inline unsigned __cvta_generic_to_shared(const void* at) { return (const char*)at - shared_memory.data(); }
 
 inline void copy_async(void* to, const void* from, long long offset, int size) {
@@ -250,37 +274,41 @@ inline void relaxtune_load_4(void* to, const void* from) { memcpy(to, from, 4); 
 inline void relaxtune_load_8(void* to, const void* from) { memcpy(to, from, 8); }
 
 static void begin();
-// Returns the block whose threads wait for ever or gave up, -1 where none does.
-static int run_blocks(int blocks, int count, int bytes) {
+// Returns a block whose threads wait for ever or gave up, -1 where none does. Blocks of a cluster run together.
+static int run_blocks(int blocks, int count, int bytes, int cluster) {
   trapped = false;
-  for (int block = 0; block < blocks; ++block) {
-    blockIdx = {(unsigned)block, 0, 0};
-    threads = std::vector<Thread>(count);
-    warps = std::vector<Warp>(count / 32);
-    for (Barrier& barrier : barriers) barrier = Barrier();
+  block_threads = count;
+  for (int first = 0; first < blocks; first += cluster) {
+    threads = std::vector<Thread>(cluster * count);
+    warps = std::vector<Warp>(cluster * count / 32);
+    barriers.assign(cluster, std::vector<Barrier>(16));
+    of_cluster = Barrier();
     // What nothing wrote is no number.
-    shared_memory.assign(bytes, (char)0xff);
-    for (int number = 0; number < count; ++number) {
+    memories.assign(cluster, std::vector<char>(bytes, (char)0xff));
+    for (int number = 0; number < cluster * count; ++number) {
       Thread& thread = threads[number];
-      thread.at = {(unsigned)number, 0, 0};
-      thread.stack.resize(1 << 17);
+      thread.at = {(unsigned)(number % count), 0, 0};
+      thread.block = number / count;
+      // Not set to zero: most of it is never touched.
+      thread.stack.reset(new char[1 << 17]);
       getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = thread.stack.data();
-      thread.context.uc_stack.ss_size = thread.stack.size();
+      thread.context.uc_stack.ss_sp = thread.stack.get();
+      thread.context.uc_stack.ss_size = 1 << 17;
       thread.context.uc_link = &scheduler;
       makecontext(&thread.context, begin, 0);
     }
-    for (int left = count; left > 0;) {
+    for (int left = cluster * count; left > 0;) {
       moved = false;
       for (Thread& thread : threads) {
         if (thread.done) continue;
         current = &thread;
         threadIdx = thread.at;
+        blockIdx = {(unsigned)first + thread.block, 0, 0};
         swapcontext(&scheduler, &thread.context);
         left -= thread.done;
         moved |= thread.done;
       }
-      if (trapped || !moved) return block;
+      if (trapped || !moved) return first;
     }
   }
   return -1;

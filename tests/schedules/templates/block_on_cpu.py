@@ -1,8 +1,8 @@
 """A whole kernel's own source on the CPU: all threads of a block after another, block by block.
 
 What the source asks of a GPU, `block_on_cpu.h` has for a processor: barriers, what lanes show each other, ldmatrix,
-mma.sync of float16, and copies that arrive where they are waited for. Blocks run in the order of their numbers, so
-that one may wait for those of lower numbers. Shared memory that nothing wrote is NaN.
+mma.sync of float16, and copies that arrive where they are waited for. Blocks, or clusters of them, run in the order of
+their numbers, so that one may wait for those of lower numbers. Shared memory that nothing wrote is NaN.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def run_on_cpu(
     blocks: int,
     folder: Path,
     sizes: Sequence[int] = (),
+    cluster: int = 1,
 ) -> None:
     """Run a kernel on arrays by the names of its parameters; it writes the outputs among them.
 
-    `sizes` are what the host computes of symbolic sizes, in the kernel's order.
+    `sizes` are what the host computes of symbolic sizes, in the kernel's order. `cluster` blocks run together.
     """
     source = _translated(cuda_source(kernel, target))
     library = folder / "kernel.so"
@@ -58,7 +59,7 @@ def run_on_cpu(
     pointers = [array.ctypes.data_as(ctypes.c_void_p) for array in given]
     shared_bytes = cuda_limits(target).shared_bytes_optin
     stuck = ctypes.CDLL(str(library)).run(
-        blocks, int(found.group(1)), shared_bytes, (ctypes.c_void_p * len(pointers))(*pointers)
+        blocks, int(found.group(1)), shared_bytes, cluster, (ctypes.c_void_p * len(pointers))(*pointers)
     )
     assert stuck == -1, f"threads of block {stuck} wait for ever"
 
@@ -80,7 +81,7 @@ def cuda_source(kernel: tirx.PrimFunc, target: ResolvedTarget) -> str:
 
 
 def _translated(source: str) -> str:
-    """Return the source for a processor, with a function `run(blocks, threads, bytes, pointers)`."""
+    """Return the source for a processor, with a function `run(blocks, threads, bytes, cluster, pointers)`."""
     _, _, kernel = source.partition(_HEADER_END)
     kept = _FUNCTION.sub(_function, kernel)
     kept = _SHARED.sub(r"uchar* \1 = (uchar*)shared_memory.data();", kept)
@@ -98,9 +99,9 @@ static void begin() {{
   main_kernel({given});
   current->done = true;
 }}
-extern "C" int run(int blocks, int threads, int bytes, void** given) {{
+extern "C" int run(int blocks, int threads, int bytes, int cluster, void** given) {{
   arguments = given;
-  return run_blocks(blocks, threads, bytes);
+  return run_blocks(blocks, threads, bytes, cluster);
 }}
 """
 

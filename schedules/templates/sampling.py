@@ -1,0 +1,457 @@
+"""The kernel that samples tokens on a GPU, in one launch; `schedules.functions.sampling` says what it computes.
+
+A cluster of PEERS blocks has a sequence, each block a chunk of its tokens, whose x it keeps in its shared memory (in
+`scratch` where that is too small). GPUs without clusters have one block a sequence. Blocks of a cluster show each other
+
+    the largest x and logit, and the model's sum of probabilities        greedy rows end here
+    selections    for each of 8 bits of a key, the sum of weights of the tokens with each digit
+
+The first selection, over bins of -d, finds the tokens that the first filter may keep. Where these are LIST or fewer,
+they move into a list of the first block, which goes on alone with LIST_THREADS threads; else the whole cluster goes on.
+A filter selects a key, and a token passes where its own key is at most that; the draw is a selection by the tokens'
+numbers. Sums have 64 bits: an atomic addition of 32 bits, and one of its carry.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from relaxtune.schedules.functions import sampling as what
+from relaxtune.schedules.functions.sampling import SamplingSpec
+from relaxtune.schedules.targets import Feature, ResolvedTarget
+from relaxtune.schedules.templates.base import cuda_limits
+from relaxtune.schedules.templates.emit.device_function import device_call
+from relaxtune.schedules.templates.emit.kernel_frame import (
+    EmitBody,
+    build_function,
+    flat_view,
+    shared_pool,
+    wait_for_predecessor,
+)
+from relaxtune.schedules.tir.blocks import Size, narrow
+
+_THREADS, _LIST_THREADS, _PEERS, _LIST, _GROUP = 1024, 256, 8, 2048, 8
+# Of a block's memory, all but its x.
+_SHARED_BYTES = 24 * 1024
+
+_CLUSTER = """
+__forceinline__ __device__ void relaxtune_sampling_meet() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__forceinline__ __device__ unsigned long long relaxtune_sampling_peer(const void* at, int rank) {
+  unsigned long long found;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(found) : "l"(at), "r"(rank));
+  return found;
+}
+"""
+_ONE_BLOCK = """
+__forceinline__ __device__ void relaxtune_sampling_meet() { __syncthreads(); }
+__forceinline__ __device__ unsigned long long relaxtune_sampling_peer(const void* at, int rank) {
+  return (unsigned long long)at;
+}
+"""
+_LOGITS = {
+    "float16": "__half2float(__ushort_as_half(*((const volatile unsigned short*)logits + at)))",
+    "bfloat16": "__uint_as_float((unsigned)*((const volatile unsigned short*)logits + at) << 16)",
+    "float32": "*((const volatile float*)logits + at)",
+}
+# Inputs are read as volatile: other loads may be moved above the wait for the kernel before.
+_SOURCE = """
+namespace PARTS {MEETING
+__forceinline__ __device__ void relaxtune_sampling_sync(int threads) {
+  asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory");
+}
+#define PEER(at, rank) ((decltype(&(at)))relaxtune_sampling_peer(&(at), rank))
+typedef unsigned long long relaxtune_u64;
+struct relaxtune_Sampling {
+  relaxtune_u64 warp_best[32], best[PEERS], parts[32], sums[2][PEERS], below, weight, goal;
+  float warp_top[32], warp_mass[32], top[PEERS], mass[PEERS];
+  unsigned digits[2][2][256];  // The lower and the upper halves of sums; two of each, used by turns.
+  int counts[PEERS], digit, listed;
+  float list_x[LIST];
+  int list_v[LIST];
+};
+static_assert(sizeof(relaxtune_Sampling) <= SHARED_BYTES, "SHARED_BYTES");
+__forceinline__ __device__ float relaxtune_sampling_mass(float d) {
+  d = d > LOWEST ? d : LOWEST;
+  float rounded = __fmaf_rn(d, LOG2_E, ROUNDER), n = __fadd_rn(rounded, -ROUNDER);
+  float r = __fmaf_rn(n, -LN2_LOW, __fmaf_rn(n, -LN2_HIGH, d)), e = E4;
+  e = __fmaf_rn(__fmaf_rn(__fmaf_rn(__fmaf_rn(e, r, E3), r, E2), r, E1), r, E0);
+  e = __fadd_rn(__fmaf_rn(e, __fmul_rn(r, r), r), 1.0f);
+  return __fmul_rn(e, __int_as_float((__float_as_int(rounded) - POWER_START) << 23));
+}
+__forceinline__ __device__ unsigned relaxtune_sampling_whole(float d) {
+  return (unsigned)(int)__fadd_rn(relaxtune_sampling_mass(d), 0.5f);
+}
+__forceinline__ __device__ float relaxtune_sampling_difference(float x, float largest) {
+  return x == largest ? 0.0f : __fadd_rn(x, -largest);
+}
+__forceinline__ __device__ unsigned relaxtune_sampling_bin(float distance) {
+  float at = __fmul_rn(distance, STEPS);
+  return at < BINS - 1.0f ? (unsigned)at : BINS - 1;
+}
+// The bits of x, so ordered that a larger x is a larger number; and x of such bits.
+__forceinline__ __device__ unsigned relaxtune_sampling_ascending(float x) {
+  unsigned bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__forceinline__ __device__ float relaxtune_sampling_number(unsigned ascending) {
+  return __uint_as_float(ascending & 0x80000000u ? ascending ^ 0x80000000u : ~ascending);
+}
+__forceinline__ __device__ relaxtune_u64 relaxtune_sampling_share(double part, relaxtune_u64 total) {
+  double share = ceil(part * (double)total);
+  return share < 1.0 ? 1 : (relaxtune_u64)share;
+}
+__forceinline__ __device__ double relaxtune_sampling_random(long long seed, long long position) {
+  unsigned word[4] = {(unsigned)position, (unsigned)(position >> 32), 0, 0};
+  unsigned key[2] = {(unsigned)seed, (unsigned)(seed >> 32)};
+  for (int round = 0; round < PHILOX_ROUNDS; ++round) {
+    relaxtune_u64 one = (relaxtune_u64)word[0] * MULTIPLIER0, other = (relaxtune_u64)word[2] * MULTIPLIER1;
+    word[0] = (unsigned)(other >> 32) ^ word[1] ^ key[0];
+    word[1] = (unsigned)other;
+    word[2] = (unsigned)(one >> 32) ^ word[3] ^ key[1];
+    word[3] = (unsigned)one;
+    key[0] += KEY0;
+    key[1] += KEY1;
+  }
+  return (double)((long long)(word[0] >> 5) * 67108864 + (word[1] >> 6)) * (1.0 / 9007199254740992.0);
+}
+// The tokens that are left, and who shares the work: `peers` blocks of `threads` threads.
+struct relaxtune_Tokens {
+  const float* x;
+  const int* v;
+  int count, first, peers, threads;
+};
+__forceinline__ __device__ void relaxtune_sampling_meet_of(const relaxtune_Tokens& t) {
+  if (t.peers > 1) relaxtune_sampling_meet();
+  else relaxtune_sampling_sync(t.threads);
+}
+__forceinline__ __device__ relaxtune_u64 relaxtune_sampling_warp_sum(relaxtune_u64 sum) {
+  for (int other = 16; other; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+  return sum;
+}
+// The sum of a number over all threads, in all of them; `slot` is another one in the next call.
+__forceinline__ __device__ relaxtune_u64 relaxtune_sampling_sum(
+    relaxtune_Sampling& s, const relaxtune_Tokens& t, relaxtune_u64 sum, int slot, int rank, int thread) {
+  sum = relaxtune_sampling_warp_sum(sum);
+  if (thread % 32 == 0) s.parts[thread / 32] = sum;
+  relaxtune_sampling_sync(t.threads);
+  if (thread < 32) {
+    sum = relaxtune_sampling_warp_sum(thread < t.threads / 32 ? s.parts[thread] : 0);
+    if (thread < t.peers) PEER(s.sums[slot], thread)[0][rank] = sum;
+  }
+  relaxtune_sampling_meet_of(t);
+  sum = 0;
+  for (int other = 0; other < t.peers; ++other) sum += s.sums[slot][other];
+  return sum;
+}
+// The token of a sequence that is not greedy, in the first block; -1 in others. Each stage selects a key.
+__forceinline__ __device__ int relaxtune_sampling_draw(
+    relaxtune_Sampling& s, const float* scores, const float* given, double random, float largest, int count, int rank,
+    int thread) {
+  enum { BY_BIN, TOP_K, TOP_P, TIES, TYPICAL, DRAW };
+  float top_k = given[1], top_p = given[2], min_p = given[3], typical_p = given[4], mean = 0.0f;
+  bool limits = top_k >= 1.0f && top_k < (float)VOCABULARY;
+  relaxtune_Tokens t = {scores, nullptr, count, rank * CHUNK, PEERS, THREADS};
+  relaxtune_u64 found = 0, below = 0, goal_p = 0, ties = 0;
+  // A token passes the filters while its key of x is at most `last_x`, and so on.
+  unsigned last_x = ~0u, border = ~0u, least = 0, last_distance = ~0u;
+  int last_tie = 0x7fffffff, parity = 0;
+  for (int stage = BY_BIN; stage <= DRAW; ++stage) {
+    bool by_v = stage == TIES || stage == DRAW;
+    bool counted = stage == TOP_K || stage == TIES || (stage == BY_BIN && limits);
+    int shift = stage == BY_BIN ? 0 : by_v ? 16 : t.v ? 24 : 32;
+    unsigned last_bin = BINS - 1;
+    auto item = [&](int at, relaxtune_u64* key, unsigned* weight, float* d) {
+      float x = t.x[at];
+      int v = t.v ? t.v[at] : t.first + at;
+      *d = relaxtune_sampling_difference(x, largest);
+      unsigned of_x = ~relaxtune_sampling_ascending(x);
+      float distance = stage < TYPICAL ? -*d : fabsf(__fadd_rn(*d, -mean));
+      relaxtune_u64 bin = t.v ? 0 : relaxtune_sampling_bin(distance);
+      *key = by_v ? (relaxtune_u64)v << V_SHIFT
+                  : stage == BY_BIN ? bin : bin << 32 | (stage == TYPICAL ? __float_as_uint(distance) : of_x);
+      *weight = counted ? 1 : relaxtune_sampling_whole(*d);
+      return of_x <= last_x && *weight >= least && __float_as_uint(distance) <= last_distance &&
+             (of_x < border || (of_x == border && v <= last_tie)) && (stage != TIES || of_x == border);
+    };
+    if (stage == BY_BIN && !limits && top_p >= 1.0f) {
+      // One more, for the logarithm's rounding.
+      if (min_p > 0.0f) last_bin = relaxtune_sampling_bin(fmaxf(0.0f, -logf(min_p)) + 1.0f / STEPS);
+      shift = -1;
+    }
+    if ((stage == TOP_K && !limits) || ((stage == TOP_P || stage == TIES) && top_p >= 1.0f)) continue;
+    if (stage == TIES) {
+      border = (unsigned)found;
+      relaxtune_u64 one = relaxtune_sampling_whole(
+          relaxtune_sampling_difference(relaxtune_sampling_number(~border), largest));
+      ties = (s.goal - below + one - 1) / one;
+      if (ties * one >= s.weight) continue;
+    }
+    if (stage == TYPICAL) {
+      least = min_p > 0.0f ? (unsigned)ceil((double)min_p * MASS_ONE) : 0;
+      if (!(typical_p > 0.0f && typical_p < 1.0f)) continue;
+      long long weighted = 0;
+      relaxtune_u64 masses = 0, key;
+      for (int at = thread; at < t.count; at += t.threads) {
+        unsigned weight;
+        float d;
+        if (!item(at, &key, &weight, &d) || weight == 0) continue;
+        weighted += (long long)((double)weight * (double)d * 1024.0);
+        masses += weight;
+      }
+      weighted = (long long)relaxtune_sampling_sum(s, t, (relaxtune_u64)weighted, 0, rank, thread);
+      masses = relaxtune_sampling_sum(s, t, masses, 1, rank, thread);
+      mean = (float)((double)weighted / 1024.0 / (double)masses);
+    }
+    found = below = 0;
+    for (bool begins = true; shift >= 0; shift -= 8, begins = false) {
+      auto& digits = s.digits[parity];
+      for (int at = thread; at < t.count; at += t.threads) {
+        relaxtune_u64 key;
+        unsigned weight;
+        float d;
+        if (!item(at, &key, &weight, &d) || (!begins && key >> (shift + 8) != found >> (shift + 8))) continue;
+        int digit = (int)(key >> shift & 255);
+        if (weight && atomicAdd(&digits[0][digit], weight) > ~weight) atomicAdd(&digits[1][digit], 1u);
+      }
+      relaxtune_sampling_meet_of(t);
+      relaxtune_u64 own = 0, sum = 0, total = 0;
+      if (thread < 256) {
+        for (int other = 0; other < t.peers; ++other) {
+          auto& of = t.peers > 1 ? *PEER(digits, other) : digits;
+          own += (relaxtune_u64)of[1][thread] << 32 | of[0][thread];
+        }
+        s.digits[parity ^ 1][0][thread] = s.digits[parity ^ 1][1][thread] = 0;
+        sum = own;
+        for (int lane = 1; lane < 32; lane *= 2) {
+          relaxtune_u64 before = __shfl_up_sync(~0u, sum, lane);
+          if (thread % 32 >= lane) sum += before;
+        }
+        if (thread % 32 == 31) s.parts[thread / 32] = sum;
+      }
+      parity ^= 1;
+      relaxtune_sampling_sync(t.threads);
+      if (thread < 256) {
+        for (int warp = 0; warp < 8; ++warp) {
+          if (warp == thread / 32) sum += total;
+          total += s.parts[warp];
+        }
+        if (begins)
+          s.goal = counted ? (stage == TIES ? ties : (relaxtune_u64)top_k)
+                   : stage == DRAW ? (relaxtune_u64)(random * (double)total) + 1
+                   : stage == TYPICAL ? relaxtune_sampling_share(typical_p, total)
+                   : stage == TOP_P && !limits ? goal_p : relaxtune_sampling_share(top_p, total);
+        sum += below;
+        if (sum - own < s.goal && s.goal <= sum) s.digit = thread, s.below = sum - own, s.weight = own;
+      }
+      relaxtune_sampling_sync(t.threads);
+      found |= (relaxtune_u64)s.digit << shift;
+      below = s.below;
+    }
+    if (stage == BY_BIN) {
+      if (limits || top_p < 1.0f) last_bin = (unsigned)found;
+      goal_p = s.goal;
+      if (VOCABULARY > LIST && (last_bin == BINS - 1 || (limits && below + s.weight > LIST))) continue;
+      for (int at = thread; at < count && *(volatile int*)&s.listed <= LIST; at += THREADS) {
+        float x = scores[at];
+        if (relaxtune_sampling_bin(-relaxtune_sampling_difference(x, largest)) > last_bin) continue;
+        int to = atomicAdd(&s.listed, 1);
+        if (to < LIST) s.list_x[to] = x, s.list_v[to] = t.first + at;
+      }
+      relaxtune_sampling_sync(THREADS);
+      if (thread < PEERS) PEER(s.counts, thread)[0][rank] = s.listed;
+      relaxtune_sampling_meet();
+      int listed = 0, start = 0;
+      for (int other = 0; other < PEERS; ++other) {
+        if (other == rank) start = listed;
+        listed += s.counts[other];
+      }
+      if (listed > LIST) continue;
+      if (rank)
+        for (int at = thread; at < s.counts[rank]; at += THREADS) {
+          PEER(s.list_x, 0)[0][start + at] = s.list_x[at];
+          PEER(s.list_v, 0)[0][start + at] = s.list_v[at];
+        }
+      relaxtune_sampling_meet();
+      if (rank || thread >= LIST_THREADS) return -1;
+      t = {s.list_x, s.list_v, listed, 0, 1, LIST_THREADS};
+    }
+    if (stage == TOP_K) last_x = (unsigned)found;
+    if (stage == TIES) last_tie = (int)(found >> V_SHIFT);
+    if (stage == TYPICAL) last_distance = (unsigned)found;
+  }
+  // Peers read this block's memory until here.
+  if (t.peers > 1) relaxtune_sampling_meet();
+  return rank ? -1 : (int)(found >> V_SHIFT);
+}
+__forceinline__ __device__ float relaxtune_sampling_logit(const void* logits, long long at) {
+  float x = LOGIT;
+  return x == x ? x : NOTHING;
+}
+}  // namespace
+__forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank, int thread) {
+  using namespace PARTS;
+  ABSENT
+  relaxtune_Sampling& s = *(relaxtune_Sampling*)memory;
+  float given[8];
+  for (int at = 0; at < 8; ++at) given[at] = ((const volatile float*)parameters)[row * 8 + at];
+  float temperature = given[0], repetition = given[5], presence = given[6], frequency = given[7];
+  bool greedy = temperature < GREEDY_BELOW;
+  bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+  long long start = (long long)row * VOCABULARY;
+  int first = rank * CHUNK, count = min(CHUNK, max(0, VOCABULARY - first));
+  float* scores = SCORES;
+  if (thread < 512) s.digits[0][thread / 256][thread % 256] = 0;
+  if (thread == 0) s.listed = 0;
+  relaxtune_u64 best = 0;
+  float top = NOTHING, mass = 0.0f;
+  for (int group = thread; group < count; group += GROUP * THREADS) {
+    float logits_of[GROUP], top_before = top;
+#pragma unroll
+    for (int lane = 0; lane < GROUP; ++lane) {
+      int at = group + lane * THREADS;
+      logits_of[lane] = at < count ? relaxtune_sampling_logit(logits, start + first + at) : NOTHING;
+    }
+#pragma unroll
+    for (int lane = 0; lane < GROUP; ++lane) top = fmaxf(top, logits_of[lane]);
+    mass *= __expf(relaxtune_sampling_difference(top_before, top));
+#pragma unroll
+    for (int lane = 0; lane < GROUP; ++lane) {
+      int at = group + lane * THREADS, v = first + at;
+      float x = logits_of[lane];
+      mass += __expf(relaxtune_sampling_difference(x, top));
+      if (at >= count) continue;
+      if (counts && penalised) {
+        int word = ((volatile int*)counts)[start + v];
+        float generated = (float)(word & 0x7fffffff);
+        if (word) x = x < 0.0f ? __fmul_rn(x, repetition) : __fdiv_rn(x, repetition);
+        x = __fmaf_rn(-frequency, generated, x);
+        if (generated > 0.0f) x = __fadd_rn(x, -presence);
+      }
+      if (bias) x = __fadd_rn(x, ((const volatile float*)bias)[start + v]);
+      if (mask && !(((const volatile int*)mask)[(long long)row * WORDS + v / 32] >> v % 32 & 1)) x = NOTHING;
+      if (!greedy) x = __fdiv_rn(x, temperature);
+      x = x == x ? (x == 0.0f ? 0.0f : x) : NOTHING;
+      scores[at] = x;
+      relaxtune_u64 key = (relaxtune_u64)relaxtune_sampling_ascending(x) << 32 | (unsigned)~v;
+      best = key > best ? key : best;
+    }
+  }
+  auto join = [&](float other_top, float other_mass) {
+    float highest = fmaxf(top, other_top);
+    mass = mass * __expf(relaxtune_sampling_difference(top, highest)) +
+           other_mass * __expf(relaxtune_sampling_difference(other_top, highest));
+    top = highest;
+  };
+  auto join_warp = [&]() {
+    for (int other = 16; other; other /= 2) {
+      relaxtune_u64 key = __shfl_xor_sync(~0u, best, other);
+      best = key > best ? key : best;
+      float other_top = __shfl_xor_sync(~0u, top, other);
+      join(other_top, __shfl_xor_sync(~0u, mass, other));
+    }
+  };
+  join_warp();
+  int warp = thread / 32;
+  if (thread % 32 == 0) s.warp_best[warp] = best, s.warp_top[warp] = top, s.warp_mass[warp] = mass;
+  relaxtune_sampling_sync(THREADS);
+  if (warp == 0) {
+    best = s.warp_best[thread];
+    top = s.warp_top[thread];
+    mass = s.warp_mass[thread];
+    join_warp();
+    if (thread < PEERS) {
+      PEER(s.best, thread)[0][rank] = best;
+      PEER(s.top, thread)[0][rank] = top;
+      PEER(s.mass, thread)[0][rank] = mass;
+    }
+  }
+  relaxtune_sampling_meet();
+  for (int other = 0; other < PEERS; ++other) best = s.best[other] > best ? s.best[other] : best;
+  float largest = relaxtune_sampling_number((unsigned)(best >> 32));
+  int found = rank ? -1 : (int)~(unsigned)best;
+  if (!greedy && largest != NOTHING) {
+    double random = relaxtune_sampling_random(
+        ((const volatile int64_t*)seed)[row], ((const volatile int64_t*)position)[row]);
+    found = relaxtune_sampling_draw(s, scores, given, random, largest, count, rank, thread);
+  }
+  if (found < 0 || thread) return;
+  top = s.top[0];
+  mass = s.mass[0];
+  for (int other = 1; other < PEERS; ++other) join(s.top[other], s.mass[other]);
+  float d = relaxtune_sampling_difference(relaxtune_sampling_logit(logits, start + found), top);
+  token[row] = found;
+  log_probability[row] = largest == NOTHING ? largest : d - logf(mass);
+  if (counts) counts[start + found] += 1;
+}
+"""
+
+
+def sampling_kernel(spec: SamplingSpec, target: ResolvedTarget) -> tirx.PrimFunc:
+    """Return the kernel of a sampling function."""
+    dependent = Feature.DEPENDENT_LAUNCH in target.features
+    peers = _PEERS if Feature.CLUSTERS in target.features else 1
+    chunk = math.ceil(spec.vocabulary / peers)
+    held = _SHARED_BYTES + 4 * chunk <= cuda_limits(target).shared_bytes_optin
+    source = _source(spec, peers, chunk, held)
+
+    def begin(params: list[tirx.Var]) -> tuple[Size, EmitBody]:
+        flat = [flat_view(param) for param in params]
+
+        def emit(block: tirx.Expr, thread: tirx.Expr) -> None:
+            pool = shared_pool()
+            memory = pool.alloc((_SHARED_BYTES + 4 * chunk * held,), "uint8", align=16)
+            pool.commit()
+            wait_for_predecessor(dependent)
+            places = (view.ptr_to([0]) for view in (*flat, memory))
+            T.evaluate(device_call(source, *places, block // peers, block % peers, thread))
+
+        return narrow(spec.batch) * peers, emit
+
+    return build_function(spec.declare(), _THREADS, dependent, begin, peers)
+
+
+def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
+    """Return the functions of a kernel, in a namespace of their own: a module may have several."""
+    kinds = {"float32": "float", "int32": "int", "int64": "int64_t"}
+    names = [(name, kinds.get(dtype, "void")) for name, _, dtype in [*spec.inputs, *spec.outputs]]
+    absent = {"counts": "int", "bias": "float", "mask": "int"}.items() - set(names)
+    name = "_".join(["relaxtune_sampling", spec.dtype, str(spec.vocabulary), *(name for name, _ in names[4:-3])])
+    constants = {
+        "PARAMETERS": ", ".join(f"{kind}* {name}" for name, kind in names),
+        "ABSENT": " ".join(f"{kind}* {name} = nullptr;" for name, kind in sorted(absent)),
+        "SCORES": f"(float*)((char*)memory + {_SHARED_BYTES})" if held else "scratch + start + first",
+        "LOGIT": _LOGITS[spec.dtype],
+        "NAME": name,
+        "PARTS": f"{name}_parts",
+        "NOTHING": "__int_as_float(0xff800000)",  # -inf
+        "VOCABULARY": spec.vocabulary,
+        "WORDS": math.ceil(spec.vocabulary / 32),
+        "V_SHIFT": 24 - max(1, (spec.vocabulary - 1).bit_length()),
+        "CHUNK": chunk,
+        "PEERS": peers,
+        "THREADS": _THREADS,
+        "LIST_THREADS": _LIST_THREADS,
+        "LIST": _LIST,
+        "GROUP": _GROUP,
+        "SHARED_BYTES": _SHARED_BYTES,
+        "BINS": what.BINS,
+        "PHILOX_ROUNDS": what.PHILOX_ROUNDS,
+        "POWER_START": struct.unpack("<i", struct.pack("<f", what.ROUNDER))[0] - 127 - what.MASS_BITS,
+        "MASS_ONE": 2.0**what.MASS_BITS,
+        **{f"MULTIPLIER{at}": f"{number}u" for at, number in enumerate(what.PHILOX_MULTIPLIERS)},
+        **{f"KEY{at}": f"{number}u" for at, number in enumerate(what.PHILOX_KEYS)},
+        **{f"E{at}": f"({number!r}f)" for at, number in enumerate(what.EXP_COEFFICIENTS)},
+        **{
+            name: f"({getattr(what, name)!r}f)"
+            for name in ("LOG2_E", "LN2_HIGH", "LN2_LOW", "LOWEST", "ROUNDER", "STEPS", "GREEDY_BELOW")
+        },
+    }
+    text = _SOURCE.replace("MEETING", _CLUSTER if peers > 1 else _ONE_BLOCK)
+    return re.sub(rf"\b({'|'.join(constants)})\b", lambda found: str(constants[found.group(1)]), text)
