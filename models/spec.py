@@ -1,4 +1,7 @@
-"""The signature of a model: names, dtypes, shapes and limits of its inputs and outputs. Needs no ONNX."""
+"""The signature of a model: names, dtypes, shapes and limits of its inputs and outputs, how a decoder generates.
+
+Needs no ONNX.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from relaxtune.models.dims import evaluate_dim
+
+# A step of generation: its inputs before the caches, its first output, and the axis of the positions that it looks at.
+TOKENS, POSITION, PADDING, HISTORY = "tokens", "position", "padding", "history"
+LOGITS = "logits"
+VISIBLE = "visible"
 
 
 def numpy_dtype(name: str) -> np.dtype[np.generic]:
@@ -89,3 +97,35 @@ class IndexLimit:
             f"input {self.input!r} has the value {low if low < self.least else high}, {self.table} has {self.rows} "
             f"rows and takes {self.least} to {self.most}"
         )
+
+
+@dataclass(frozen=True)
+class DecoderNames:
+    """Names of a decoder's inputs and outputs, as its file has them."""
+
+    tokens: str
+    mask: str | None
+    positions: str | None
+    logits: str
+    caches: tuple[tuple[str, str], ...]  # Each as input and as output.
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a step of generation is, beside its inputs and outputs.
+
+    Inputs are `tokens` [batch, new], `position` [1], `padding` [batch], `history` [capacity + 1, batch], then caches
+    [visible, batch, heads, width]; outputs are the logits of the last new token and the position after it.
+    """
+
+    capacity: int  # Tokens that a sequence may have, the prompt's among them.
+    vocabulary: int
+    # Names of the axes; a number where the model has one size only.
+    batch: str | int
+    new: str | int
+    names: DecoderNames
+
+    @property
+    def pads(self) -> bool:
+        """Whether sequences of several lengths may be one batch: the model has a mask."""
+        return self.names.mask is not None

@@ -19,6 +19,7 @@ from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer import ImportedGraph, import_model
 from relaxtune.pipeline.passes import lower
+from relaxtune.pipeline.passes.generation.entries import generation_graphs
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.pipeline.spans import span
 from relaxtune.pipeline.tasks.extract import UntunableKernel, extract_tasks, list_untunable
@@ -56,6 +57,8 @@ class ModelRequest:
     profile: Mapping[str, AxisProfile] = field(default_factory=dict)
     lengths: Sequence[SizePoint] = ()  # The sizes of real calls, counted; `profile` is then of them.
     portable: bool = False  # Whether PTX is kept beside the machine code, so that newer GPUs run it too.
+    generate: bool = False  # Whether the artifact owns the caches of a decoder and generates tokens.
+    max_length: int | None = None  # Of a sequence that is generated; None takes what the model allows, 2,048 at most.
 
 
 @dataclass(frozen=True)
@@ -126,10 +129,11 @@ def import_request(request: ModelRequest) -> Imported:
         It cannot be had; see `pipeline.errors`.
     """
     with stage("load"):
-        shapes = open_axes(request.source, (*request.buckets, *request.profile), request.shapes)
+        free = ("batch", "sequence", "past_sequence") if request.generate else (*request.buckets, *request.profile)
+        shapes = open_axes(request.source, free, request.shapes)
         model = load_model(request.source, shapes=shapes or None, seed=request.seed)
         check_profile(request.profile, model)
-        wanted = make_buckets(request.buckets, model.inputs) if request.buckets else ()
+        wanted = make_buckets(request.buckets, model.inputs) if request.buckets and not request.generate else ()
     with stage("import"):
         return Imported(model, import_model(model), tuple(wanted))
 
@@ -151,14 +155,26 @@ def prepare_model(
     """
     if request.lowering.unpad and request.buckets:
         raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")
+    if request.generate and (request.lowering.unpad or request.profile):
+        raise UsageError("--generate plans its own sizes; leave --unpad, --profile and --lengths out")
+    if request.max_length is not None and not request.generate:
+        raise UsageError("--max-length is of what --generate makes; add --generate, or leave it out")
     target = resolve_target(request.target, portable=request.portable)
     logger.info("target %s %s: %s", target.kind, target.arch, target.source)
     logger.debug("its limits: %s", target.limits)
     imported = importing(request)
-    model = imported.model
+    model, graph = imported.model, imported.graph
+    steps: list[tuple[Bucket, ImportedGraph]] = []
+    if request.generate:
+        policy, on_gpu = request.lowering.policy, target.kind == "cuda"
+        half = None if policy is None else policy.half
+        graph, steps = generation_graphs(graph, request.max_length, half, request.buckets, on_gpu=on_gpu)
     with stage("lower"):
-        lowered = lower(imported.graph, target.target, _lowering_for(request))
+        lowered = lower(graph, target.target, _lowering_for(request))
     buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)
+    for bucket, step in steps:
+        with stage(f"bucket {bucket.name}"):
+            buckets += (PreparedBucket(bucket, lower(step, target.target, _lowering_for(request))),)
     modules = [lowered, *(bucket.lowered for bucket in buckets)]
     with stage("tasks"):
         sizes = () if buckets else tuned_sizes(model, request.profile, request.lengths, target.kind)
@@ -197,7 +213,7 @@ def _prepare_bucket(request: ModelRequest, model: OnnxModel, bucket: Bucket, tar
 def _lowering_for(request: ModelRequest) -> LoweringOptions:
     """Return a request's options without the passes that make what only a template makes, where templates are off."""
     maxima = {axis: profile.most for axis, profile in request.profile.items()}
-    options = replace(request.lowering, maxima=maxima, one_packing=bool(request.buckets))
+    options = replace(request.lowering, maxima=maxima, one_packing=bool(request.buckets) or request.generate)
     if Route.TEMPLATE in request.routes:
         return options
     aside = TEMPLATE_PASSES - (LIBRARY_PASSES if Route.LIBRARY in request.routes else frozenset())

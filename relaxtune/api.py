@@ -135,6 +135,8 @@ class ModelOptions(TypedDict, total=False):
         Passes to switch off, a folder for the IR of each phase, whether model.so holds the weights.
     unpad
         Whether padding is left out, so that an encoder's time goes with its tokens.
+    generate, max_length
+        Whether the artifact of a decoder generates tokens, and how many a sequence has at most (`Module.generate`).
     routes
         Who may make kernels.
     seed
@@ -153,6 +155,8 @@ class ModelOptions(TypedDict, total=False):
     dump_ir: Path | None
     embed_weights: bool
     unpad: bool
+    generate: bool
+    max_length: int | None
     routes: Sequence[Route]
     seed: int
 
@@ -396,4 +400,6 @@ def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
         buckets=options.get("buckets", {}),
         profile=profile_of(lengths) if lengths else profile,
         lengths=lengths,
+        generate=options.get("generate", False),
+        max_length=options.get("max_length"),
     )

@@ -1,6 +1,7 @@
 """What causal decoders share: their inputs, the mask of what a query may see, and the key and value caches.
 
-A decode step has one new token; its caches hold `past_sequence` tokens, (B, H, P, D) each, and come back with P + 1.
+A decode step has one new token, or `sequence`; its caches hold `past_sequence` tokens, (B, H, P, D) each, and come back
+with the new ones behind them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from relaxtune.models.dims import Dim
 from relaxtune.models.zoo import layers
 from relaxtune.models.zoo.graph import GraphBuilder
 
-TOTAL_AFTER_PAST = "past_sequence + 1"
+TOTAL_AFTER_PAST, TOTAL_AFTER_NEW = "past_sequence + 1", "past_sequence + sequence"
 
 
 @dataclass
@@ -40,17 +41,23 @@ def decoder_inputs(b: GraphBuilder, dims: dict[str, Dim], *, decode: bool) -> De
     """Declare a decoder's inputs and compute which keys each query may see."""
     batch = dims["batch"]
     past = dims["past_sequence"] if decode else None
-    length: Dim = 1 if decode else dims["sequence"]
-    total = length if past is None else past + 1 if isinstance(past, int) else f"{past} + 1"
+    length = dims.get("sequence", 1)
+    if past is None:
+        total = length
+    else:
+        total = past + length if isinstance(past, int) and isinstance(length, int) else f"{past} + {length}"
     input_ids = b.input("input_ids", TensorProto.INT64, [batch, length])
     mask = b.input("attention_mask", TensorProto.INT64, [batch, total])
     position_ids = b.input("position_ids", TensorProto.INT64, [batch, length]) if decode else None
     key_length = layers.scalar_dim(b, mask, 1, total)
     if past is None:
         query_positions = layers.arange(b, key_length)
-    else:
-        # The new token is the last key, whatever its position_ids say of padding before it.
+    # The new tokens are the last keys, whatever their position_ids say of padding before them.
+    elif length == 1:
         query_positions = b.op("Unsqueeze", b.op("Sub", key_length, b.int64(1)), b.int64([0]))
+    else:
+        count = layers.scalar_dim(b, input_ids, 1, length)
+        query_positions = b.op("Add", layers.arange(b, count), b.op("Sub", key_length, count))
     visible = layers.causal_and_padding(b, query_positions, mask, key_length)
     return DecoderInputs(batch, length, past, total, input_ids, position_ids, query_positions, visible)
 

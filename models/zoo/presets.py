@@ -12,7 +12,7 @@ import onnx
 from relaxtune.models.errors import UnknownModelError
 from relaxtune.models.spec import TensorSpec
 from relaxtune.models.zoo.bert import BertConfig, build_bert
-from relaxtune.models.zoo.decoding import TOTAL_AFTER_PAST
+from relaxtune.models.zoo.decoding import TOTAL_AFTER_NEW, TOTAL_AFTER_PAST
 from relaxtune.models.zoo.gpt2 import Gpt2Config, build_gpt2
 from relaxtune.models.zoo.graph import Dim, Precision
 from relaxtune.models.zoo.llama import LlamaConfig, build_llama
@@ -24,6 +24,8 @@ from relaxtune.models.zoo.whisper import WhisperConfig, build_whisper
 Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config | WhisperConfig
 
 _OUTLIERS = "outliers"
+# Of a decoder's presets: the prefill, the decode step, the step of any number of tokens behind a cache.
+_SUFFIXES = ("", "-decode", "-with-past")
 # What each architecture is called, and what builds its graph.
 _ARCHITECTURES: Mapping[type[Config], tuple[str, Callable[..., onnx.ModelProto]]] = {
     BertConfig: ("BERT encoder, {0.layers} layers, hidden {0.hidden}", build_bert),
@@ -49,7 +51,7 @@ class Preset:
     config: Config
     inputs: tuple[TensorSpec, ...]
     limits: Mapping[str, int] = field(default_factory=dict)
-    decode: bool = False  # The graph is one decode step of a decoder.
+    decode: bool = False  # The graph is a step of a decoder, of one token or several.
     outliers: Outliers | None = None
 
     def build(self, title: str, dims: dict[str, Dim], precision: Precision, seed: int) -> onnx.ModelProto:
@@ -64,7 +66,7 @@ def _ids(*names: str) -> tuple[TensorSpec, ...]:
 
 
 def _presets(name: str, config: Config) -> list[Preset]:
-    """Return the preset of an architecture; of a decoder, the prefill graph and its decode step."""
+    """Return the preset of an architecture; of a decoder one for each of `_SUFFIXES`."""
     description = _ARCHITECTURES[type(config)][0].format(config)
     inputs = _ids("input_ids", "attention_mask")
     match config:
@@ -84,7 +86,7 @@ def _presets(name: str, config: Config) -> list[Preset]:
     # A cache has the dtype of the precision; float32 stands here for either.
     cache = ("batch", heads, "past_sequence", config.head_size)
     decode = Preset(
-        name=f"{name}-decode",
+        name=name + _SUFFIXES[1],
         description=f"{description}, one decode step with its KV cache",
         config=config,
         inputs=(
@@ -100,7 +102,20 @@ def _presets(name: str, config: Config) -> list[Preset]:
         limits={"past_sequence": config.max_positions - 1},
         decode=True,
     )
-    return [replace(preset, description=f"{description}, prefill"), decode]
+    ids, mask, positions, *caches = decode.inputs
+    with_past = replace(
+        decode,
+        name=name + _SUFFIXES[2],
+        description=f"{description}, any number of tokens behind its KV cache",
+        inputs=(
+            replace(ids, shape=("batch", "sequence")),
+            replace(mask, shape=("batch", TOTAL_AFTER_NEW)),
+            replace(positions, shape=("batch", "sequence")),
+            *caches,
+        ),
+        limits={TOTAL_AFTER_NEW: config.max_positions},
+    )
+    return [replace(preset, description=f"{description}, prefill"), decode, with_past]
 
 
 def _with_outliers(preset: Preset, outliers: Outliers, *, layers: int | None = None) -> Preset:
@@ -158,10 +173,11 @@ def with_layers(preset: Preset, layers: int) -> Preset:
     ValueError
         `layers` is below 1, or the preset is not a plain model of the zoo.
     """
-    name, config = preset.name.removesuffix("-decode"), replace(preset.config, layers=layers)
+    kind = next((kind for kind in (1, 2) if preset.name.endswith(_SUFFIXES[kind])), 0)
+    name, config = preset.name.removesuffix(_SUFFIXES[kind]), replace(preset.config, layers=layers)
     if layers < 1 or _OUTLIERS in preset.name:
         raise ValueError(f"{preset.name} with {layers} layers: expected a plain model and at least 1 layer")
-    made = _presets(name, config)[preset.decode]
+    made = _presets(name, config)[kind]
     return replace(made, name=f"{preset.name}-{layers}-layers")
 
 

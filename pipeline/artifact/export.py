@@ -174,7 +174,7 @@ def memory_entry(planned_bytes: int | None, weights: Mapping[str, np.ndarray], m
 def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
     """Return what the artifact of a compiled module says about itself, without the hashes of its files."""
     lowered, target = compiled.lowered, compiled.target
-    model = lowered.graph.model
+    model, generation = lowered.graph.model, lowered.graph.generation
     host = target.target.host or target.target
     return Manifest(
         model=lowered.graph.name,
@@ -211,8 +211,9 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         unpadding=lowered.unpadding,
         recipe=recipe_of(lowered),
         minima=least_sizes(model.proto, list_symbols(lowered.graph.inputs)),
-        limits=limits_of(model.relations),
-        indices=index_limits(model),
+        limits=limits_of(model.relations) if generation is None else (),
+        indices=index_limits(model) if generation is None else (),
+        generation=generation,
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from relaxtune.models.spec import AxisRelation, IndexLimit, TensorSpec, numpy_dtype
+from relaxtune.models.spec import AxisRelation, Generation, IndexLimit, TensorSpec, numpy_dtype
 from relaxtune.models.unpadding import Unpadding
 from relaxtune.pipeline.artifact.entries import (
     BucketEntry,
@@ -73,6 +73,7 @@ class Manifest:
     # What tables of the graph allow the axes, and sums of them, to be; None where a version before did not say.
     limits: tuple[AxisRelation, ...] | None = None
     indices: tuple[IndexLimit, ...] = ()  # What integers the inputs may hold that are looked up in tables.
+    generation: Generation | None = None  # How it generates tokens; None where it is one graph as any other.
 
     @property
     def needed_files(self) -> frozenset[str]:

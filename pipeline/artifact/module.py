@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,14 +25,15 @@ from relaxtune.pipeline.artifact.calls.tensor_checks import (
 from relaxtune.pipeline.artifact.calls.token_list import TokenList
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
+from relaxtune.pipeline.artifact.generation.generator import CHUNK, Generator, Outputs, Step
 from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs, Sizes
-from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph
+from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph, input_buffers
 from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_default_stream, on_stream
 from relaxtune.pipeline.artifact.loading import load_machine, read_weights, shared_outputs, with_weights
 from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
-from relaxtune.pipeline.errors import PipelineError
+from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
 from relaxtune.pipeline.tvm_runtime.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import named_libraries
@@ -106,9 +107,11 @@ class Module:
         captures = manifest.target.cuda_graph
         self._static: StaticGraph | None = None
         self._graphs: SizeGraphs | None = None
-        if captures and self._is_static:
-            self._static = StaticGraph(machine, device, entry, manifest.inputs, self._weights, self._turn)
-        elif captures:
+        self._generator: Generator | None = None
+        if captures and self._is_static and manifest.generation is None:
+            buffers = input_buffers(manifest.inputs, device, self._turn)
+            self._static = StaticGraph(machine, entry, buffers, self._weights, self._turn)
+        elif captures and not self._is_static:
             whole = entry + WHOLE_CALL
             kernels = with_weights(machine[whole], self._weights) if whole in machine else self._kernels
             self._graphs = SizeGraphs(machine, device, self._kernels, self._turn, kernels)
@@ -223,6 +226,7 @@ class Module:
             An input is missing, unexpected, or of another dtype or shape than the signature says; an axis is beyond
             the artifact's limits; or a table is looked up outside of it.
         """
+        self._refuse_generation()
         check_inputs(inputs, self.inputs, self.manifest)
         routed = self._router.run(inputs) if self._router is not None else None
         if routed is not None:
@@ -243,6 +247,80 @@ class Module:
         if self._thread is None or self._thread[0] != os.getpid():  # a forked process has no such thread
             self._thread = (os.getpid(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune"))
         return await asyncio.get_running_loop().run_in_executor(self._thread[1], self.run, inputs)
+
+    def generate(
+        self, ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Collection[int] = (), chunk: int = CHUNK
+    ) -> Iterator[int]:
+        """Give the tokens that follow a prompt, each as soon as it is there.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The tokens of the prompt.
+        max_new_tokens : int or None
+            The most tokens; None goes on until the caches are full.
+        stop : collection of int
+            Tokens that end a sequence; they are given too.
+        chunk : int
+            Tokens of the prompt that are computed at a time.
+
+        Raises
+        ------
+        UsageError
+            The artifact does not generate, the prompt is empty or longer than its caches, or a token is none of the
+            vocabulary.
+        """
+        rows = self.generate_batch([ids], max_new_tokens=max_new_tokens, stop=stop, chunk=chunk)
+        return (token for (token,) in rows if token is not None)
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int | None = None,
+        stop: Collection[int] = (),
+        chunk: int = CHUNK,
+    ) -> Iterator[list[int | None]]:
+        """Give the next token of each of several sequences, None behind the end of one; arguments as of `generate`.
+
+        Raises
+        ------
+        UsageError
+            See `generate`; or prompts have several lengths, and the model has no mask that hides padding.
+        """
+        generator = self.generator
+        given = [[int(token) for token in prompt] for prompt in prompts]
+        generator.check(given, chunk, max_new_tokens)
+        return generator.generate(given, max_new_tokens, frozenset(stop), chunk)
+
+    @property
+    def generator(self) -> Generator:
+        """The state and the steps of an artifact that generates.
+
+        Raises
+        ------
+        UsageError
+            The artifact does not.
+        """
+        generation = self.manifest.generation
+        if generation is None:
+            raise UsageError(
+                f"the artifact of {self.manifest.model} does not generate; compile the decoder with --generate"
+            )
+        if self._generator is None:
+            entries = self.manifest.buckets.entries if self.manifest.buckets is not None else ()
+            steps = [one._step(entry.sizes) for one, entry in zip(self._buckets_loaded(), entries, strict=True)]
+            self._generator = Generator(generation, self.inputs, [self._step({}), *steps], self.device, self._turn)
+        return self._generator
+
+    def _step(self, sizes: Mapping[str, int]) -> Step:
+        def bind(inputs: Sequence[Tensor]) -> Callable[[], Outputs]:
+            if self.manifest.target.cuda_graph and self._is_static:
+                graph = StaticGraph(self._machine, _MAIN, inputs, self._weights, self._turn)
+                return lambda: graph(graph.buffers)
+            return lambda: self._run_sizes(inputs)
+
+        return Step(sizes, bind)
 
     @property
     def input_buffers(self) -> tuple[Tensor, ...] | None:
@@ -278,6 +356,7 @@ class Module:
             A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; an axis is
             smaller or larger than the artifact's limits; a CPU is given a stream; or a stream is being captured.
         """
+        self._refuse_generation()
         with on_stream(self.device, stream):
             self._turn.refuse_capture()
             if self._graphs is not None:
@@ -328,19 +407,26 @@ class Module:
                 module._machine.set_instrument(None)
                 module._watched = False
 
-    def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def _refuse_generation(self) -> None:
+        if self.manifest.generation is not None:
+            raise UsageError(
+                f"the artifact of {self.manifest.model} generates tokens and owns its caches: call `generate`, or "
+                "compile the model without --generate"
+            )
+
+    def _run_sizes(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not self._pooled:
             configure_threads(self.threads)
+        with nullcontext() if self._tokens is None else self._turn.pool():
+            if self._tokens is not None:
+                tensors = [*tensors, *self._tokens(tensors)]
+            sizes = tuple([tensor.shape for tensor in tensors])
+            self._note_sizes(sizes)
+            return (self._graphs or self._run_kernels)(tensors, sizes)
+
+    def _call(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         try:
-            if self._static is None:
-                with nullcontext() if self._tokens is None else self._turn.pool():
-                    if self._tokens is not None:
-                        tensors = [*tensors, *self._tokens(tensors)]
-                    sizes = tuple([tensor.shape for tensor in tensors])
-                    self._note_sizes(sizes)
-                    outputs = (self._graphs or self._run_kernels)(tensors, sizes)
-            else:
-                outputs = self._static(tensors)
+            outputs = self._run_sizes(tensors) if self._static is None else self._static(tensors)
         except (TypeError, ValueError, RuntimeError) as e:
             refusal = refused_tensors(self.manifest, e, static=self._is_static)
             if refusal is None:

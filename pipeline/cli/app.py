@@ -105,6 +105,7 @@ COMMANDS: dict[str, Command] = {
     "compare": artifacts.compare,
     "bench": artifacts.bench,
     "run": artifacts.run,
+    "generate": artifacts.generate,
     "gate": gate.gate,
     "inspect": inspection.inspect,
     "report": report.report,

@@ -1,15 +1,17 @@
-"""`relaxtune validate`, `compare`, `bench` and `run`: what can be done with an artifact."""
+"""`relaxtune validate`, `compare`, `bench`, `run` and `generate`: what can be done with an artifact."""
 
 from __future__ import annotations
 
 import io
 import logging
 import os
+import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -31,7 +33,15 @@ from relaxtune.pipeline.cli.options import (
     parse_sizes,
     require_signed,
 )
-from relaxtune.pipeline.cli.output import OutputFormat, emit, print_json, print_table, stdout_console, write_text
+from relaxtune.pipeline.cli.output import (
+    OutputFormat,
+    emit,
+    print_json,
+    print_table,
+    stderr_console,
+    stdout_console,
+    write_text,
+)
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.output_file import output_file
 from relaxtune.pipeline.printable import short
@@ -293,6 +303,86 @@ def run(
     rows = tuple((name, str(array.dtype), "x".join(map(str, array.shape))) for name, array in results.items())
     data = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in results.items()}
     emit(output_format, data, TableView(f"written to {outputs}", ("output", "dtype", "shape"), rows))
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """The prompt, and how many tokens follow it."""
+
+    ids: str | None = option(None, "Token ids of the prompt.", metavar="ID,ID,...")
+    prompt: str | None = option(None, "Text of the prompt; needs --tokenizer.", metavar="TEXT")
+    tokenizer: Path | None = option(None, "The model's tokenizer.json.", metavar="FILE")
+    max_new_tokens: int = option(128, "The most tokens.", min=1, metavar="N")
+    stop: str | None = option(None, "Token ids that end the text.", metavar="ID,...")
+
+
+@takes_groups()
+def generate(
+    directory: ArtifactArgument,
+    options: PromptOptions,
+    verify_key: VerifyKeyOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Write the tokens that follow a prompt, each as soon as it is there: text, or ids without a tokenizer."""
+    from relaxtune.pipeline.artifact.module import Module
+
+    if (options.ids is None) == (options.prompt is None):
+        raise UsageError("expected one prompt: --ids ID,ID,..., or --prompt TEXT with --tokenizer FILE")
+    tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
+    if options.ids is not None:
+        ids = _ids(options.ids, "--ids")
+    elif tokenizer is not None:
+        ids = tokenizer.encode(options.prompt).ids
+    else:
+        raise UsageError("--prompt is text: name the model's tokenizer.json by --tokenizer FILE, or give --ids")
+    stop = [] if options.stop is None else _ids(options.stop, "--stop")
+    module = Module.load(directory, verify_key=verify_key)
+    decoded = _text_of(tokenizer)
+    tokens, text, first = [], "", 0.0
+    started = time.perf_counter()
+    for token in module.generate(ids, max_new_tokens=options.max_new_tokens, stop=stop):
+        first = first or time.perf_counter()
+        part = decoded(token)
+        tokens.append(token)
+        text += part
+        if output_format is OutputFormat.TABLE:
+            typer.echo(part, nl=False)
+    first_ms = 1e3 * (first - started)
+    rest_ms = 1e3 * (time.perf_counter() - first) / max(len(tokens) - 1, 1)
+    if output_format is OutputFormat.JSON:
+        told = {"prompt": ids, "tokens": tokens, "text": text if tokenizer is not None else None}
+        print_json({**told, "first_token_ms": first_ms, "token_ms": rest_ms})
+        return
+    typer.echo()
+    stderr_console().print(f"{len(tokens)} tokens: the first after {first_ms:.1f} ms, then {rest_ms:.2f} ms each")
+
+
+def _ids(text: str, name: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{name} {text!r}: expected token ids such as 1,15043,3186")
+    return [int(part) for part in parts]
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as e:
+        raise UsageError("--tokenizer needs tokenizers: pip install 'relaxtune[tokenizer]'") from e
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as e:  # the library raises no class of its own
+        raise UsageError(f"--tokenizer {path} cannot be read as a tokenizer.json: {e}") from e
+
+
+def _text_of(tokenizer: Any) -> Callable[[int], str]:
+    """Return a function that takes each token in turn and returns the text that is complete with it."""
+    if tokenizer is None:
+        return lambda token: f"{token} "
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=True)
+    return lambda token: stream.step(tokenizer, token) or ""
 
 
 def _show_points(

@@ -121,7 +121,7 @@ class SearchOptions:
         )
 
 
-@takes_groups()
+@takes_groups(without=("generate", "max_length"))
 def tune(
     model: ModelOptions,
     search: SearchOptions,

@@ -141,6 +141,16 @@ class ModelOptions:
     unpad: bool = option(
         False, "Compute only the tokens of an encoder, not the padding (docs/shapes.md).", "--unpad", panel=SIZES
     )
+    generate: bool = option(
+        False, "Make a decoder with caches one that generates tokens (docs/generation.md).", "--generate", panel=MODEL
+    )
+    max_length: int | None = option(
+        None,
+        "With --generate: the most tokens of a sequence, prompt included. Default: the model's limit, 2048 at most.",
+        min=2,
+        metavar="N",
+        panel=MODEL,
+    )
     seed: int = option(0, "Seed of the search, of the zoo's weights and of random inputs.", rare=True)
     disable_pass: list[str] | None = option(None, "Switch a pass off by name (repeatable).", metavar="NAME", rare=True)
     dump_ir: Path | None = option(None, "Write the IR after each phase into DIR.", metavar="DIR", rare=True)
@@ -201,6 +211,8 @@ class ModelOptions:
             ),
             profile=profile,
             lengths=lengths,
+            generate=self.generate,
+            max_length=self.max_length,
         )
 
 

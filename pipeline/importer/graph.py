@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import tvm
 
 from relaxtune.models import OnnxModel, TensorSpec
+from relaxtune.models.spec import Generation
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,4 @@ class ImportedGraph:
     # Relax binding name (the `name_hint` of a variable bound in `main`) -> names of the ONNX nodes it computes.
     source_map: Mapping[str, tuple[str, ...]]
     source_sha256: str  # Content hash of the ONNX model, weights included.
+    generation: Generation | None = None  # Of a decoder that was made a step of generation; inputs are that step's.

@@ -128,6 +128,11 @@ def tune_model(
     """
     check_destination(out)
     check_key(tune_request.sign)
+    if request.generate:
+        raise UsageError(
+            "--generate is a word of compile: tune the decode step as it is, and `relaxtune compile --generate --db "
+            "URL` takes the records"
+        )
     urls = [tune_request.database, *tune_request.shared]
     began, beforehand = time.monotonic(), None
     with open_databases(urls, mode=tune_request.tuning.mode) as database:

@@ -140,9 +140,9 @@ def copy(tensor: Tensor, to: Tensor) -> None:
     runtime_function("runtime.TVMTensorCopyFromTo")(tensor, to)
 
 
-def view(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the first places of a tensor as one of another shape, in the same memory."""
-    return runtime_function("runtime.TVMTensorCreateView")(tensor, tvm_ffi.Shape(list(shape)), tensor.dtype, 0)
+def view(tensor: Tensor, shape: Sequence[int], offset: int = 0) -> Tensor:
+    """Return the places of a tensor from a byte on as one of another shape, in the same memory."""
+    return runtime_function("runtime.TVMTensorCreateView")(tensor, tvm_ffi.Shape(list(shape)), tensor.dtype, offset)
 
 
 class VirtualMachine:

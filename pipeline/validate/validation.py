@@ -29,6 +29,7 @@ from relaxtune.pipeline.validate.array_comparison import (
     differing_bits,
 )
 from relaxtune.pipeline.validate.drift import inputs_source, measure_drift, measure_perplexity
+from relaxtune.pipeline.validate.generation_steps import steps_of
 from relaxtune.pipeline.validate.reference import Reference, longest_reduction
 from relaxtune.pipeline.validate.report import (
     DataSource,
@@ -117,6 +118,15 @@ def validate(
         default = default_tolerance(loaded, model)
         tolerance = Tolerance(default.rtol if rtol is None else rtol, default.atol if atol is None else atol)
     reference = reference or Reference(model, policy=loaded.manifest.policy)
+    if loaded.manifest.generation is not None:
+        logits = loaded.outputs[0]
+        with turn or nullcontext():
+            pairs = [
+                Observation({logits.name: expected}, {logits.name: got})
+                for expected, got in steps_of(loaded, model, reference, samples, seed)
+            ]
+        limit = tolerance or default_tolerance(loaded, model)
+        return compare(pairs, [logits], limit, model=model.name, reference=reference.description, seed=seed)
     dims = sizes_within(model, loaded.manifest.maxima, dims)
     seen = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, turn=turn)
     report, observations = judge(loaded, model, reference, seen, loaded.outputs, tolerance=tolerance, seed=seed)

@@ -14,6 +14,12 @@ from relaxtune.pipeline.artifact.loading import as_tuple
 from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, empty
 
 
+def input_buffers(inputs: Sequence[TensorSpec], device: Device, turns: Turns) -> tuple[Tensor, ...]:
+    """Return tensors for inputs of static shapes."""
+    with turns.alone:
+        return tuple(empty([int(size) for size in spec.shape], spec.dtype, device) for spec in inputs)
+
+
 class StaticGraph:
     """Runs calls of a function, `entry`, as one graph, which reads its inputs in `buffers`, then the weights.
 
@@ -23,14 +29,12 @@ class StaticGraph:
     def __init__(
         self,
         machine: VirtualMachine,
-        device: Device,
         entry: str,
-        inputs: Sequence[TensorSpec],
+        buffers: Sequence[Tensor],
         weights: Sequence[Tensor],
         turns: Turns,
     ) -> None:
-        with turns.alone:
-            self.buffers = tuple(empty([int(size) for size in spec.shape], spec.dtype, device) for spec in inputs)
+        self.buffers = tuple(buffers)
         self._machine, self._turns = machine, turns
         # Saved with its arguments, so that a run does not hand over every weight again.
         saved = f"relaxtune_saved_{entry}"

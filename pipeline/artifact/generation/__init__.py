@@ -1,0 +1,1 @@
+"""Tokens from an artifact that owns the caches of its decoder."""

@@ -1,0 +1,221 @@
+"""`Generator`: the state of a generation, and the steps that update it in place.
+
+Caches, position and tokens lie on the device from the first step to the last; a step copies none of them. A GPU is
+given several steps at a time: each takes its token from the one before, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from tvm_ffi import Device, Tensor
+
+from relaxtune.models.dims import evaluate_dim
+from relaxtune.models.spec import HISTORY, PADDING, POSITION, TOKENS, VISIBLE, Generation, TensorSpec, numpy_dtype
+from relaxtune.pipeline.artifact.gpu.turns import Turns, on_default_stream
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.tvm_runtime.library import array_of, fill, is_cpu, tensor_of, view
+
+# Tokens of a prompt that one step takes, steps that a GPU is given at a time, and what the number of positions that a
+# step looks at is rounded up to, so that few sizes come.
+CHUNK, AHEAD, _GRAIN = 512, 8, 64
+
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as code; `sizes` are the axes that it is compiled for, all others are free."""
+
+    sizes: Mapping[str, int]
+    # Returns a function of no arguments that runs with some inputs, which stay where they are.
+    bind: Callable[[Sequence[Tensor]], Callable[[], Outputs]]
+
+
+@dataclass
+class _State:
+    """The tensors of one batch, and how many tokens each of its sequences has; `next` is the last one [batch, 1]."""
+
+    batch: int
+    next: Tensor
+    kept: dict[str, Tensor]
+    position: int = 0
+    # (place of a step, positions that it looks at) -> a decode step on these tensors.
+    decoding: dict[tuple[int, int], Callable[[], Outputs]] = field(default_factory=dict)
+
+
+class Generator:
+    """Generates tokens with the steps of an artifact, the one of any sizes first; one batch at a time."""
+
+    def __init__(
+        self, generation: Generation, inputs: Sequence[TensorSpec], steps: Sequence[Step], device: Device, turns: Turns
+    ) -> None:
+        self.generation = generation
+        self._caches = [spec for spec in inputs if spec.name not in (TOKENS, POSITION, PADDING, HISTORY)]
+        self._steps, self._device, self._turns = tuple(steps), device, turns
+        self._states: dict[int, _State] = {}
+        self._state: _State | None = None
+
+    def check(self, prompts: Sequence[Sequence[int]], chunk: int, most: int | None) -> None:
+        """Refuse what cannot be generated from.
+
+        Raises
+        ------
+        UsageError
+            See `Module.generate`.
+        """
+        generation = self.generation
+        if not prompts or not all(prompts):
+            raise UsageError("a prompt has no tokens; expected one at least, such as the token that begins a text")
+        for prompt in prompts:
+            if wrong := [token for token in prompt if not 0 <= token < generation.vocabulary]:
+                raise UsageError(
+                    f"token {wrong[0]} of a prompt is not in 0 to {generation.vocabulary - 1}, the vocabulary"
+                )
+        longest = max(map(len, prompts))
+        if longest > generation.capacity:
+            raise UsageError(
+                f"a prompt has {longest} tokens, and the artifact's caches hold {generation.capacity}; shorten it, or "
+                "compile the model with a larger --max-length"
+            )
+        if not generation.pads and min(map(len, prompts)) < longest:
+            raise UsageError(
+                "the prompts have several lengths, and the model has no mask to hide padding; give each alone"
+            )
+        if isinstance(generation.batch, int) and len(prompts) != generation.batch:
+            raise UsageError(f"the model was exported for {generation.batch} sequences, got {len(prompts)} prompts")
+        if chunk < 1 or (most is not None and most < 1):
+            raise UsageError(f"expected 1 or more, got chunk={chunk} and max_new_tokens={most}")
+
+    def start(self, padding: Sequence[int]) -> None:
+        """Begin sequences, each with some places before its first token."""
+        with on_default_stream(self._device), self._turns:
+            state = self._state = self._states.get(len(padding)) or self._new_state(len(padding))
+            state.position = 0
+            fill(state.kept[POSITION], np.zeros(1, np.int64))
+            fill(state.kept[PADDING], np.asarray(padding, np.int64))
+
+    def feed(self, ids: np.ndarray) -> Tensor:
+        """Take the next tokens [batch, new] of all sequences; return the logits [batch, vocabulary] after them."""
+        state, logits = self._require(), None
+        width = ids.shape[1] if isinstance(self.generation.new, str) else self.generation.new
+        with on_default_stream(self._device), self._turns:
+            for start in range(0, ids.shape[1], width):
+                part = np.ascontiguousarray(ids[:, start : start + width], np.int64)
+                if part.shape[1] == 1:
+                    fill(state.next, part)
+                    logits = self._decode(state)
+                    continue
+                visible = self._visible(state.position + part.shape[1])
+                inputs = self._inputs(state, visible, tensor_of(part, self._device))
+                logits, _ = self._steps[0].bind(inputs)()
+                state.position += part.shape[1]
+                self._turns.copy(self._rows(state, state.position, 1, (state.batch, 1)), state.next)
+        assert logits is not None
+        return logits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], most: int | None, stop: frozenset[int], chunk: int
+    ) -> Iterator[list[int | None]]:
+        """Give the next token of each sequence, None behind its end."""
+        length = max(map(len, prompts))
+        room = self.generation.capacity - length
+        ids = np.zeros((len(prompts), length), np.int64)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[length - len(prompt) :] = prompt
+        self.start([length - len(prompt) for prompt in prompts])
+        for start in range(0, length, chunk):
+            self.feed(ids[:, start : start + chunk])
+        left = room + 1 if most is None else min(most, room + 1)
+        ended = [False] * len(prompts)
+        state, count = self._require(), 1
+        while left > 0:
+            for row in self._last_tokens(state, count):
+                yield [None if end else int(token) for end, token in zip(ended, row, strict=True)]
+                ended = [end or int(token) in stop for end, token in zip(ended, row, strict=True)]
+                if all(ended):
+                    return
+            left -= count
+            count = min(left, 1 if is_cpu(self._device) else AHEAD)
+            with on_default_stream(self._device), self._turns:
+                for _ in range(count):
+                    self._decode(state)
+
+    def _require(self) -> _State:
+        if self._state is None:
+            raise UsageError("no sequence was begun; call start first")
+        return self._state
+
+    def _new_state(self, batch: int) -> _State:
+        generation = self.generation
+        sizes = {VISIBLE: generation.capacity, str(generation.batch): batch}
+        shapes = {POSITION: [1], PADDING: [batch], HISTORY: [generation.capacity + 1, batch]}
+        zeros = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
+        for spec in self._caches:
+            # What is not written yet is read, and hidden: it may not be NaN.
+            zeros[spec.name] = np.zeros(
+                [int(evaluate_dim(axis, sizes)) for axis in spec.shape], numpy_dtype(spec.dtype)
+            )
+        # The CUDA graph of a step reads the tensors that it was captured with, as long as the artifact is loaded.
+        captured = {step.sizes.get(str(generation.batch)) for step in self._steps if VISIBLE in step.sizes}
+        self._states = {size: state for size, state in self._states.items() if size in captured}
+        kept = {name: tensor_of(array, self._device) for name, array in zeros.items()}
+        state = self._states[batch] = _State(batch, tensor_of(np.zeros((batch, 1), np.int64), self._device), kept)
+        return state
+
+    def _visible(self, tokens: int) -> int:
+        capacity = self.generation.capacity
+        if tokens > capacity:
+            raise UsageError(
+                f"the sequence would have {tokens} tokens, and the artifact's caches hold {capacity}; compile the "
+                "model with a larger --max-length"
+            )
+        return min(-(-tokens // _GRAIN) * _GRAIN, capacity)
+
+    def _inputs(self, state: _State, visible: int, tokens: Tensor) -> list[Tensor]:
+        sizes = {VISIBLE: visible, str(self.generation.batch): state.batch}
+        caches = [
+            view(state.kept[spec.name], [int(evaluate_dim(axis, sizes)) for axis in spec.shape])
+            for spec in self._caches
+        ]
+        return [tokens, *(state.kept[name] for name in (POSITION, PADDING, HISTORY)), *caches]
+
+    def _decode(self, state: _State) -> Tensor:
+        """Take the last token of each sequence; return the logits after it."""
+        place, visible = self._decode_step(state)
+        run = state.decoding.get((place, visible))
+        if run is None:
+            run = state.decoding[place, visible] = self._steps[place].bind(self._inputs(state, visible, state.next))
+        logits, _ = run()
+        state.position += 1
+        if not self._takes_one(self._steps[place]):
+            self._turns.copy(self._rows(state, state.position, 1, (state.batch, 1)), state.next)
+        return logits
+
+    def _takes_one(self, step: Step) -> bool:
+        """Whether a step is compiled for one token, and so writes the next one over it."""
+        return step.sizes.get(str(self.generation.new), self.generation.new) == 1
+
+    def _decode_step(self, state: _State) -> tuple[int, int]:
+        """Return the place of the step that takes a token, and how many positions it looks at."""
+        visible = self._visible(state.position + 1)
+        found = [
+            (step.sizes.get(VISIBLE, visible), place)
+            for place, step in enumerate(self._steps)
+            if self._takes_one(step)
+            and step.sizes.get(str(self.generation.batch), state.batch) == state.batch
+            and step.sizes.get(VISIBLE, visible) > state.position
+        ]
+        # The main step, which is the first, takes any sizes.
+        least, place = min(found, key=lambda one: (one[0], -one[1]), default=(visible, 0))
+        return place, least
+
+    def _rows(self, state: _State, first: int, count: int, shape: Sequence[int] = ()) -> Tensor:
+        """Return some places of the history."""
+        return view(state.kept[HISTORY], shape or (count, state.batch), 8 * first * state.batch)
+
+    def _last_tokens(self, state: _State, count: int) -> np.ndarray:
+        with on_default_stream(self._device), self._turns:
+            return array_of(self._rows(state, state.position + 1 - count, count))

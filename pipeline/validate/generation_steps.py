@@ -1,0 +1,76 @@
+"""The logits of an artifact that generates beside the model's own, token by token over the same texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from relaxtune.models import OnnxModel
+from relaxtune.models.spec import Generation, numpy_dtype
+from relaxtune.pipeline.artifact.module import Module
+from relaxtune.pipeline.tvm_runtime.library import array_of
+from relaxtune.pipeline.validate.reference import Reference
+
+# Tokens of a text, and how many of them follow the prompt. A prompt is computed in two parts.
+_TOKENS, _FOLLOWING = 40, 16
+# Sequences of a sample, in turn; where there is more than one, they have several lengths.
+_BATCHES = (1, 3)
+
+
+def steps_of(
+    module: Module, model: OnnxModel, reference: Reference, samples: int, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Give the logits [steps, batch, vocabulary] of the model and of the artifact, for some random texts."""
+    generation = module.generator.generation
+    for sample in range(samples):
+        draw = np.random.default_rng([seed, sample])
+        sizes = _BATCHES if isinstance(generation.batch, str) else (generation.batch,)
+        batch, length = sizes[sample % len(sizes)], min(_TOKENS, generation.capacity)
+        ids = draw.integers(0, generation.vocabulary, (batch, length))
+        prompt = max(length - _FOLLOWING, 1)
+        padding = draw.integers(0, max(prompt // 2, 1), batch) * (batch > 1) * generation.pads
+        yield (
+            _expected(reference, model, generation, ids, padding, prompt),
+            _got(module, ids, padding, prompt),
+        )
+
+
+def _parts(prompt: int, length: int) -> list[tuple[int, int]]:
+    """Return the parts that a text is computed in: the prompt in two, then token by token."""
+    cuts = [0, *([prompt // 2] if prompt > 1 else []), *range(prompt, length + 1)]
+    return list(pairwise(cuts))
+
+
+def _got(module: Module, ids: np.ndarray, padding: np.ndarray, prompt: int) -> np.ndarray:
+    generator = module.generator
+    generator.start(padding.tolist())
+    return np.stack([array_of(generator.feed(ids[:, a:b])) for a, b in _parts(prompt, ids.shape[1])])
+
+
+def _expected(
+    reference: Reference, model: OnnxModel, generation: Generation, ids: np.ndarray, padding: np.ndarray, prompt: int
+) -> np.ndarray:
+    names, specs = generation.names, {spec.name: spec for spec in model.inputs}
+    batch, found = len(ids), []
+    caches = {}
+    for name, _ in names.caches:
+        _, heads, _, width = specs[name].shape
+        caches[name] = np.zeros([batch, int(heads), 0, int(width)], numpy_dtype(specs[name].dtype))
+    places = np.arange(ids.shape[1])[None]
+    seen, own = places >= padding[:, None], np.maximum(places - padding[:, None], 0)
+    most = generation.new if isinstance(generation.new, int) else ids.shape[1]
+    for start, end in _parts(prompt, ids.shape[1]):
+        for first in range(start, end, most):
+            last = min(first + most, end)
+            given = {names.tokens: ids[:, first:last]}
+            if names.mask is not None:
+                given[names.mask] = seen[:, :last]
+            if names.positions is not None:
+                given[names.positions] = own[:, first:last]
+            given = {name: array.astype(numpy_dtype(specs[name].dtype)) for name, array in given.items()}
+            outputs = reference.run({**given, **caches})
+            caches = {name: outputs[grown].astype(numpy_dtype(specs[name].dtype)) for name, grown in names.caches}
+        found.append(outputs[names.logits][:, -1])
+    return np.stack(found)

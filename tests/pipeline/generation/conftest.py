@@ -1,0 +1,37 @@
+"""A small decoder, and its artifact that generates, compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import relaxtune
+from relaxtune.models import load_model, save_model
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
+from relaxtune.pipeline.prepare import ModelRequest
+
+CAPACITY = 160
+FREE = {axis: (axis,) for axis in ("batch", "sequence", "past_sequence")}
+
+
+@pytest.fixture(scope="session")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("decoder") / "decoder.onnx"
+    save_model(load_model("llama-tiny-with-past", shapes=FREE), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def artifact(decoder: Path) -> Path:
+    result = compile_model(
+        ModelRequest(decoder, target="llvm", generate=True, max_length=CAPACITY), decoder.parent / "artifact", samples=2
+    )
+    assert result.validation is not None
+    assert result.validation.passed
+    return result.directory
+
+
+@pytest.fixture(scope="session")
+def module(artifact: Path) -> relaxtune.Module:
+    return relaxtune.load(artifact)

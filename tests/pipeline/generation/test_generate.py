@@ -1,0 +1,105 @@
+"""Tokens of an artifact that owns its caches, beside ONNX Runtime's with the caches in and out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relaxtune import Module, UsageError
+from tests.command_line import Ended
+from tests.pipeline.generation.conftest import CAPACITY
+from tests.pipeline.generation.reference import greedy
+
+PROMPT = [3, 141, 59, 26, 535, 89, 79]
+PROMPTS = [PROMPT, PROMPT[:3], [7, 11, 13, 17, 19]]
+
+
+@pytest.mark.parametrize("chunk", [512, 3, 1])
+def test_tokens_equal_the_models_own_when_the_prompt_is_cut(module: Module, decoder: Path, chunk: int) -> None:
+    expected = greedy(decoder, [PROMPT], 120)
+    assert list(module.generate(PROMPT, max_new_tokens=120, chunk=chunk)) == expected[0]
+    assert len(set(expected[0])) > 10
+
+
+@pytest.mark.parametrize("chunk", [512, 2])
+def test_batch_of_several_lengths_equals_the_models_own(module: Module, decoder: Path, chunk: int) -> None:
+    rows = list(module.generate_batch(PROMPTS, max_new_tokens=100, chunk=chunk))
+    assert np.transpose(rows).tolist() == greedy(decoder, PROMPTS, 100)
+
+
+def test_next_text_is_not_touched_by_what_the_caches_hold(module: Module) -> None:
+    first = list(module.generate(PROMPT, max_new_tokens=30))
+    list(module.generate([5] * 100, max_new_tokens=40))
+    assert list(module.generate(PROMPT, max_new_tokens=30)) == first
+
+
+def test_sequence_ends_behind_its_stop_token(module: Module) -> None:
+    tokens = list(module.generate(PROMPT, max_new_tokens=30))
+    stop = tokens[10]
+    ended = tokens[: tokens.index(stop) + 1]
+    assert list(module.generate(PROMPT, max_new_tokens=30, stop=[stop])) == ended
+    rows = list(module.generate_batch([PROMPT, PROMPTS[2]], max_new_tokens=30, stop=[stop]))
+    assert [row[0] for row in rows[: len(ended)]] == ended
+    assert all(row[0] is None for row in rows[len(ended) :])
+
+
+def test_tokens_go_on_until_the_caches_are_full(module: Module, decoder: Path) -> None:
+    tokens = list(module.generate(PROMPT))
+    assert len(tokens) == CAPACITY - len(PROMPT) + 1
+    assert tokens == greedy(decoder, [PROMPT], len(tokens))[0]
+    assert len(list(module.generate([4] * CAPACITY))) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([[1] * (CAPACITY + 1)], f"{CAPACITY + 1} tokens, and the artifact's caches hold {CAPACITY}"),
+        ([[]], "no tokens"),
+        ([], "no tokens"),
+        ([[1, 5000]], "token 5000 of a prompt is not in 0 to 1023"),
+    ],
+)
+def test_wrong_prompt_is_refused(module: Module, prompts: list[list[int]], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        module.generate_batch(prompts)
+
+
+def test_artifact_that_generates_is_not_run(module: Module) -> None:
+    with pytest.raises(UsageError, match="call `generate`"):
+        module.run({})
+
+
+def test_command_writes_tokens(artifact: Path, module: Module, relaxtune: Callable[..., Ended]) -> None:
+    expected = list(module.generate(PROMPT, max_new_tokens=12))
+    words = ("generate", artifact, "--ids", ",".join(map(str, PROMPT)), "--max-new-tokens", 12)
+    shown = relaxtune(*words)
+    assert shown.code == 0
+    assert [int(token) for token in shown.stdout.split()] == expected
+    assert "12 tokens: the first after" in shown.stderr
+    assert relaxtune(*words, "--format", "json").data["tokens"] == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "expected one prompt"),
+        (["--prompt", "once"], "--tokenizer FILE"),
+        (["--ids", "1,x"], "expected token ids"),
+        (["--ids", ",".join(["1"] * 200)], "--max-length"),
+    ],
+)
+def test_command_refuses_a_wrong_prompt(
+    artifact: Path, relaxtune: Callable[..., Ended], words: list[str], said: str
+) -> None:
+    ended: Ended = relaxtune("generate", artifact, *words)
+    assert ended.code == 2
+    assert said in ended.stderr
+
+
+def test_manifest_says_how_the_artifact_generates(artifact: Path) -> None:
+    generation = json.loads((artifact / "manifest.json").read_text())["generation"]
+    assert (generation["capacity"], generation["batch"], generation["new"]) == (CAPACITY, "batch", "sequence")
