@@ -10,7 +10,7 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, number_of, static_shape
-from relaxtune.pipeline.passes.kit.rewrite import rewrite
+from relaxtune.pipeline.passes.kit.rewrite import replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # What an activation (a result of a matmul, norm, ...) is assumed to stay under, in absolute value. Far beyond what
@@ -61,10 +61,7 @@ def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
             state.note(f"{binding.var.name}: guard kept, {reason}")
         else:
             dead[binding.var] = guarded
-    if not dead:
-        return mod
-    state.note(f"{len(dead)} guards removed")
-    return rewrite(mod, state, lambda new, binding: new.of(dead[binding.var]) if binding.var in dead else None)
+    return replace_found(mod, state, dead, lambda new, _, guarded: new.of(guarded), "guards removed")
 
 
 def guarded_by(value: tvm.ir.Expr | None, graph: Graph) -> relax.Var | None:

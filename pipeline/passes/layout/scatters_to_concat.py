@@ -9,7 +9,7 @@ import tvm
 from tvm import relax, tirx
 
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, equal_axes, is_constant, is_op, shape_of
+from relaxtune.pipeline.passes.kit.ir import array_of, equal_axes, is_constant, is_op, shape_of, transposed_axes
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
@@ -33,10 +33,11 @@ def scatters_to_concat(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
         for binding in graph.bindings
         if _written_rows(binding.value) is not None and (parts := _parts(binding.var, graph)) is not None
     }
-    if not found:
-        return mod
-    state.note(f"{len(found)} scatters are concatenations")
-    return replace_found(mod, state, found, lambda new, binding, parts: _joined(new, binding.var, parts, graph))
+
+    def joined(new: Rewriter, binding: relax.VarBinding, parts: tuple[_Rows, ...]) -> tvm.ir.Expr:
+        return _joined(new, binding.var, parts, graph)
+
+    return replace_found(mod, state, found, joined, "scatters are concatenations")
 
 
 def _written_rows(value: tvm.ir.Expr | None) -> tuple[int, int] | None:
@@ -57,8 +58,10 @@ def _written_rows(value: tvm.ir.Expr | None) -> tuple[int, int] | None:
 
 def _parts(expr: tvm.ir.Expr, graph: Graph) -> tuple[_Rows, ...] | None:
     """Return what the rows of a tensor are, in their order."""
-    expr = _unturned(expr, graph)
     value = graph.value(expr)
+    if is_op(value, "permute_dims") and transposed_axes(value) == sorted(transposed_axes(value)):
+        # `simplify_views` leaves a transpose that moves nothing of two that undo each other.
+        expr, value = value.args[0], graph.value(value.args[0])
     written = _written_rows(value)
     if written is None or not isinstance(value, relax.Call):
         count = _row_count(expr)
@@ -77,15 +80,6 @@ def _parts(expr: tvm.ir.Expr, graph: Graph) -> tuple[_Rows, ...] | None:
         after += [(source, max(right, first), last)] if right < last else []
         place += last - first
     return (*before, (value.args[2], 0, stop - start), *after)
-
-
-def _unturned(expr: tvm.ir.Expr, graph: Graph) -> tvm.ir.Expr:
-    """Return what a transpose that moves nothing is of; `simplify_views` leaves one of two that undo each other."""
-    value = graph.value(expr)
-    if not is_op(value, "permute_dims") or not value.attrs.axes:
-        return expr
-    axes = [int(axis) for axis in value.attrs.axes]
-    return value.args[0] if axes == list(range(len(axes))) else expr
 
 
 def _joined(new: Rewriter, var: relax.Var, parts: tuple[_Rows, ...], graph: Graph) -> tvm.ir.Expr:
