@@ -6,14 +6,17 @@ alone and by a later version, are noted of the same one.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.environment import detect_environment, target_key
 from relaxtune.tuning_db.artifacts import Artifact, Benchmark, Validation
-from relaxtune.tuning_db.records import Environment, canonical_json, utc_now
+from relaxtune.tuning_db.errors import NotFoundError
+from relaxtune.tuning_db.records import Environment, TuningRecord, canonical_json, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
 
 if TYPE_CHECKING:
@@ -42,6 +45,16 @@ def artifact_of(manifest: Manifest, directory: Path, job_id: str | None = None) 
         location=str(directory.absolute()),
         job_id=job_id,
     )
+
+
+def record_of(database: TuningDatabase, kernel: KernelEntry) -> TuningRecord | None:
+    """Return the record that a manifest names for a kernel; None where the database has none of its decision there."""
+    try:
+        record = database.get_record(kernel.record_id or 0)
+    except NotFoundError:
+        return None
+    same = kernel.decision_sha256 in (None, hashlib.sha256(record.decision.encode()).hexdigest())
+    return record if same and record.route.value == kernel.route else None
 
 
 def note_validation(

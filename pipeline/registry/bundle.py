@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.directory import load_manifest
-from relaxtune.pipeline.artifact.entries import KernelEntry
 from relaxtune.pipeline.errors import ArtifactError, PipelineError, UsageError
+from relaxtune.pipeline.job_outcomes import record_of
 from relaxtune.pipeline.temporary import locked_folder
-from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.records import Mode, TuningRecord
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.urls import DatabasePlace
@@ -52,7 +50,7 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
         records: dict[int, TuningRecord] = {}
         missing = []
         for (place, function), entry in entries.items():
-            record = _find(opened, entry)
+            record = record_of(opened, entry)
             if record is None:
                 missing.append(f"{function} of {place} (record {entry.record_id})")
             elif record.id is not None:
@@ -74,13 +72,3 @@ def write_bundle(artifacts: Sequence[Path], database: DatabasePlace, out: Path) 
     except OSError as e:
         raise PipelineError(f"{out} cannot be written: {e.strerror or e}; name a file in a folder with room") from e
     return Bundle(out, len(artifacts), len(records), out.stat().st_size)
-
-
-def _find(database: TuningDatabase, entry: KernelEntry) -> TuningRecord | None:
-    """Return the record that a manifest names, if it is that one."""
-    try:
-        record = database.get_record(entry.record_id or 0)
-    except NotFoundError:
-        return None
-    same = hashlib.sha256(record.decision.encode()).hexdigest() == entry.decision_sha256
-    return record if same and record.route.value == entry.route else None

@@ -8,7 +8,6 @@ Nothing is estimated: what was not measured stays empty, and `notes` says so.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,10 +19,9 @@ from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.artifact.entries import KernelEntry, MeasuredEntry
 from relaxtune.pipeline.artifact.manifest import Manifest
 from relaxtune.pipeline.choose.model_records import ModelDecision, read_decision
-from relaxtune.pipeline.job_outcomes import artifact_of
+from relaxtune.pipeline.job_outcomes import artifact_of, record_of
 from relaxtune.pipeline.report.ceilings import Ceilings, known_ceilings
 from relaxtune.pipeline.report.kernel import KernelRow, TimeSource, float_dtype, judged
-from relaxtune.tuning_db.errors import NotFoundError
 from relaxtune.tuning_db.jobs import Job, JobTask
 from relaxtune.tuning_db.lookup import Question, device_of
 from relaxtune.tuning_db.questions.artifacts import ArmSummary, artifacts
@@ -258,27 +256,15 @@ def _records_of(manifest: Manifest, database: TuningDatabase | None, notes: list
     """Return the record behind each kernel; one whose decision is not the manifest's is left out, with a note."""
     if database is None:
         return {}
-    found: dict[str, TuningRecord] = {}
-    strangers: list[str] = []
-    for kernel in manifest.kernels:
-        if kernel.record_id is None:
-            continue
-        try:
-            record = database.get_record(kernel.record_id)
-        except NotFoundError:
-            strangers.append(kernel.function)
-            continue
-        expected = kernel.decision_sha256
-        if expected is not None and hashlib.sha256(record.decision.encode()).hexdigest() != expected:
-            strangers.append(kernel.function)
-            continue
-        found[kernel.function] = record
+    named = [kernel for kernel in manifest.kernels if kernel.record_id is not None]
+    found = {kernel.function: record_of(database, kernel) for kernel in named}
+    strangers = [name for name, record in found.items() if record is None]
     if strangers:
         notes.append(
             f"the database lacks the records of {len(strangers)} kernels: {_listed(strangers)}; was the artifact "
             "compiled from another database?"
         )
-    return found
+    return {name: record for name, record in found.items() if record is not None}
 
 
 def _row_of_kernel(kernel: KernelEntry, record: TuningRecord | None, profile: Profile | None) -> KernelRow:

@@ -54,9 +54,8 @@ def prune(
     `filters` says which records may go. Those that it leaves out still count as better or newer ones. The space is used
     again by later records; a SQLite file itself does not shrink.
     """
-    if dry_run:
-        return database.read(lambda session: _prune(session, rules, filters, dry_run=True))
-    return database.write(lambda session: _prune(session, rules, filters, dry_run=False))
+    transaction = database.read if dry_run else database.write
+    return transaction(lambda session: _prune(session, rules, filters, dry_run=dry_run))
 
 
 def delete_records(database: TuningDatabase, ids: Sequence[int]) -> Pruned:
