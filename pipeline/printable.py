@@ -29,6 +29,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
+def milliseconds(value: float | None) -> str:
+    """Return a model's latency with four figures, empty when it is unknown."""
+    return "" if value is None else f"{value:.4g}"
+
+
 def short(name: str) -> str:
     """Return the name of a kernel or a task as screens show it: begin and end, with its sizes; JSON has all of it."""
     kernel, bracket, sizes = name.partition("[")

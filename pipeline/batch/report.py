@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.pages.render import code, note, number, page, render, table
+from relaxtune.pipeline.printable import milliseconds
 from relaxtune.pipeline.report.page import section
 from relaxtune.pipeline.report.report import report_artifact
 from relaxtune.tuning_db.batches import list_attempts, list_cells
@@ -82,11 +83,11 @@ def _cell(cell: BatchCell, slowest_ms: float) -> tuple[object, ...]:
         Markup('<a href="#{}">{}</a>').format(cell.spec.name, shown) if facts.artifact else shown,
         Markup('<b class="{0}">{0}</b>').format(state),
         "" if facts.validated is None else "yes" if facts.validated else "NO",
-        _ms(facts.untuned_ms),
-        _ms(facts.shipped_ms),
+        milliseconds(facts.untuned_ms),
+        milliseconds(facts.shipped_ms),
         Markup().join(bars),
         number(times),
-        f"{_ms(facts.peer_ms)} {facts.peer or ''}".strip(),
+        f"{milliseconds(facts.peer_ms)} {facts.peer or ''}".strip(),
         number(facts.size_bytes, 1e6),
         number(facts.seconds),
         code(facts.artifact),
@@ -113,7 +114,3 @@ def _section(cell: BatchCell) -> Markup:
         return section(report_artifact(Path(str(cell.facts.artifact))))
     except ArtifactError as e:
         return Markup('<p class="note">{}</p>').format(e)
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 
 from relaxtune.models import OnnxModel
-from relaxtune.pipeline.importer.normalise import node_label
+from relaxtune.pipeline.precision.onnx_weights import label_of
 from relaxtune.pipeline.precision.policy import PolicyEntry
 from relaxtune.pipeline.validate.reference import Reference
 
@@ -125,8 +125,7 @@ def onnx_tensors(model: OnnxModel, inputs: Mapping[str, np.ndarray], policy: Pol
     Raises `PipelineError`: ONNX Runtime does not accept the model.
     """
     nodes = tuple(
-        OnnxNode(node_label(one.name, list(one.output), one.op_type), one.op_type, tuple(one.input), tuple(one.output))
-        for one in model.proto.graph.node
+        OnnxNode(label_of(one), one.op_type, tuple(one.input), tuple(one.output)) for one in model.proto.graph.node
     )
     outputs = tuple(spec.name for spec in model.outputs)
     inner = [name for node in nodes for name in node.outputs if name and name not in outputs]

@@ -67,15 +67,8 @@ class MeasuredModel:
     environment: Environment
 
     def _newest(self, database: TuningDatabase) -> TuningRecord | None:
-        records = database.list_top(
-            Question(
-                workload_hash=self.workload.workload_hash,
-                signature_key=self.workload.signature_key,
-                target=self.target,
-                environment=self.environment,
-            ),
-            k=_LISTED,
-        )
+        question = Question(self.workload.workload_hash, self.workload.signature_key, self.target, self.environment)
+        records = database.list_top(question, k=_LISTED)
         return max(records, key=lambda record: (record.created_at, record.id or 0), default=None)
 
     def find(self, database: TuningDatabase) -> ModelDecision | None:

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from relaxtune.pipeline.printable import duration
+from relaxtune.pipeline.printable import duration, milliseconds
 from relaxtune.pipeline.printed_tables import TableView
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ class BatchView:
         table = Table("cell", "stage", "s", "best so far ms", "ms shipped", "note")
         rows = sorted(self._rows.items(), key=lambda item: item[1].state in ("queued", "done"))
         for name, row in sorted(rows[:_ROWS_MAX]):
-            cells = (name, row.state, f"{row.elapsed_s:.0f}", _ms(row.kernels_ms), _ms(row.shipped_ms), row.note[:60])
+            best, shipped = milliseconds(row.kernels_ms), milliseconds(row.shipped_ms)
+            cells = (name, row.state, f"{row.elapsed_s:.0f}", best, shipped, row.note[:60])
             table.add_row(*map(Text, cells))
         more = len(rows) - _ROWS_MAX
         return Group(Text(self._headline()), table, Text(f"and {more} more" if more > 0 else ""))
@@ -139,9 +140,9 @@ def final_table(title: str, cells: Iterable[tuple[str, str, CellFacts]]) -> Tabl
         "cell": lambda one: one[0],
         "status": lambda one: one[1],
         "validated": lambda one: None if one[2].validated is None else "yes" if one[2].validated else "NO",
-        "ms untuned": lambda one: _ms(one[2].untuned_ms),
-        "ms tuned": lambda one: _ms(one[2].shipped_ms),
-        "ms peer": lambda one: one[2].peer_ms and f"{_ms(one[2].peer_ms)} {one[2].peer}",
+        "ms untuned": lambda one: milliseconds(one[2].untuned_ms),
+        "ms tuned": lambda one: milliseconds(one[2].shipped_ms),
+        "ms peer": lambda one: one[2].peer_ms and f"{milliseconds(one[2].peer_ms)} {one[2].peer}",
         "MB": lambda one: one[2].size_bytes and f"{one[2].size_bytes / 1e6:.1f}",
         "artifact": lambda one: one[2].artifact and one[2].artifact.removeprefix(f"{Path.cwd()}/"),
         "why": lambda one: one[2].error,
@@ -157,7 +158,3 @@ def status_of(cell: BatchCell) -> str:
 def status_rows(cells: Sequence[BatchCell]) -> list[tuple[str, str, CellFacts]]:
     """Return the rows of `final_table` for cells of the database."""
     return [(cell.spec.name, status_of(cell), cell.facts) for cell in cells]
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"

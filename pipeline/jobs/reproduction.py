@@ -24,9 +24,9 @@ from relaxtune.pipeline.bisect.result import Bisection
 from relaxtune.pipeline.bisect.subject import lowering_options
 from relaxtune.pipeline.bisect.tensors import OnnxTensors, onnx_tensors
 from relaxtune.pipeline.errors import PipelineError
-from relaxtune.pipeline.importer.normalise import node_label
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.precision.onnx_weights import label_of
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.pipeline.validate.report import ValidationReport
@@ -163,15 +163,17 @@ def _cut(
     values = (*inferred.input, *inferred.output, *inferred.value_info)
     types = {one.name: one.type.tensor_type.elem_type for one in values if one.type.tensor_type.elem_type}
     graph = model.proto.graph
-    reads = [name for node in graph.node if _label(node) in labels for name in node.input if name]
+    reads = [name for node in graph.node if label_of(node) in labels for name in node.input if name]
     kept = {node.label for name in reads for node in tensors.constant_makers(name)} | set(labels)
-    nodes = [node for node in graph.node if _label(node) in kept]
+    nodes = [node for node in graph.node if label_of(node) in kept]
     written = {name for node in nodes for name in node.output}
     weights = {tensor.name for tensor in graph.initializer}
     read = {name for node in nodes for name in node.input if name}
     given = [name for name in tensors.values if name in read - written - weights]
-    elsewhere = {name for node in graph.node if _label(node) not in kept for name in node.input} | set(tensors.outputs)
-    of_labels = {name for node in nodes if _label(node) in labels for name in node.output if name}
+    elsewhere = {name for node in graph.node if label_of(node) not in kept for name in node.input} | set(
+        tensors.outputs
+    )
+    of_labels = {name for node in nodes if label_of(node) in labels for name in node.output if name}
     wanted = [*results] or [name for name in tensors.values if name in of_labels and name in elsewhere]
     wanted = wanted or [name for name in tensors.values if name in of_labels - read]
     if not wanted or not given or any(name not in types for name in (*given, *wanted)):
@@ -188,10 +190,6 @@ def _cut(
     part.graph.input.extend(make(name, types[name], inputs[name].shape) for name in given)
     part.graph.output.extend(make(name, types[name], tensors.values[name].shape) for name in wanted)
     return part, inputs
-
-
-def _label(node: onnx.NodeProto) -> str:
-    return node_label(node.name, list(node.output), node.op_type)
 
 
 def _write(

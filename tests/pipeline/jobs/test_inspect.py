@@ -147,7 +147,7 @@ def test_model_whose_kernels_have_no_code_is_refused_where_that_is_asked(
     assert not inspect_model(prepared.request).code
     with pytest.raises(SystemExit, match="0"):
         main(["inspect", str(prepared.request.source)])
-    assert "--code tries that too" in capsys.readouterr().out
+    assert "add --code to try" in capsys.readouterr().out
     with pytest.raises(LoweringError):
         inspect_model(prepared.request, code=True)
     with pytest.raises(SystemExit, match="1"):
