@@ -96,7 +96,7 @@ def _require_own(folder: Path) -> Path:
         if not stat.S_ISDIR(status.st_mode) or status.st_uid not in (os.getuid(), *_TRUSTED) or status.st_mode & 0o002:
             raise PipelineError(
                 f"{folder} is not used: it is no folder of your own, or others may write to it. Remove it, or name "
-                "another place with TMPDIR (temporary folders) or XDG_CACHE_HOME (what is kept to save time)"
+                "another place with TMPDIR (temporary folders) or XDG_CACHE_HOME (caches)"
             )
     return folder
 

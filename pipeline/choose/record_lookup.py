@@ -87,7 +87,7 @@ def doubt_of(task: TuningTask, target: ResolvedTarget) -> Doubt:
             reason = unusable(task, record, target)
             if reason is not None:
                 logger.info("%s", reason)
-                reason = "the default schedules make another kernel by now than the one that was measured"
+                reason = "the default schedules have changed since the measurement"
             stale[record.kernel_hash] = reason
         return stale[record.kernel_hash]
 

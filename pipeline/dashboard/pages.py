@@ -58,7 +58,7 @@ def _attention(
         lost = sum(cell.dead or cell.state.value in ("failed", "rejected") for cell in list_cells(database, batch.id))
         why = f"{lost} cells failed or were rejected" if lost else ""
         if batch.outcome is None and not batch.held:
-            why = "its driver is gone: `relaxtune batch resume` goes on"
+            why = "its driver is gone: continue with `relaxtune batch resume`"
         if why:
             found.append((batch.started_at, link(f"/batches/{batch.id}", f"batch {batch.name}"), why))
     for job in jobs:

@@ -112,10 +112,10 @@ def check_memory(baseline: Manifest, new: Manifest, most: float | None) -> Check
         for manifest in (baseline, new)
     ]
     if sizes[0] is None or sizes[1] is None:
-        return Check("memory", Verdict.NO_LIMIT, "", "", "", "", "one of the manifests does not say")
+        return Check("memory", Verdict.NO_LIMIT, "", "", "", "", "a manifest does not state its memory")
     planned = [one.memory is not None and one.memory.planned_bytes is not None for one in (baseline, new)]
     if planned[0] != planned[1]:
-        reason = "one has a memory plan and the other makes room at run time, so they cannot be compared"
+        reason = "only one artifact has a memory plan, so memory is not compared"
         return Check("memory", Verdict.NO_LIMIT, _bytes(sizes[0]), _bytes(sizes[1]), "", "", reason)
     return _check_growth("memory", sizes[0], sizes[1], most, _bytes)
 

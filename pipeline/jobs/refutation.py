@@ -70,7 +70,7 @@ def refute_kernels(
     if not faulty:
         logger.warning(
             "none of the %d kernels from records differs from its unscheduled form; "
-            "`relaxtune validate DIR --bisect` says what is wrong", len(suspects),
+            "`relaxtune validate DIR --bisect` finds the fault", len(suspects),
         )  # fmt: skip
     return tuple(faulty)
 

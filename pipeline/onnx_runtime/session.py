@@ -120,7 +120,7 @@ class OnnxRuntimeSession:
             raise PipelineError(
                 f"ONNX Runtime {self._version} does not compute the model {self._name!r} on inputs of these sizes: "
                 f"{shapes}. It says: {answer.reason} Sizes that do not fit together are the usual cause: "
-                "`relaxtune inspect` lists what the axes must be, --shape fixes them"
+                "`relaxtune inspect` lists the limits of the axes, --shape sets them"
             )
         return answer
 

@@ -51,8 +51,8 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
         except LoweringError:
             raise e from e.__cause__
         _LOG.warning(
-            "%s. An optional pass made what it cannot take: the compile goes on without all of them, and kernels are "
-            "slower", e,
+            "%s. An optional pass made code that it cannot process; compiling goes on without optional passes, and "
+            "kernels are slower", e,
         )  # fmt: skip
         return lowered
 
@@ -141,7 +141,7 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
         if needed or END_AT_FAILED_PASS:
             raise LoweringError(f"{message}; {needed or 'the compile would go on without it'}; report the model") from e
         _LOG.warning(
-            "%s; the compile goes on without it. Results stay right; kernels may be slower. Report the model", message
+            "%s; compiling goes on without it. Results stay right; kernels may be slower. Report the model", message
         )
         _LOG.debug("pass %s", step.name, exc_info=True)
         result = mod

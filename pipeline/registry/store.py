@@ -154,4 +154,4 @@ class ArtifactStore:
 
 def missing(store: str, key: str) -> ArtifactError:
     """Return the error of an artifact that a store does not have."""
-    return ArtifactError(f"store {store} has no artifact {key[:12]}; `relaxtune artifact list` says what it has")
+    return ArtifactError(f"store {store} has no artifact {key[:12]}; `relaxtune artifact list` lists its artifacts")

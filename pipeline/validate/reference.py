@@ -164,7 +164,7 @@ class Reference:
                     values = session.run(self._names, _feeds(fed))
             except PipelineError as error:
                 # A float that decides a size: the graph fits together with that number alone.
-                logger.info("one trial of how far the outputs move is left out: %s", error)
+                logger.info("a trial of the outputs' own change is skipped: %s", error)
                 continue
             for name, value in zip(self._names, values, strict=True):
                 if name in found and value.shape == expected[name].shape:

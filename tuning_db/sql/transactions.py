@@ -84,8 +84,8 @@ class Transactions:
         # SQLite would write to a file that lost its name, and all of it is gone at the end.
         if write and self._written is not None and self._find_file() != self._written:
             raise DatabaseWriteError(
-                f"The database {self._location.shown} was deleted or replaced while in use: what was recorded in it "
-                "is gone with it. Run the command again, and let nothing move the file while it runs."
+                f"The database {self._location.shown} was deleted or replaced while in use, and its new "
+                "records are lost. Run the command again, and do not move the file meanwhile."
             )
         try:
             with self._memory_lock, self._engine.connect() as connection:

@@ -74,7 +74,7 @@ def masking_of(attention: Attention, graph: Graph) -> Masking:
         mask = mask.joined(one)
     finite = (is_constant(expr) and np.isfinite(array_of(expr)).all() for expr in mask.addends)
     if attention.guarded and not all(finite):
-        raise NotAttentionError("zeros take the place of rows that are NaN, which its bias may make")
+        raise NotAttentionError("its bias may give rows of NaN; they become zeros")
     infinite = any(np.isneginf(fill) for fill in mask.fills)
     fill = max((fill for fill in mask.fills if np.isfinite(fill)), default=-np.inf)
     addends = tuple((expr, step.factor) for step, one in zip(steps, masks, strict=True) for expr in one.addends)

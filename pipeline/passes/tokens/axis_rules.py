@@ -88,7 +88,7 @@ class AxisRules:
         if rule is not None:
             return rule(value)
         if not all(is_clean(self._found.axes[one]) for one in read):
-            raise MixesTokensError("what it does with tokens is not known")
+            raise MixesTokensError("its effect on tokens is unknown")
         return None
 
     def _elementwise(self, value: relax.Call) -> Axes:

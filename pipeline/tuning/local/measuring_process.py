@@ -218,7 +218,7 @@ class MeasuringProcess:
             return True
         self._final.add(workload)
         reason = computed.error if isinstance(computed, Outcome) else "it has none"
-        logger.warning("what differs from the device's reference counts as wrong: the CPU computed none: %s", reason)
+        logger.warning("the CPU computed no reference, so the device's reference decides: %s", reason)
         return False
 
     def _outcome_of(self, work: Callable[[], T]) -> T | Outcome:

@@ -250,7 +250,7 @@ class SideBySide(MeasureBackend):
                 self._done(work, device.host)
                 work = None
         except Exception as e:
-            logger.exception("%s is left alone: it cannot be measured on", device.name)
+            logger.exception("%s is skipped: it cannot be measured on", device.name)
             self._leave(work, device, Outcome(Unmeasured.BROKEN, error=str(e)))
 
     def _next(self, device: Measurer) -> _Work | None:

@@ -189,7 +189,7 @@ def over_queries() -> OnnxModel:
         (soft_capped, "its scores go through relax.tanh"),
         (mildly_masked, "its mask puts -5 in the place of scores, expected -10000 or less"),
         (with_weights_as_result, "its weights have 2 readers, expected one"),
-        (guarded_with_unknown_bias, "zeros take the place of rows that are NaN, which its bias may make"),
+        (guarded_with_unknown_bias, "its bias may give rows of NaN; they become zeros"),
         (over_queries, "its softmax is over axis 2 of 4, expected the last"),
     ],
 )

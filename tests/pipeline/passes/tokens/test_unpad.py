@@ -191,7 +191,7 @@ def sequence_behind(f: Form) -> OnnxModel:
         (no_mask, "expected one input that masks padding"),
         (unmasked_attention, "node 'Softmax_.*its softmax reads padding that no mask hides"),
         (mean_of_all, "node 'ReduceMean_.*takes the mean over the sequence, padding included"),
-        (convolution_over_the_sequence, "node 'Conv_.*what it does with tokens is not known"),
+        (convolution_over_the_sequence, "node 'Conv_.*its effect on tokens is unknown"),
         (mask_read_backwards, "node 'Softmax_.*its softmax reads padding that no mask hides"),
         (sequence_behind, "has tokens along other axes than its first ones"),
     ],
