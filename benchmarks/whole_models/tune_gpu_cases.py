@@ -131,7 +131,7 @@ def rerank_case(case: Case, arguments: argparse.Namespace) -> RerankReport:
     with TuningDatabase.open(_database(arguments)) as database:
         prepared, choices = select_as_measured(plain, database)
         model = measured_model(plain)
-        return rerank_prepared(prepared, choices, database, tuning, model=model, turn=_turn(arguments))[1]
+        return rerank_prepared(prepared, choices, database, tuning, model=model, lock=_turn(arguments))[1]
 
 
 def make_artifact(case: Case, arguments: argparse.Namespace) -> CompileResult:

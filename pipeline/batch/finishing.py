@@ -134,7 +134,7 @@ def _finish(
             tune_request,
             database,
             request.out,
-            turn=lock,
+            lock=lock,
             on_compiled=compiled,
             beforehand=None if ready is None else ready.beforehand,
         )

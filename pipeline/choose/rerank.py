@@ -91,12 +91,12 @@ def rerank(
     database: TuningDatabase,
     *,
     tasks: int,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> tuple[tuple[KernelChoice, ...], RerankReport]:
     """Return the choices, with winners replaced by runners-up that make the whole model faster, and what was tried.
 
     `choices`: as selected from the records. `tasks`: how many of the tasks that take most of the model's time are
-    looked at. `turn`: held while models are timed, where other processes time something on the same device.
+    looked at. `lock`: held while models are timed, where other processes time something on the same device.
     """
     lookup = RecordLookup(database, prepared.target, prepared.environment)
     latencies_us = {choice.task: choice.latency_us for choice in choices if choice.latency_us is not None}
@@ -106,12 +106,12 @@ def rerank(
     if not rivals:
         return tuple(choices), RerankReport(())
     with contextlib.ExitStack() as held:
-        tried = _try(prepared, choices, [rival.changes for rival in rivals], held, turn)
+        tried = _try(prepared, choices, [rival.changes for rival in rivals], held, lock)
         gainers = _gainers(rivals, tried)
         together = [gainers[:count] for count in range(1, len(gainers) + 1)]
         if len(gainers) > 1:
             variants = [[change for number in numbers for change in rivals[number].changes] for numbers in together]
-            again = _try(prepared, choices, variants, held, turn)
+            again = _try(prepared, choices, variants, held, lock)
             names = [str(number) for number in range(len(together))]
         else:
             again, names = tried, [str(number) for number in gainers]
@@ -132,13 +132,13 @@ def _try(
     choices: Sequence[KernelChoice],
     variants: Sequence[Sequence[KernelChoice]],
     held: contextlib.ExitStack,
-    turn: AbstractContextManager[object] | None,
+    lock: AbstractContextManager[object] | None,
 ) -> Experiment:
     """Return an experiment on variants of a model, each named by its number, beside the model as tuned."""
     folder = held.enter_context(temporary_folder())
     plain, *others = compiled_arms(prepared, choices, variants, Path(folder) / "model")
     arms = {_AS_TUNED: plain, **{str(number): arm for number, arm in enumerate(others)}}
-    with turn or contextlib.nullcontext():
+    with lock or contextlib.nullcontext():
         return run_experiment(lambda: arms, _QUESTION)
 
 

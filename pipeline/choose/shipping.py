@@ -98,7 +98,7 @@ def decide(
     tuned: CompiledModule,
     untuned: CompiledModule,
     folder: Path,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
     peers: Callable[[], Peers] | None = None,
     seconds: float = COMPARE_S,
     until: float | None = None,
@@ -106,7 +106,7 @@ def decide(
     """Return which of two compiled models ships, after an experiment on both; and that one, written and loaded.
 
     `tuned` has kernels from records, `untuned` none. Both are written to `folder` as artifacts: the one that ships can
-    be moved from there. `turn` is held while they are timed. `peers` gives what is timed beside them, by default
+    be moved from there. `lock` is held while they are timed. `peers` gives what is timed beside them, by default
     `find_peers`. The comparison takes `seconds`, unless it is sure before, and is
     over at `until`, on the clock of `time.monotonic`; it takes two seconds at least.
 
@@ -121,7 +121,7 @@ def decide(
     if until is not None:
         seconds = max(_LEAST_S, min(seconds, until - time.monotonic()))
     of_peers_s = _PEERS_SHARE * seconds if beside.arms else 0.0
-    with turn or nullcontext():
+    with lock or nullcontext():
         found = run_experiment(lambda: arms, replace(_QUESTION, seconds=seconds - of_peers_s))
         # Handing the processors over to another process takes longer than many models.
         others = _timed_peers(beside.arms, of_peers_s)

@@ -124,16 +124,16 @@ def slower_than_last(
     last: Path,
     calls: Sequence[Call],
     max_slowdown: float,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> str | None:
     """Return by how much an artifact is surely slower than the last one; None where it is not, or there is no other.
 
-    `last` is the place that the artifact is to take. Both are timed on `calls`, while `turn` is held; a `max_slowdown`
+    `last` is the place that the artifact is to take. Both are timed on `calls`, while `lock` is held; a `max_slowdown`
     of 0.02 allows 2 % more.
     """
     if not last.is_dir():
         return None
-    with turn or nullcontext():
+    with lock or nullcontext():
         try:
             before = Module.load(last)
             module = Module.load(new, verify=False)

@@ -209,13 +209,13 @@ def finish_tuned(
     database: TuningDatabase,
     out: Path,
     *,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
     on_compiled: Callable[[], None] | None = None,
     beforehand: Beforehand | None = None,
 ) -> TuneResult:
     """Make the artifact of a tuned model: compile, compare with the untuned one, export, validate.
 
-    `turn` is held while the model is timed or validated. `on_compiled` is called when the model is compiled, and about
+    `lock` is held while the model is timed or validated. `on_compiled` is called when the model is compiled, and about
     to be compared and validated. `beforehand` is of `requested`, where it was made while the model was tuned.
     """
     on_compiled = on_compiled or (lambda: None)
@@ -229,7 +229,7 @@ def finish_tuned(
     ):
         if request.benchmark:
             shipping, shipped = _decide_shipping(
-                *(requested, tuned, folder, turn, on_compiled, beforehand, ready), compare_s
+                *(requested, tuned, folder, lock, on_compiled, beforehand, ready), compare_s
             )
             compiled = shipping.compiled
             if not shipping.tuned:
@@ -239,10 +239,10 @@ def finish_tuned(
             if most_ms is not None and own.median_ms > most_ms:
                 missed = f"the model takes {own.median_ms:.4g} ms, and max_latency_ms is {most_ms:g}"
             if missed is None and share is not None:
-                missed = slower_than_last(shipped.directory, out, timed_calls(requested), share, turn)
+                missed = slower_than_last(shipped.directory, out, timed_calls(requested), share, lock)
             record = partial(record_shipped, database=database, tuning=request.tuning, job_id=tuned.job_id)
             record(requested, prepared, shipping)
-            buckets, of_buckets = _ship_buckets(requested, database, folder / "bucket", turn, record, compare_s)
+            buckets, of_buckets = _ship_buckets(requested, database, folder / "bucket", lock, record, compare_s)
         else:
             compiled, buckets = _compile(prepared, tuned.choices, database)
             on_compiled()
@@ -255,7 +255,7 @@ def finish_tuned(
             missed=missed,
             places=(request.database, *request.shared),
             sign=request.sign,
-            turn=turn,
+            lock=lock,
             reference=ready.reference,
         )
     if shipping is not None and request.record:
@@ -268,7 +268,7 @@ def _decide_shipping(
     requested: PreparedModel,
     tuned: TunedModel,
     folder: Path,
-    turn: AbstractContextManager[object] | None,
+    lock: AbstractContextManager[object] | None,
     on_compiled: Callable[[], None],
     beforehand: Beforehand | None,
     ready: Meanwhile,
@@ -283,14 +283,14 @@ def _decide_shipping(
     on_compiled()
     with stage("compare"):
         until = None if beforehand is None else beforehand.until
-        return decide(requested, made, untuned, folder, turn, ready.peers, compare_s, until)
+        return decide(requested, made, untuned, folder, lock, ready.peers, compare_s, until)
 
 
 def _ship_buckets(
     requested: PreparedModel,
     database: TuningDatabase,
     folder: Path,
-    turn: AbstractContextManager[object] | None,
+    lock: AbstractContextManager[object] | None,
     record: Callable[[PreparedModel, PreparedModel, Shipping], None],
     compare_s: float,
 ) -> tuple[list[CompiledBucket], dict[str, Shipping]]:
@@ -303,7 +303,7 @@ def _ship_buckets(
             untuned = compile_module(prepared.lowered, untuned_kernels(prepared), prepared.target, like=made)
         if made.kernel_hashes != untuned.kernel_hashes:
             with stage("compare"):
-                shipping, _ = decide(prepared, made, untuned, folder, turn, Peers, compare_s)
+                shipping, _ = decide(prepared, made, untuned, folder, lock, Peers, compare_s)
             record(prepared, prepared, shipping)
             shutil.rmtree(folder, ignore_errors=True)
             made, compared[bucket.bucket.name] = shipping.compiled, shipping
@@ -343,7 +343,7 @@ def _finish(
     missed: str | None = None,
     places: Sequence[DatabasePlace] = (),
     sign: Path | None = None,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
     reference: Callable[[], Reference | None] = lambda: None,
 ) -> CompileResult:
     """Write a compiled model in a folder of this process, validate it, and move it to its place."""
@@ -357,7 +357,7 @@ def _finish(
     if validates:
         with stage("validate"):
             loaded = loaded or Module.load(place)
-            validation = validate_written(loaded, place, prepared.model, samples, limits, turn, reference())
+            validation = validate_written(loaded, place, prepared.model, samples, limits, lock, reference())
         manifest = record_validation(place, validation.to_json())
         if not validation.passed:
             missed = FAILED

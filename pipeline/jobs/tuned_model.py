@@ -91,17 +91,17 @@ def select_tuned(
     database: TuningDatabase,
     job_id: str,
     summary: TuningSummary,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> TunedModel:
     """Return a model with the kernels that a run of `tune_tasks` found for its tasks, re-ranked if the options say so.
 
-    The run may have tuned the tasks of other models too. `turn` is as in `rerank`.
+    The run may have tuned the tasks of other models too. `lock` is as in `rerank`.
     """
     model = measured_model(prepared)
     decision = model.find(database)
     prepared = _as_decided(prepared, decision)
     tuned = TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
-    return _reranked(tuned, model, tuning, database, turn)
+    return _reranked(tuned, model, tuning, database, lock)
 
 
 def _reranked(
@@ -109,12 +109,12 @@ def _reranked(
     model: MeasuredModel,
     tuning: TuningOptions,
     database: TuningDatabase,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> TunedModel:
     if not tuning.rerank or tuned.summary.interrupted:
         return tuned
     choices, report = rerank_prepared(
-        tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id, turn=turn
+        tuned.prepared, tuned.choices, database, tuning, model=model, job_id=tuned.job_id, lock=lock
     )
     return dataclasses.replace(tuned, choices=choices, rerank=report)
 
@@ -127,14 +127,14 @@ def rerank_prepared(
     *,
     model: MeasuredModel,
     job_id: str | None = None,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> tuple[tuple[KernelChoice, ...], RerankReport]:
     """Look inside a model for kernels that suit it better, as `tuning.rerank` says, and record what was found.
 
-    The record is of `model`, as its request says, whatever form `prepared` has. `turn` is as in `rerank`.
+    The record is of `model`, as its request says, whatever form `prepared` has. `lock` is as in `rerank`.
     """
     with stage("re-rank"):
-        choices, report = rerank(prepared, choices, database, tasks=tuning.rerank, turn=turn)
+        choices, report = rerank(prepared, choices, database, tasks=tuning.rerank, lock=lock)
     if report.trials:
         decision = _decision(prepared, choices)
         model.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=report.latencies_ms)

@@ -48,13 +48,13 @@ def validate_written(
     model: OnnxModel,
     samples: int,
     limits: Limits = NO_LIMITS,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
     reference: Reference | None = None,
 ) -> ValidationReport:
     """Validate an artifact; of one with buckets, first find out where padding is allowed, then go by every route."""
     inputs = None
     if module.manifest.buckets is not None and module.manifest.generation is None:
-        with turn or nullcontext():
+        with lock or nullcontext():
             module = try_and_record(directory, module, model)
         inputs = route_inputs(module, model, samples=samples, seed=0)
     return validate(
@@ -64,7 +64,7 @@ def validate_written(
         inputs=inputs,
         rtol=limits.rtol,
         atol=limits.atol,
-        turn=turn,
+        lock=lock,
         reference=reference,
     )
 

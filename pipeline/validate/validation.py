@@ -97,7 +97,7 @@ def validate(
     drift: DriftOptions | None = None,
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
     repeats: int = DEFAULT_REPEATS,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
     reference: Reference | None = None,
 ) -> ValidationReport:
     """Return how the outputs of a module, or of an artifact directory, compare with ONNX Runtime's on the model.
@@ -106,7 +106,7 @@ def validate(
     `pipeline.validate.tolerances`, by the model's dtype and the module's precision. There are `samples` random inputs
     of sizes `dims`, those not given small, or the caller's own `inputs` in place of all that. Each is run `repeats`
     times; from 2 on, all runs must give the same bits unless the manifest says that they may not. One of the further
-    runs has the outputs of kernels filled with NaN first. `turn` is held while the module runs; the reference, which
+    runs has the outputs of kernels filled with NaN first. `lock` is held while the module runs; the reference, which
     takes longer, runs without it. `reference` is of this model and the module's policy, where it was made before.
 
     Raises `ValidationFailedError`: the module and the model have no output in common. (A comparison that fails is a
@@ -120,7 +120,7 @@ def validate(
     reference = reference or Reference(model, policy=loaded.manifest.policy)
     if loaded.manifest.generation is not None:
         logits = loaded.outputs[0]
-        with turn or nullcontext():
+        with lock or nullcontext():
             pairs = [
                 Observation({logits.name: expected}, {logits.name: got})
                 for expected, got in steps_of(loaded, model, reference, samples, seed)
@@ -128,10 +128,10 @@ def validate(
         limit = tolerance or default_tolerance(loaded, model)
         return compare(pairs, [logits], limit, model=model.name, reference=reference.description, seed=seed)
     dims = sizes_within(model, loaded.manifest.maxima, dims)
-    seen = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, turn=turn)
+    seen = observe(loaded, model, reference, samples=samples, seed=seed, dims=dims, inputs=inputs, lock=lock)
     report, observations = judge(loaded, model, reference, seen, loaded.outputs, tolerance=tolerance, seed=seed)
     distance = _drift_of(loaded, model, reference, observations, seed, dims, drift or DriftOptions())
-    with turn or nullcontext():
+    with lock or nullcontext():
         again = repeat_runs(loaded, observations, repeats) if repeats > 1 else None
     return replace(report, drift=distance, repeats=again)
 
@@ -211,13 +211,13 @@ def observe(
     seed: int,
     dims: Mapping[str, int] | None = None,
     inputs: Sequence[Mapping[str, np.ndarray]] | None = None,
-    turn: AbstractContextManager[object] | None = None,
+    lock: AbstractContextManager[object] | None = None,
 ) -> list[Observation]:
     """Return the outputs of both for each sample; arguments as of `validate`."""
     if inputs is None:
         inputs = sample_inputs(model, samples=samples, seed=seed, dims=dims)
     expected = [comparable(module, reference.run(sample), sample) for sample in inputs]
-    with turn or nullcontext():
+    with lock or nullcontext():
         got = [module.run(sample) for sample in inputs]
     return [Observation(*one) for one in zip(expected, got, inputs, strict=True)]
 
