@@ -1,4 +1,4 @@
-"""What calls of a model with symbolic axes look like: the least, the typical and the largest size of an axis."""
+"""Sizes of calls of a model with symbolic axes: the least, the typical and the largest size of an axis."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_profile(profile: Mapping[str, AxisProfile], model: OnnxModel) -> None:
     Raises
     ------
     ModelShapeError
-        One is not, or a table of the graph is shorter than the largest size, the other axes at their least.
+        An axis is not, or a table of the graph is shorter than the largest size, the other axes at their least.
     """
     specs = model.inputs
     symbols = list_symbols(specs)

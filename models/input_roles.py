@@ -28,7 +28,7 @@ _MOVES: dict[str, frozenset[int]] = {
     "Max": frozenset(range(64)),
     "Min": frozenset(range(64)),
 }  # fmt: skip
-# Those of them, and of `Add` and `Sub`, whose output holds all of the values.
+# Operators among them, and `Add` and `Sub`, whose output holds all of the values.
 _MOVES_ALL = _MOVES.keys() - {"Clip", "Gather", "Max", "Min", "Slice", "Split", "Where"}
 # Operators that keep the axes of a table on its way from the weight to the Gather.
 _SAME_AXES = frozenset({"Identity", "Cast", "DequantizeLinear"})
@@ -199,7 +199,7 @@ def _with_branches(graph: onnx.GraphProto) -> Iterator[tuple[onnx.NodeProto, tup
         yield node, _MAIN
         for attribute in (item for item in node.attribute if item.HasField("g")):
             branch = (node.output[0], attribute.name)
-            # What is behind a second choice is looked up for certain nowhere.
+            # Nodes behind a second choice are not sure to run.
             yield from (
                 (inner, branch if own == _MAIN else ("", "inner")) for inner, own in _with_branches(attribute.g)
             )

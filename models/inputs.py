@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"})
 # Positions without a table (rotary embeddings) have no limit of their own.
 _NO_LIMIT = 2**31 - 1
-# What an additive mask holds where nothing is to be attended to: exp gives 0 beside any score of usual size, and
+# The value of an additive mask at hidden places: exp gives 0 beside any score of usual size, and
 # float16 holds it.
 _PADDED_SCORE = -1e4
 # Of `random_inputs`; all others have padding.
@@ -39,7 +39,7 @@ _UNPADDED_SAMPLE = 1
 
 
 class InputKind(StrEnum):
-    """What an input means to the model."""
+    """The meaning of an input to the model."""
 
     INDEX = "index"
     MASK = "mask"

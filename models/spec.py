@@ -50,13 +50,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class AxisRelation:
-    """What a graph demands of an axis."""
+    """A demand of a graph on an axis."""
 
     axis: str  # Name of the axis, as the file has it; a sum of names where only the sum is bounded.
     sign: str  # "=", ">=" or "<=".
     size: str  # A number, or a sum of products of other axes' names.
     where: tuple[str, ...] = ()  # The axes of inputs with that name, such as `attention_mask[1]`.
-    table: str = field(default="", compare=False)  # What sets a bound: a table by its name, or the node that reads.
+    table: str = field(default="", compare=False)  # The source of a bound: a table by its name, or the node that reads.
 
     def __str__(self) -> str:
         """Return `total (attention_mask[1]) = past + sequence`, and what sets it."""

@@ -1,4 +1,4 @@
-"""What is known of a tensor and of the sizes of a graph while the graph is followed."""
+"""Known facts of tensors, and of the sizes of a graph, while the graph is followed."""
 
 from __future__ import annotations
 

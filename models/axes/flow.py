@@ -1,4 +1,4 @@
-"""What a graph says about the sizes of its symbolic axes: shapes and small integer tensors, followed node by node.
+"""Facts of a graph about the sizes of its symbolic axes: shapes and small integer tensors, followed node by node.
 
 onnx's own shape inference loses sums (`past + sequence` becomes an unknown) and does not compare: it is used for the
 operators that have no rule here. Two facts are collected on the way:

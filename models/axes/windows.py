@@ -56,7 +56,7 @@ def check_sizes(model: onnx.ModelProto, sizes: Mapping[str, int]) -> None:
     Raises
     ------
     ModelShapeError
-        One has not.
+        A window has none.
     """
     if sizes and has_windows(model):
         _refuse(_at(model, sizes), ", ".join(f"{axis}={size}" for axis, size in sizes.items()))

@@ -40,7 +40,7 @@ class Precision(StrEnum):
 
     @property
     def mask_fill(self) -> float:
-        """What a masked score gets: exp() of it is 0 in fp32, and two of them still add up without overflow."""
+        """The value of a masked score: exp() of it is 0 in fp32, and two of them still add up without overflow."""
         return -1e4 if self is Precision.FP16 else -1e9
 
 

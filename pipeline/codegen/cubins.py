@@ -171,8 +171,8 @@ def _nvrtc(source: DeviceSource, options: list[str], arch: str, portable: bool, 
         log = read("ProgramLog").decode(errors="replace").rstrip("\0\n")
         if outcome != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # The log says what is wrong with the code; that memory is full stands in the outcome alone.
-            told = log if outcome == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION else f"error: {outcome.name}\n{log}"
-            raise _refused("nvrtc", arch, told)
+            text = log if outcome == nvrtc.nvrtcResult.NVRTC_ERROR_COMPILATION else f"error: {outcome.name}\n{log}"
+            raise _refused("nvrtc", arch, text)
         if on_log is not None:
             on_log(log)
         return pack_fat_binary(read("CUBIN"), read("PTX"), arch) if portable else read("CUBIN")
@@ -224,6 +224,6 @@ def _refused(compiler: str, arch: str, log: str) -> LoweringError:
     """Return what a compiler said, the errors among its warnings first."""
     lines = log.strip().splitlines()
     first = next((number for number, line in enumerate(lines) if _ERROR.search(line)), None)
-    told = lines[-_ERROR_LINES:] if first is None else [*lines[first : first + _ERROR_LINES - 1], lines[-1]]
-    text = "\n".join(line[:_LINE_LENGTH] for line in told)
+    kept = lines[-_ERROR_LINES:] if first is None else [*lines[first : first + _ERROR_LINES - 1], lines[-1]]
+    text = "\n".join(line[:_LINE_LENGTH] for line in kept)
     return LoweringError(f"{compiler} did not compile the kernels for {arch}:\n{text}")

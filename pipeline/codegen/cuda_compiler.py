@@ -216,10 +216,10 @@ def compiler_release() -> str:
         _, major, minor = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
         return f"{major}.{minor}"
     nvcc = toolchain.root / "bin" / "nvcc"
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+\.\d+)", told)
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", text)
     if release is None:
-        raise LoweringError(f"{nvcc} does not say its release: {told!r}")
+        raise LoweringError(f"{nvcc} does not say its release: {text!r}")
     return release.group(1)
 
 

@@ -105,7 +105,7 @@ class _FixedMemory(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry 
 def with_whole_calls(mod: tvm.ir.IRModule) -> tvm.ir.IRModule:
     """Return the module, after RewriteCUDAGraph, with an entry that can be captured beside each that has graphs inside.
 
-    Those of static inputs have none: they are one graph, which TVM captures.
+    An entry of static inputs has none: it is one graph, which TVM captures.
     """
     builder = relax.BlockBuilder(mod)
     for var, function in entries(mod):

@@ -69,12 +69,14 @@ def write_unit(unit: IRModule, target: tvm.target.Target) -> UnitSource:
     return written[0]
 
 
-def compile_unit(written: UnitSource, asked: CubinRequest, on_log: OnLog | None, worker: Worker) -> tvm.runtime.Module:
+def compile_unit(
+    written: UnitSource, request: CubinRequest, on_log: OnLog | None, worker: Worker
+) -> tvm.runtime.Module:
     """Return the module of a unit, its cubin made by a worker; by this process where the worker makes none.
 
     Making it here says what is wrong, or works. nvcc is a process of its own; its messages are logged here.
     """
-    request = replace(asked, code=written.source.decode())
+    request = replace(request, code=written.source.decode())
     here = request.toolchain.kind is not CompilerKind.NVRTC or on_log is not None
     cubin = (None if here else _ask(worker, request)) or request.compile(on_log)
     module: tvm.runtime.Module = _create()(cubin, "cubin", written.functions, {written.format: request.code})
@@ -82,7 +84,7 @@ def compile_unit(written: UnitSource, asked: CubinRequest, on_log: OnLog | None,
 
 
 @contextmanager
-def units_side_by_side(asked: CubinRequest, on_log: OnLog | None) -> Iterator[None]:
+def units_side_by_side(request: CubinRequest, on_log: OnLog | None) -> Iterator[None]:
     """Make TVM compile the CUDA kernels of a module side by side inside the block, as `cuda_compiler` asks for each."""
     build = tvm_ffi.get_global_func(_BUILD)
     # TVM keeps who compiles from the first call on.
@@ -94,7 +96,7 @@ def units_side_by_side(asked: CubinRequest, on_log: OnLog | None) -> Iterator[No
             return build(mod, target)
 
         def begin(unit: IRModule) -> Future[tvm.runtime.Module]:
-            return pool.submit(partial(compile_unit, write_unit(unit, target), asked, on_log))
+            return pool.submit(partial(compile_unit, write_unit(unit, target), request, on_log))
 
         with target, _workers(len(units)) as pool:
             first, *others = [one.result() for one in [begin(unit) for unit in units]]

@@ -72,8 +72,8 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
         return
     arch, fast_math, portable = str(target.attrs["arch"]), uses_fast_math(target), is_portable(target)
     with (
-        cuda_compiler(arch, fast_math=fast_math, portable=portable, on_log=on_log) as asked,
-        units_side_by_side(asked, on_log),
+        cuda_compiler(arch, fast_math=fast_math, portable=portable, on_log=on_log) as request,
+        units_side_by_side(request, on_log),
     ):
         yield
 

@@ -47,8 +47,8 @@ def with_maxima(mod: tvm.ir.IRModule, maxima: Mapping[str, int]) -> tvm.ir.IRMod
 
 def maxima_of(function: relax.Function) -> dict[str, int]:
     """Return the largest sizes that `with_maxima` told, by the names of axes."""
-    told = function.attrs.get(_MAXIMA, {}) if function.attrs else {}
-    return {str(name): int(size) for name, size in told.items()}
+    maxima = function.attrs.get(_MAXIMA, {}) if function.attrs else {}
+    return {str(name): int(size) for name, size in maxima.items()}
 
 
 def largest_shape(value: relax.Expr, maxima: Mapping[str, int]) -> list[int] | None:

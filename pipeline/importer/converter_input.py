@@ -1,4 +1,4 @@
-"""What a converter is given and returns, and helpers that several families use."""
+"""The input and result of a converter, and helpers that several families use."""
 
 from __future__ import annotations
 

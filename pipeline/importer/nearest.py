@@ -1,4 +1,4 @@
-"""Which operators are supported, and what a user can do instead of a node that is not."""
+"""Supported operators, and the nearest of them to a node that is not."""
 
 from __future__ import annotations
 

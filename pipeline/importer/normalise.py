@@ -124,7 +124,7 @@ def _should_fold(node: ir.Node) -> bool | None:
     return True if node.op_type == "ConstantOfShape" and node.domain in _MAIN_DOMAINS else None
 
 
-# What makes a graph simpler, in order; a graph is right without any of them.
+# Passes that make a graph simpler, in order; a graph is right without any of them.
 _SIMPLIFY: dict[str, Callable[[ir.Model], object]] = {
     "infer shapes": ir_passes.ShapeInferencePass(check_type=False, strict_mode=False),
     "fold constants": _fold_constants,

@@ -244,7 +244,7 @@ _RULES: Mapping[str, _Rule] = {
 }
 # Rules that take conditions; elsewhere they become tensors.
 _OF_CONDITIONS = frozenset({"And", "Cast", "Not"})
-# What sizes are computed with. onnx's reference is wrong for others (GatherElements of indices of another width).
+# Operators of sizes. onnx's reference is wrong for others (GatherElements of indices of another width).
 _OF_CONSTANTS = frozenset(
     {
         *("Abs", "Add", "And", "Cast", "Ceil", "Concat", "Div", "Equal", "Expand", "Floor", "Gather", "Greater"),

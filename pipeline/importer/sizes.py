@@ -8,7 +8,7 @@ Three facts about sizes are known while a graph is converted:
   Multiplied by a tensor of 24 rows, they are 24, which a check holds at run time. A Slice clips its bounds to its
   input: all frames but the last of `n` are `min(max(n - 1, 0), n)`. Added to `n - 1` frames, they are `n - 1`;
 - *quotients* that such a check holds to a number: `height // 14` patches beside a table of positions. An exporter gives
-  images any size, and adds positions for 16 x 16 patches: all other sizes are refused when the model runs. What comes
+  images any size, and adds positions for 16 x 16 patches: all other sizes are refused when the model runs. The graph
   after that check has the number in the place of the quotient.
 """
 

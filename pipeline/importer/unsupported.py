@@ -39,7 +39,7 @@ class UnsupportedNode:
 
 @dataclass(frozen=True)
 class ImportSurvey:
-    """What stops an import, and how many nodes behind those could not be looked at."""
+    """Nodes that stop an import, and the number of nodes behind them that could not be checked."""
 
     unsupported: tuple[UnsupportedNode, ...]
     not_looked_at: int

@@ -13,7 +13,7 @@ from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import list_blocks
 
-# What an operator makes of no elements at all; ONNX leaves a mean of none undefined, and ONNX Runtime makes it 0.
+# The result of an operator over no elements at all; ONNX leaves a mean of none undefined, and ONNX Runtime makes it 0.
 _OF_NONE: dict[str, Callable[[str], float]] = {
     **dict.fromkeys(("einsum", "matmul", "mean", "sum", "nn.conv1d", "nn.conv2d", "nn.conv3d"), lambda _dtype: 0),
     "max": lambda dtype: -math.inf if "float" in dtype else int(tirx.min_value(dtype)),

@@ -16,7 +16,7 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 # (data, steps in between) of a match.
 Match = tuple[relax.Var, tuple[relax.Var, ...]]
 
-# What exporters round the constants by: to the tensor's dtype, or to six digits (1.41421).
+# The rounding of constants by exporters: to the tensor's dtype, or to six digits (1.41421).
 _RELATIVE = {"float16": 2**-10, "bfloat16": 2**-7}
 _RELATIVE_FLOAT = 1e-5
 _DEPTH_MAX = 5

@@ -272,7 +272,7 @@ def _tile(sch: Schedule, block: SBlockRV, epilogue: SBlockRV, matmul: _Matmul, d
     grid = sch.fuse(*batch, m_block, n_block)
     sch.bind(grid, "blockIdx.x")
     sch.bind(sch.fuse(m_warp, n_warp), "threadIdx.y")
-    # What is indexed by fragment must be unrolled, or fragments are not in registers.
+    # Loops over fragments must be unrolled, or fragments are not in registers.
     sch.unroll(m_tile)
     sch.unroll(n_tile)
 

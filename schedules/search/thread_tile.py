@@ -61,7 +61,7 @@ def thread_tile_designs(func: PrimFunc, limits: CudaLimits) -> list[Schedule]:
 def isolate_contraction(sch: Schedule) -> tuple[ScheduledBlock, SBlockRV] | None:
     """Return the only contraction of a function, and the only block after it: a copy where there was none.
 
-    What is elementwise is inlined first. None for a function with other blocks, or whose last block reads the sums in
+    Elementwise blocks are inlined first. None for a function with other blocks, or whose last block reads the sums in
     another order than it writes its own output.
     """
     reduction = find_only_reduction(sch)

@@ -68,7 +68,7 @@ class Capabilities:
 
     @property
     def multiprocessors(self) -> int:
-        """Those of a usual GPU."""
+        """Multiprocessors of a usual GPU."""
         return self.usual.multiprocessors if isinstance(self.usual, Gpu) else self.usual
 
 

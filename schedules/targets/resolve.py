@@ -214,11 +214,11 @@ def vector_features(target: Target) -> set[str]:
     return {str(name) for name in codegen.llvm_get_cpu_features(target) if is_vector_feature(str(name))}
 
 
-def _resolve_local_cpu(asked: str) -> ResolvedTarget:
+def _resolve_local_cpu(text: str) -> ResolvedTarget:
     target = _host_target()
     corrections = ", ".join(map(str, target.attrs.get("mattr", ())))
     corrected = f", {corrections} by /proc/cpuinfo" if corrections else ""
-    source = f"{asked}: this machine's processor, as LLVM names it{corrected}; cores by CPU affinity and quota"
+    source = f"{text}: this machine's processor, as LLVM names it{corrected}; cores by CPU affinity and quota"
     cpu = str(target.attrs["mcpu"])
     return ResolvedTarget(Target(target, host=target), source, "llvm", cpu, _cpu_limits(target))
 
@@ -234,15 +234,15 @@ def _host_target() -> Target:
     return Target({**config, "mattr": corrections} if corrections else config)
 
 
-def _resolve_local_cuda(asked: str) -> ResolvedTarget:
+def _resolve_local_cuda(text: str) -> ResolvedTarget:
     device = tvm.cuda(0)
     if not device.exist:
         raise TargetError(
-            f"target {asked!r}: this machine has no CUDA device (or no driver), so the architecture must be given, "
+            f"target {text!r}: this machine has no CUDA device (or no driver), so the architecture must be given, "
             "for example cuda:sm_90a."
         )
     arch = native_arch(str(device.compute_version))
-    source = f"{asked}: compute capability {device.compute_version} of {device.device_name}"
+    source = f"{text}: compute capability {device.compute_version} of {device.device_name}"
     return _cuda_resolved(arch, source, _host_target(), {})
 
 

@@ -1,1 +1,1 @@
-"""What a TIR function means: its blocks, contractions, dataflow, index ranges, epilogue and signature."""
+"""The meaning of a TIR function: its blocks, contractions, dataflow, index ranges, epilogue and signature."""

@@ -41,7 +41,7 @@ class Block:
 
     @property
     def init(self) -> tirx.BufferStore | None:
-        """What a reduction starts with; None for other blocks."""
+        """The start of a reduction; None for other blocks."""
         return self.stmt.init
 
     @property
@@ -82,7 +82,7 @@ class Block:
 
     @property
     def stores(self) -> tuple[tirx.BufferStore, ...]:
-        """What the body writes, in order; the start of a reduction is not among them."""
+        """The stores of the body, in order; the start of a reduction is not among them."""
         return tuple(stmt for stmt in list_statements(self.stmt.body) if isinstance(stmt, tirx.BufferStore))
 
     @property

@@ -9,7 +9,7 @@
     for i, k:                                    Y[i * 768 + k] = f16(f32(X[i * 768 + k]) - result_0[i] / 768)
         Y[i, k] = f16(f32(X[i, k]) - mean[i])
 
-Every block that is no reduction is inlined. What is left are the reductions, in an order in which each needs only
+Every block that is no reduction is inlined. The reductions are left, in an order in which each needs only
 those before it, and the outputs; both are expressions over the axes of one space, in which every tensor is loaded by
 one flat index. All reductions are over the last axis of that space, the columns. A function without reductions has
 the axes of its output. Neighbouring axes that no load tells apart are one axis, axes of one element are none.
@@ -71,7 +71,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Output:
-    """What a parameter is given: an element at every place of the space, or with `per_row` one for every row."""
+    """The value that a parameter gets: an element at every place of the space, or with `per_row` one for every row."""
 
     param: int
     value: tirx.Expr
@@ -80,7 +80,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """What a function computes.
+    """The computation of a function.
 
     `axes` are the space, row-major; with reductions the last one is the columns. Loads in `reductions` and `outputs`
     are of the one-dimensional buffers in `flat`, which has the position of the parameter that each stands for; results
@@ -205,7 +205,7 @@ class _Reader:
             return self._reduction(block, at)
         if not block.is_spatial:
             raise UnsupportedExpressionError(f"block {block.name} is neither elementwise nor a reduction")
-        # What has no axes is written by a block of one, of one place.
+        # A tensor without axes is written by a block of one axis, of one place.
         if not same_sizes(block.sizes, shape_of(buffer) or (1,)):
             raise UnsupportedExpressionError(f"block {block.name} writes a part of its output")
         return self._expand(store.value, at)

@@ -1,4 +1,4 @@
-"""Which of a kernel's parameters are not random numbers in use: masks of padding, and sums of other parameters."""
+"""Parameters of a kernel that are not random numbers in use: masks of padding, and sums of other parameters."""
 
 from __future__ import annotations
 

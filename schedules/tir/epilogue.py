@@ -1,4 +1,4 @@
-"""What becomes of a matmul's accumulator, and the matmul with it, as values; `schedules.tir.matmul` recognises them."""
+"""A matmul and the function of its accumulator, as values; `schedules.tir.matmul` recognises them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relaxtune.schedules.tir.row_norm import PartialSums, RowNorm
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What becomes of an accumulator."""
+    """The value that a kernel stores for an accumulator."""
 
     value: tirx.Expr  # The output element; its variables are `accumulator` and `axes`.
     accumulator: tirx.Var  # Stands for the accumulator: float32, or int32 of integer operands.

@@ -178,7 +178,7 @@ def _inline(func: tirx.PrimFunc, blocks: Sequence[Block], norm: RowNorm | None) 
         return value if isinstance(value, Refusal) else replace(form, value=value)
 
     found = inlined(Epilogue(accumulator, accumulator, axes, shape, second if gated else None))
-    # What reads other columns than it writes may rotate heads.
+    # An epilogue that reads other columns than it writes may rotate heads.
     heads = iter(possible_heads(width) if isinstance(found, Refusal) and not gated else ())
     while isinstance(found, Refusal) and (head := next(heads, 0)):
         rotated = inlined(Epilogue(accumulator, accumulator, axes, shape, second, head))

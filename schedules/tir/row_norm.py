@@ -63,7 +63,7 @@ class RowNorm:
     groups: int
     size: int
     centred: bool  # Whether the mean is subtracted (a layer norm).
-    epsilon: float  # What is added to the variance.
+    epsilon: float  # Added to the variance.
     buffer: tirx.Var  # The statistics, [rows..., COUNT].
     output: int | None  # Position of the parameter that the statistics are, None when they are an intermediate.
     blocks: tuple[Block, ...]  # The blocks that compute them.

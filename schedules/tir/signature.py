@@ -1,4 +1,4 @@
-"""What a kernel means, read from its TIR blocks: operator family, sizes, dtypes and epilogue, as canonical JSON.
+"""The meaning of a kernel, read from its TIR blocks: operator family, sizes, dtypes and epilogue, as canonical JSON.
 
 Two PrimFuncs of one signature compute the same function of their parameters, whatever TVM version wrote the IR; that
 makes the signature the key under which template and library parameters are kept.
@@ -38,7 +38,7 @@ class KernelMeaning:
 def describe_kernel(func: tirx.PrimFunc) -> KernelMeaning:
     """Return the family and signature of a PrimFunc of static shapes.
 
-    What is marked as an attention is described by its specification, not by the blocks that define it.
+    A function that is marked as an attention is described by its specification, not by the blocks that define it.
     """
     attention = spec_of(func)
     if attention is not None:

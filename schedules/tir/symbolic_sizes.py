@@ -12,7 +12,7 @@ from relaxtune.schedules.sizes import Size, parse_size, size_text, variables_of
 from relaxtune.schedules.tir.blocks import shape_of
 from relaxtune.schedules.tir.expressions import find_all
 
-# What sums and products of sizes are made of.
+# Parts of sums and products of sizes.
 _POLYNOMIAL = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Var, tirx.IntImm)
 
 

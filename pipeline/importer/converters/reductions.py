@@ -42,7 +42,7 @@ def of_terms(
     Parameters
     ----------
     term, whole : callable or None
-        What is made of each element, and of their sum; None is nothing.
+        Functions of each element, and of their sum; None changes nothing.
     in_floats : bool
         Whether integers are computed in float64.
     """

@@ -22,7 +22,7 @@ class NotAttentionError(Exception):
 
 @dataclass(frozen=True)
 class ScoreStep:
-    """What happens to scores of one shape between their product and the softmax."""
+    """A change of scores of one shape between their product and the softmax."""
 
     # "add": `expr` times `factor` is added. "where": where `expr` is false a score becomes `fill`; "where_not": where
     # it is true.

@@ -1,1 +1,1 @@
-"""What the passes share: readers of Relax IR, identities of expressions, the step and its state."""
+"""Parts that passes share: readers of Relax IR, identities of expressions, the step and its state."""

@@ -33,7 +33,7 @@ class Graph:
 
     @cached_property
     def known(self) -> KnownValues:
-        """Which tensors are one number."""
+        """Facts about tensors that hold at all sizes."""
         return KnownValues(self.values)
 
     @cached_property

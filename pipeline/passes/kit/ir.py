@@ -88,13 +88,13 @@ def array_of(constant: tvm.ir.Expr) -> np.ndarray:
     return array
 
 
-def number_of(expr: tvm.ir.Expr, beside: tvm.ir.Expr) -> float | None:
+def number_of(expr: tvm.ir.Expr, other: tvm.ir.Expr) -> float | None:
     """Return the number that a constant is to each element of the other operand of an elementwise operation.
 
-    None where its elements differ, and where it would broadcast `beside` to another shape: the operation is then not
-    one of `beside` and a number.
+    None where its elements differ, and where it would broadcast `other` to another shape: the operation is then not
+    one of `other` and a number.
     """
-    own, shape = (static_shape(expr), shape_of(beside)) if is_constant(expr) else (None, None)
+    own, shape = (static_shape(expr), shape_of(other)) if is_constant(expr) else (None, None)
     if own is None or (own and (shape is None or len(own) > len(shape))):
         return None
     pairs = zip(own[::-1], (shape or [])[::-1], strict=False)

@@ -32,7 +32,7 @@ def pattern_of(func: tvm.ir.BaseFunc) -> int:
 
 
 class Done(Enum):
-    """What a rule returns that has bound what it wanted itself, or wants the binding gone."""
+    """The result of a rule that has bound the value itself, or removes the binding."""
 
     DONE = "done"
 

@@ -21,7 +21,7 @@ def unflatten_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
     Gemm (torch's addmm, GPT-2's conv1d) takes two axes only, so exporters flatten before it and restore the axes behind
     it. The reshapes are free, but what they stand between is not fused: a residual sum behind one is a kernel of its
-    own. Which axes to keep is taken from the reshape before the matmul, or else from the one behind it.
+    own. The reshape before the matmul names the axes to keep, or else the one behind it.
 
     Where one operand of an elementwise operation is such a matmul, and a reshape behind restores its axes, the other
     operands are reshaped: what a mixture's experts give is summed over rows, then added to what one for all rows gives.

@@ -49,7 +49,7 @@ _SYMBOLIC_ROWS = 2 * _FEW_ROWS
 
 @dataclass(frozen=True)
 class _Extra:
-    """What a kernel writes beside its product, by the binding of the product: partial sums, or statistics."""
+    """Further outputs of a kernel, by the binding of its product: partial sums, or statistics."""
 
     kernel: relax.Var
     is_statistics: bool

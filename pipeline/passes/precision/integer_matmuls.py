@@ -170,7 +170,7 @@ def _in_integers(new: Rewriter, binding: relax.VarBinding, match: IntegerMatmul)
     zero, scale = match.zero, match.scale
     if zero is not None:
         products = extra("products", result)
-        # What the zero point takes away from each column's sum: one row, where it is one.
+        # The zero point's share of each column's sum: one row, where it is one.
         columns = -match.centred.sum(axis=0, dtype=np.int32)
         if is_constant(zero) and array_of(zero).size == 1:
             correction = relax.const(array_of(zero).reshape(1) * columns)

@@ -186,7 +186,7 @@ class FunctionsOfPositions:
         for root in parts[0]:
             axes = self._axes(value, shape, root) if all(root in part for part in parts) else None
             own = sizes_of(root) or ()
-            # What is copied along an axis of the root, or joined, does not depend on it place by place.
+            # A copy along an axis of the root, or a join, does not depend on it place by place.
             if axes is not None and all(
                 axis is None or size == own[axis] for axis, size in zip(axes, shape, strict=True)
             ):

@@ -44,7 +44,7 @@ def interval_after(value: relax.Call, operands: Sequence[Interval]) -> Interval 
     if name in _MOVES or name == "where":
         hull = operands[1:] if name == "where" else operands
         return Interval(min(one.low for one in hull), max(one.high for one in hull), settled)
-    # What is computed of numbers that stay stays, whatever it is.
+    # A function of settled numbers is settled, whatever its value.
     unknown = Interval(-np.inf, np.inf, settled=True) if settled else None
     if name not in _RULES or (name == "astype" and dtype_of(value) == "bool"):
         return unknown

@@ -17,7 +17,7 @@ from relaxtune.schedules.tir.expressions import IF_THEN_ELSE, call_names
 
 # From the count to what is read: exporters write a cast, a sum, up to three new axes, a product and a concatenation.
 _OPERATIONS_MAX = 12
-# What an operation may call: a concatenation chooses by it.
+# Functions that an operation may call: a concatenation chooses by one.
 _CALLS = {IF_THEN_ELSE}
 
 

@@ -30,8 +30,8 @@ def tabulate_positions(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
     Of static sizes these are constants. Of symbolic ones, the cosines and sines of rotary embeddings and the buckets of
     relative positions were kernels of their own. A table is read in each elementwise operation that wants its values
     (`repeat_positions` copies the reading). It has all positions where axes have maxima, and 4096 where they have none.
-    Those that it does not have are computed as before, in the same place; or are like the last that it has, where that
-    is sure, as it is of buckets.
+    Other positions are computed as before, in the same place; or are like the last one of the table, where that is
+    sure, as it is of buckets.
     """
     positions = FunctionsOfPositions(Graph(mod), state.options.maxima)
     wanted = {

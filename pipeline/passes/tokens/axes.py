@@ -20,11 +20,11 @@ from relaxtune.pipeline.passes.kit.sizes import Shape, Size, quotient
 
 
 class MixesTokensError(UsageError):
-    """What an operation does to tokens cannot be done with the padding left out; the message says why."""
+    """An operation on tokens that needs the padding; the message says why."""
 
 
 class Kind(StrEnum):
-    """What an axis counts: rows of the batch, places of a row, or anything else."""
+    """The things that an axis counts: rows of the batch, places of a row, or anything else."""
 
     BATCH = "batch"
     PLACE = "place"
@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 class Pad(Enum):
-    """What a tensor holds at places of padding: the graph's values, any finite ones, or such that softmax gives 0."""
+    """The content of a tensor at padding: the graph's values, any finite ones, or such that softmax gives 0."""
 
     EXACT = "exact"
     ANY = "any"

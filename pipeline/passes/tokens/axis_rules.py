@@ -1,4 +1,4 @@
-"""What an operation makes of the axes of its operands: where rows, places and padding lie in its result."""
+"""Axes of the result of an operation, by the axes of its operands: where rows, places and padding lie in its result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _KEPT_MAX = 4
 
 @dataclass
 class Followed:
-    """What is known of a graph."""
+    """Known facts of a graph."""
 
     # Variable -> its axes, as it lies in the padded form. Others are the graph's everywhere.
     axes: dict[relax.Var, Axes] = field(default_factory=dict)
@@ -151,8 +151,8 @@ class AxisRules:
         """Check that a sum over two axes is the graph's."""
         for axis, other in ((a, b), (b, a)):
             for at, factor in enumerate(axis):
-                beside = other[at].pad if len(other) == len(axis) and other[at].kind is factor.kind else Pad.EXACT
-                if not factor.is_clean and beside != 0.0:
+                padding = other[at].pad if len(other) == len(axis) and other[at].kind is factor.kind else Pad.EXACT
+                if not factor.is_clean and padding != 0.0:
                     raise MixesTokensError("it sums over the sequence, padding included")
 
     def _regrouped(self, value: relax.Call) -> Axes | None:

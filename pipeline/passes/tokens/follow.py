@@ -99,7 +99,7 @@ class _Follower:
         self._found.axes[var] = (*first, *plain_axes(shape[2:]))
         self._found.packed[var] = 2
 
-    # What a binding of tokens can be computed of.
+    # Operands that a binding of tokens can be computed from.
 
     def _cut(self, var: relax.Var, value: relax.Call) -> int | None:
         """Return how many leading axes tokens can take the place of, None where the padded form is to be computed."""

@@ -74,7 +74,7 @@ def _may_fold(mod: tvm.ir.IRModule) -> bool:
     constants: set[relax.Var] = set()
     for binding in bindings_of(main_of(mod)):
         value = binding.value
-        # What a branch or a function of its own has inside is not looked at.
+        # Bindings inside a branch, or a function of its own, are left out.
         if isinstance(value, relax.If | relax.Function):
             return True
         if all(var in constants for var in relax.analysis.free_vars(value)):

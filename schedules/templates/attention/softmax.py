@@ -168,7 +168,7 @@ class OnlineSoftmax:
         if scale is not None:
             factor = scale if factor is None else scale * factor
         for row in range(2):
-            # What is still to be subtracted from the row's powers of 2; None for nothing.
+            # Still to be subtracted from the row's powers of 2; None for nothing.
             less: tirx.Expr | None = self._used[row]
             if self._subtracts:
                 less = None

@@ -114,7 +114,7 @@ class SplitSum:
     def of_the_last(self, accumulators: tirx.Var, count: int) -> Iterator[None]:
         """Emit the handing over of a thread's `count` accumulators, a multiple of 4.
 
-        What the block emits is done by the last one, with all sums.
+        The last block runs the body, with all sums.
         """
         self._fours = count // 4
         sums, warps = self._blocks * self._fours * self._threads, self._threads // _WARP

@@ -58,7 +58,7 @@ class RowsParameters(Parameters):
 class RowsPlan:
     """Sizes of one kernel."""
 
-    parameters: RowsParameters  # What it is made from.
+    parameters: RowsParameters
     vectors: int  # Vectors of a row.
     chunks: int  # Vectors that one thread makes at most.
     together: int  # Chunks that are read before anything is computed from them.
