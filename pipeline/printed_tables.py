@@ -13,6 +13,8 @@ from rich.text import Text
 Item = TypeVar("Item")
 # Cells up to this many letters are not folded where there is room; no column of a table has fewer than the least.
 _NARROW, _LEAST = 12, 8
+# The room that a name wants; with less, optional columns are left out.
+_NAME = 24
 # Names of nodes are cut to so many letters, at the start, where they differ least.
 _LONG = 40
 
@@ -26,6 +28,7 @@ class TableView:
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
     right: Collection[str] = ()  # Columns that end at the right.
+    optional: Sequence[str] = ()  # Columns to leave out where there is no room, in this order.
 
     @classmethod
     def of(
@@ -35,11 +38,12 @@ class TableView:
         columns: Mapping[str, Callable[[Item], object]],
         caption: str = "",
         right: Collection[str] = (),
+        optional: Sequence[str] = (),
     ) -> TableView:
         """Return a table with a row for each item; `columns` says what a cell shows, nothing for None."""
         cells = ([show(item) for show in columns.values()] for item in items)
         rows = tuple(tuple("" if cell is None else str(cell) for cell in row) for row in cells)
-        return cls(title, tuple(columns), rows, caption, right)
+        return cls(title, tuple(columns), rows, caption, right, optional)
 
     @classmethod
     def facts(cls, title: str, facts: Iterable[tuple[str, object]], value: str = "found") -> TableView:
@@ -48,9 +52,21 @@ class TableView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the table, in the width that there is; a row is a section of its own where the columns have no room."""
-        title, caption = Text(self.title, style="table.title"), Text(self.caption) if self.caption else None
-        # Columns that are empty in every row are left out.
-        shown = [column for column in zip(self.columns, *self.rows, strict=True) if not self.rows or any(column[1:])]
+        # Columns that are empty, or have no number, in every row are left out.
+        shown = [
+            column
+            for column in zip(self.columns, *self.rows, strict=True)
+            if not self.rows or any(cell.strip("-") for cell in column[1:])
+        ]
+        names, left_out = {column[0] for column in shown}, []
+        for name in (name for name in self.optional if name in names):
+            if sum(3 + min(max(map(len, column)), _NAME) for column in shown) < options.max_width:
+                break
+            shown = [column for column in shown if column[0] != name]
+            left_out.append(name)
+        more = f"no room for {', '.join(left_out)}: see --format json" if left_out else ""
+        title = Text(self.title, style="table.title")
+        caption = Text("\n".join(filter(None, (self.caption, more)))) if self.caption or more else None
         columns, *rows = zip(*shown, strict=True)
         widths = [max(map(len, column)) for column in shown]
         room = options.max_width - 3 * len(widths) - 1

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import tvm
-from rich.table import Table
 
 from relaxtune.models import OnnxModel, unpadded_inputs
 from relaxtune.models.buckets import list_symbols
@@ -31,6 +30,7 @@ from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
@@ -449,39 +449,35 @@ def onnxruntime_peer(
         return Peers(left_out={ORT_ARM: str(error)})
 
 
-def render(report: BenchmarkReport) -> Table:
+def render(report: BenchmarkReport) -> TableView:
     """Return the report as a table for a terminal."""
     conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
     runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
     left_out = "".join(f"; {name} is left out: {why}" for name, why in report.left_out.items())
-    caption = f"{runs}, {report.warmup} untimed before; {conditions}{left_out}"
+    warmup = f" after {report.warmup} untimed runs" if report.warmup else ""
+    caption = f"{runs}{warmup}; {conditions}{left_out}"
     sizes = f": mean of {len(report.sizes)} sizes" if len(report.sizes) > 1 else " at ".join(["", *report.sizes])
-    table = Table(title=f"latency, ms{sizes}", title_justify="left", caption=caption, caption_justify="left")
-    for column in ("arm", "median", "p90", "p95", "p99", "min", "calls/s", "spread", "ratio"):
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for arm in report.arms:
-        ratio = report.ratio(arm.name)
-        table.add_row(
-            arm.name,
-            f"{arm.median_ms:.3f}",
-            *(f"{arm.quantile(share):.3f}" for share in (0.9, 0.95, 0.99)),
-            f"{min(arm.latencies_ms):.3f}",
-            f"{arm.calls_per_s:.1f}",
-            f"{arm.spread:.0%}",
-            f"{ratio:.2f}",
-        )
-    return table
+    figures: dict[str, Callable[[ArmResult], str]] = {
+        "median": lambda arm: f"{arm.median_ms:.3f}",
+        "p90": lambda arm: f"{arm.quantile(0.9):.3f}",
+        "p95": lambda arm: f"{arm.quantile(0.95):.3f}",
+        "p99": lambda arm: f"{arm.quantile(0.99):.3f}",
+        "min": lambda arm: f"{min(arm.latencies_ms):.3f}",
+        "calls/s": lambda arm: f"{arm.calls_per_s:.1f}",
+        "spread": lambda arm: f"{arm.spread:.0%}",
+        "ratio": lambda arm: f"{report.ratio(arm.name):.2f}",
+    }
+    columns = {"arm": lambda arm: arm.name, **figures}
+    optional = ("p95", "min", "p90", "spread")
+    return TableView.of(f"latency, ms{sizes}", report.arms, columns, caption, figures.keys(), optional)
 
 
-def render_sizes(report: BenchmarkReport) -> Table:
+def render_sizes(report: BenchmarkReport) -> TableView:
     """Return the median latency of each arm at each size as a table."""
-    table = Table(title="latency by sizes, ms")
-    table.add_column("sizes")
-    ratios = [f"{arm.name}, ratio" for arm in report.arms[1:]]
-    for column in ("counts", *(arm.name for arm in report.arms), *ratios):
-        table.add_column(column, justify="right")
+    figures = ("counts", *(arm.name for arm in report.arms), *(f"{arm.name}, ratio" for arm in report.arms[1:]))
+    rows = []
     for sizes, count in report.sizes.items():
         medians = [statistics.median(arm.by_sizes[sizes]) for arm in report.arms]
         ratios = [f"{median / medians[0]:.2f}" for median in medians[1:]]
-        table.add_row(sizes, str(count), *(f"{median:.3f}" for median in medians), *ratios)
-    return table
+        rows.append((sizes, str(count), *(f"{median:.3f}" for median in medians), *ratios))
+    return TableView("latency by sizes, ms", ("sizes", *figures), tuple(rows), right=figures)

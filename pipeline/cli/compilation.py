@@ -307,7 +307,8 @@ def _print_compiled(result: CompileResult) -> None:
     if len(notes) > 1:
         columns["note"] = lambda kernel: kernel.note
     caption = notes.pop() if len(notes) == 1 else ""
-    print_table(TableView.of(f"kernels of {result.directory}", kernels, columns, caption))
+    title = f"kernels of {result.directory}"
+    print_table(TableView.of(title, kernels, columns, caption, optional=("ONNX nodes",)))
     stdout_console().print(_footprint(result.manifest))
     if result.manifest.buckets is not None:
         print_table(_bucket_table(result.manifest.buckets))

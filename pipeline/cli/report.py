@@ -168,6 +168,7 @@ def _print_tables(report: Report) -> None:
     }
     time = f"{report.kernels_us / 1e3:.3f} ms in " if report.kernels_us else "no times of "
     title = f"{report.model}, {report.source}, {report.target}: {time}{report.launches} kernel calls"
-    print_table(TableView.of(title, report.kernels, columns))
+    optional = ("ONNX nodes", "GB/s", "TFLOP/s", "route", "of peak GB/s", "of peak FLOP/s")
+    print_table(TableView.of(title, report.kernels, columns, optional=optional))
     for note in report.notes:
         stdout_console().print(note, soft_wrap=True)

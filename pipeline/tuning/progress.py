@@ -69,7 +69,7 @@ class ConsoleProgress:
         self._bar = (
             Progress(
                 TextColumn("tuning"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=8),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.description}"),
@@ -95,7 +95,12 @@ class ConsoleProgress:
     def show(self, event: ProgressEvent) -> None:
         """Show a finished candidate."""
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, completed=event.done, total=event.total, description=describe(event))
+            self._bar.update(
+                self._row,
+                completed=event.done,
+                total=event.total,
+                description=f"{_figures(event)}; {short(event.task)}",
+            )
             return
         now = time.monotonic()
         if now - self._last_line >= _PLAIN_INTERVAL_S or event.done == event.total:
@@ -106,6 +111,10 @@ class ConsoleProgress:
 
 def describe(event: ProgressEvent) -> str:
     """Return an event as text, without the count."""
+    return f"{short(event.task)}: {_figures(event)}"
+
+
+def _figures(event: ProgressEvent) -> str:
     best = "nothing valid yet" if event.best_us is None else f"best {event.best_us:.1f} us"
     left = "" if event.seconds_left is None else f", about {duration(event.seconds_left)} left"
-    return f"{short(event.task)}: {best}; {event.valid} valid, {event.failed} failed{left}"
+    return f"{best}; {event.valid} valid, {event.failed} failed{left}"

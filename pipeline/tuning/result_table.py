@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields
 
-from rich.table import Table
-
 from relaxtune.pipeline.printable import short
+from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.tuning.options import TaskSummary, TuningSummary
 from relaxtune.tuning_db.records import Status
 
@@ -15,28 +15,27 @@ _NODES_SHOWN = 2
 _NODE_CHARS = 28
 
 
-def summary_table(summary: TuningSummary) -> Table:
+def summary_table(summary: TuningSummary) -> TableView:
     """Return the table of a run: one row a task, those that take most of the model's time first."""
-    table = Table(title=headline(summary), title_justify="left", caption=phases(summary), caption_justify="left")
-    for name in ("task", "ONNX nodes", "route"):
-        table.add_column(name, overflow="fold")
-    for name in ("calls", "valid/failed", "default us", "best us", "speed-up", "share"):
-        table.add_column(name, justify="right")
-    table.add_column("note", overflow="fold")
-    for task in summary.tasks:
-        table.add_row(
-            short(task.task.name),
-            shorten_nodes(task.task.onnx_nodes),
-            task.route.value if task.route else "none",
-            str(task.weight),
-            f"{task.valid}/{task.failed}",
-            _number(task.before_us, ".1f"),
-            _number(task.after_us, ".1f") + ("" if task.spread is None else f" ±{50 * task.spread:.0f}%"),
-            _number(task.speedup, ".2f", "x"),
-            f"{100 * task.share:.1f}%",
-            note(task),
-        )
-    return table
+    figures: dict[str, Callable[[TaskSummary], str]] = {
+        "calls": lambda task: str(task.weight),
+        "valid/failed": lambda task: f"{task.valid}/{task.failed}",
+        "default us": lambda task: _number(task.before_us, ".1f"),
+        "best us": lambda task: (
+            _number(task.after_us, ".1f") + ("" if task.spread is None else f" ±{50 * task.spread:.0f}%")
+        ),
+        "speed-up": lambda task: _number(task.speedup, ".2f", "x"),
+        "share": lambda task: f"{100 * task.share:.1f}%",
+    }
+    columns: dict[str, Callable[[TaskSummary], str]] = {
+        "task": lambda task: short(task.task.name),
+        "ONNX nodes": lambda task: shorten_nodes(task.task.onnx_nodes),
+        "route": lambda task: task.route.value if task.route else "none",
+        **figures,
+        "note": note,
+    }
+    optional = ("ONNX nodes", "note", "valid/failed", "default us", "calls")
+    return TableView.of(headline(summary), summary.tasks, columns, phases(summary), figures.keys(), optional)
 
 
 def headline(summary: TuningSummary) -> str:

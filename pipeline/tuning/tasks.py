@@ -347,7 +347,7 @@ class Tasks:
     def _reason_to_end(self, state: TaskState, gain_us: float) -> str | None:
         model_us, key = self.model_us, state.task.workload_hash
         if gain_us < self._min_gain * model_us:
-            return f"{SETTLED}: the next round would save about {gain_us:.2f} of {model_us:.0f} us"
+            return f"{SETTLED}: the next round would save about {max(0.0, gain_us):.2f} of {model_us:.0f} us"
         if self._target is not None and key not in self._bounds:
             self._bounds[key] = search_bound_us(state.task, self._target)
         bound_us = self._bounds.get(key)

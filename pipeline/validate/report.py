@@ -12,6 +12,9 @@ from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.validate.array_comparison import HISTOGRAM_EDGES, SampleComparison
 from relaxtune.pipeline.validate.tolerances import Tolerance
 
+# Columns that a narrow terminal does without, in this order.
+_OPTIONAL = ("arg-max", "mean abs", "max rel", "dtype", "kind", "row cosine", "cosine", "atol needed")
+
 
 @dataclass(frozen=True)
 class DataSource:
@@ -225,7 +228,7 @@ def render(report: ValidationReport) -> TableView:
         "max rel": lambda one: number(one.worst("max_rel")),
         "cosine": lambda one: number(one.worst("cosine")),
         "atol needed": lambda one: number(one.worst("required_atol")),
-        "share of tolerance": lambda one: number(one.worst("required_factor")),
+        "tolerance used": lambda one: number(one.worst("required_factor")),
         "arg-max": lambda one: number(one.worst("argmax_agreement")),
     }
     columns = {
@@ -236,12 +239,13 @@ def render(report: ValidationReport) -> TableView:
         "result": lambda one: one.verdict,
     }
     verdict = "passed" if report.passed else "FAILED"
-    return TableView.of(f"validation of {report.model}: {verdict}", report.outputs, columns, caption, measures.keys())
+    title = f"validation of {report.model}: {verdict}"
+    return TableView.of(title, report.outputs, columns, caption, measures.keys(), _OPTIONAL)
 
 
 def render_drift(report: DriftReport) -> TableView:
     """Return the report as a table for a terminal."""
-    data = "; ".join(f"{one.name}, {one.count} samples (sha256 {one.sha256[:12]})" for one in report.data)
+    data = "; ".join(f"{one.name} ({one.count}, sha256 {one.sha256[:12]})" for one in report.data)
     caption = f"original: {report.original}; data: {data}"
     if report.perplexity is not None:
         p = report.perplexity
@@ -258,7 +262,7 @@ def render_drift(report: DriftReport) -> TableView:
     }
     columns = {"output": lambda one: one.name, "kind": lambda one: one.kind, **measures}
     title = f"drift of {report.precision} from float32" if report.precision else "drift from float32"
-    return TableView.of(title, report.outputs, columns, caption, measures.keys())
+    return TableView.of(title, report.outputs, columns, caption, measures.keys(), _OPTIONAL)
 
 
 def _bars(histogram: Sequence[int]) -> str:

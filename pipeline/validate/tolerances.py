@@ -109,10 +109,10 @@ TOLERANCE_TABLE = (
     ToleranceRow("float64", "float64", None, Tolerance(1e-9, 1e-9), "18 sqrt(131072) u = 7e-13, and libm's functions"),
     ToleranceRow("float32", "float32", 8192, Tolerance(1e-4, 1e-4), "u = 6e-8, 18 sqrt(8192) u = 1e-4"),
     ToleranceRow("float32", "float32", None, Tolerance(4e-4, 4e-4), "18 sqrt(131072) u = 4e-4"),
-    ToleranceRow("float16", "float32", None, Tolerance(2e-2, 2e-2), "u = 4.9e-4 of the storage, 18 u = 9e-3, twice"),
-    ToleranceRow("float16", "float16", 4096, Tolerance(1e-1, 1e-1), "sqrt(4096) u = 3e-2 in a dot product, thrice"),
+    ToleranceRow("float16", "float32", None, Tolerance(2e-2, 2e-2), "u = 4.9e-4 of the storage, 2 x 18 u = 2e-2"),
+    ToleranceRow("float16", "float16", 4096, Tolerance(1e-1, 1e-1), "3 x sqrt(4096) u = 0.1 in a dot product"),
     ToleranceRow("bfloat16", "float32", None, Tolerance(1e-1, 1e-1), "u = 3.9e-3 of the storage, 18 u = 7e-2"),
-    ToleranceRow("int8", "int32", None, Tolerance(1e-1, 1e-1), "a step is 3e-2 RMS, a tie decided otherwise is one"),
+    ToleranceRow("int8", "int32", None, Tolerance(1e-1, 1e-1), "a step is 3e-2 RMS; a tie rounded the other way is one step"),
 )  # fmt: skip
 
 # A tensor this many roundings from the inputs, or nearer, is given the tolerance of that depth.
