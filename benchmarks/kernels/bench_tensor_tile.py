@@ -80,8 +80,7 @@ def build(directory: Path, cases: dict[str, Case], target_text: str, candidates:
     from tvm.s_tir.schedule import Trace
 
     from relaxtune.pipeline.codegen.finish import finish_kernels
-    from relaxtune.schedules.search.context import QuietTuneContext
-    from relaxtune.schedules.search.space import list_designs, make_space
+    from relaxtune.schedules.search.space import QuietTuneContext, list_designs, make_space
     from relaxtune.schedules.targets import resolve_target
 
     target = resolve_target(target_text)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
+import tvm
 from tvm.ir import IRModule
 from tvm.s_tir import Schedule
 from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule import _ffi_api
+from tvm.s_tir.meta_schedule.logging import get_logging_func
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
@@ -12,7 +17,6 @@ from relaxtune.schedules.errors import Refusal, TargetError
 from relaxtune.schedules.fallback import schedule_by_rules
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.marks import AT_SIZES_ATTR
-from relaxtune.schedules.search.context import QuietTuneContext
 from relaxtune.schedules.search.register_tile import contraction_designs
 from relaxtune.schedules.search.tensor_tile import takes_tensor_tiles, tensor_tile_designs
 from relaxtune.schedules.search.thread_tile import thread_tile_designs
@@ -26,6 +30,7 @@ from relaxtune.schedules.tir.matmul import recognise_matmul
 # TVM's tensor-core rules are left out: nearly all of their candidates fail to build (the buffer's element type is not
 # the one the intrinsic expects).
 
+_LOG = logging.getLogger("relaxtune.metaschedule")
 UNROLL_STEPS = (0, 16, 64, 512, 1024)
 MAX_BLOCKS = 256
 
@@ -182,3 +187,29 @@ def find_refusal(func: PrimFunc) -> Refusal | None:
     if matmul.partials is not None:
         return Refusal("a matmul that sums up its result's rows is left to its template: no rule schedules both")
     return None
+
+
+class QuietTuneContext(ms.TuneContext):  # type: ignore[misc]  # TVM's classes carry no types
+    """A TuneContext whose construction does not import all of TVM's tensor intrinsics.
+
+    That import takes 15 seconds of CPU time in every process; a space generator that needs some brings its own.
+    Messages of MetaSchedule go to the logger `relaxtune.metaschedule`. A context takes the space over, since that keeps
+    state. No strategy is needed where only the designs are wanted. Seeds are from 1 on, or -1 for a random one.
+    """
+
+    def __init__(
+        self,
+        mod: tvm.ir.IRModule,
+        target: tvm.target.Target,
+        space: ms.SpaceGenerator,
+        strategy: ms.SearchStrategy | None = None,
+        *,
+        name: str = "main",
+        seed: int = -1,
+        threads: int = 1,
+    ) -> None:
+        log = get_logging_func(_LOG)
+        self.__init_handle_by_constructor__(
+            _ffi_api.TuneContext, mod, target, space, strategy, name, threads, seed, log
+        )
+        _ffi_api.TuneContextInitialize(self)

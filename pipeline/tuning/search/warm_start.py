@@ -22,7 +22,7 @@ from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.options import TuningOptions
 from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.search.cost_model import FastCostModel
-from relaxtune.schedules.search.context import QuietTuneContext
+from relaxtune.schedules.search.space import QuietTuneContext
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.features import list_features, record_features

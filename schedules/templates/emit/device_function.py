@@ -19,17 +19,13 @@ _DTYPES = {"float": "float32", "int": "int32", "unsigned": "uint32", "unsigned l
 
 def device_call(source: str, *arguments: tirx.Expr) -> tirx.Expr:
     """Return a call of the last function of some CUDA source; those before it are what it needs."""
-    returned, name = _last_function(source)
+    returned, name = last_function(source)
     return T.cuda.func_call(name, *arguments, source_code=source, return_type=_DTYPES.get(returned, "void"))
 
 
-def function_name(source: str) -> str:
-    """Return the name of the last function of some CUDA source."""
-    return _last_function(source)[1]
-
-
 @lru_cache(maxsize=256)
-def _last_function(source: str) -> tuple[str, str]:
+def last_function(source: str) -> tuple[str, str]:
+    """Return the result type and the name of the last function of some CUDA source."""
     returned, name = _HEAD.findall(source)[-1]
     return returned, name
 

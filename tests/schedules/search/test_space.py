@@ -9,8 +9,7 @@ from tvm.s_tir.schedule import Trace
 
 from relaxtune.schedules.errors import TargetError
 from relaxtune.schedules.functions.plain_attention import attention_function
-from relaxtune.schedules.search.context import QuietTuneContext
-from relaxtune.schedules.search.space import find_refusal, list_designs, make_space
+from relaxtune.schedules.search.space import QuietTuneContext, find_refusal, list_designs, make_space
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.tuning_db.metaschedule import replay_decision, trace_to_json
 from tests.schedules.attention_cases import PLAIN

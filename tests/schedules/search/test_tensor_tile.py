@@ -15,8 +15,7 @@ from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels
 from relaxtune.pipeline.codegen.mma_fragments import HEADER, with_fragments
 from relaxtune.pipeline.tuning.measure.launch_memory import DynamicSharedMemory
 from relaxtune.schedules.marks import TF32_ATTR
-from relaxtune.schedules.search.context import QuietTuneContext
-from relaxtune.schedules.search.space import list_designs, make_space
+from relaxtune.schedules.search.space import QuietTuneContext, list_designs, make_space
 from relaxtune.schedules.search.tensor_tile import form_of, takes_tensor_tiles, tensor_tile_designs
 from relaxtune.schedules.targets import CudaLimits, resolve_target
 from relaxtune.schedules.templates.lowering import MIXED_PIPELINE, tir_pipeline_for

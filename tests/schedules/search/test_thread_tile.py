@@ -7,8 +7,7 @@ import tvm
 from tvm.s_tir import Schedule
 from tvm.s_tir.schedule import Trace
 
-from relaxtune.schedules.search.context import QuietTuneContext
-from relaxtune.schedules.search.space import list_designs, make_space
+from relaxtune.schedules.search.space import QuietTuneContext, list_designs, make_space
 from relaxtune.schedules.search.thread_tile import thread_tile_designs
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules.kernel_cases import check, conv2d_case, host, matmul_case, rows_case

@@ -13,11 +13,11 @@ from tvm.tirx.compilation_pipeline import PIPELINE_MAP
 from tvm.tirx.script import builder as T
 
 from relaxtune.pipeline.passes import plan_memory_passes
-from relaxtune.schedules import side_by_side
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 from relaxtune.schedules.registry import TEMPLATES
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+from relaxtune.schedules.templates import lowering
 from relaxtune.schedules.templates.gemm_sm90.plan import GemmParameters
 from relaxtune.schedules.templates.gemm_sm90.template import GemmSm90
 from relaxtune.schedules.templates.launch_table import join_table, split_table
@@ -150,7 +150,7 @@ def test_kernels_of_a_table_are_lowered_side_by_side(target: ResolvedTarget, mon
         def run_before_pass(self, _mod: tvm.IRModule, info: tvm.transform.PassInfo) -> None:
             threads.get(str(info.name), set()).add(threading.current_thread())
 
-    monkeypatch.setattr(side_by_side, "usable_cpus", lambda: [0, 1])
+    monkeypatch.setattr(lowering, "usable_cpus", lambda: [0, 1])
     mod = tvm.tirx.transform.BindTarget(target.target)(tvm.IRModule({"matmul": table(target)}))
     lower, _, finish_kernels = PIPELINE_MAP[register_mixed_pipeline()]()
     with tvm.transform.PassContext(instruments=[Watch()]):

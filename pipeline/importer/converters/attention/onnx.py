@@ -1,4 +1,4 @@
-"""ONNX's own Attention (opset 23 on): masks, windows, caches inside and outside of it, and the scores as an output.
+"""ONNX's own Attention (opset 23 on), with its masks, windows and caches, and TensorScatter, which writes a cache.
 
 It becomes plain matmuls and a softmax; `passes.attention.recognise_attention` makes one kernel of them where it can.
 Formulas: ONNX, Operators.md (Attention, opsets 23 to 25). Notation as in `attention`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import tvm
-from tvm import relax
+from tvm import relax, te, tirx
 
 from relaxtune.pipeline.importer.converter_input import ConverterInput, converts, dtype_of, sizes_of, static_size
 from relaxtune.pipeline.importer.converters.attention.heads import (
@@ -77,7 +77,7 @@ def _mask(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
         added = emit(relax.op.astype(mask, "float32"))
     *_, length = sizes_of(mask)
     missing = tvm.sym.Analyzer().simplify(sizes_of(key)[2] - length)
-    if isinstance(missing, tvm.tirx.IntImm) and int(missing) > 0 and int(length) > 1:
+    if isinstance(missing, tirx.IntImm) and int(missing) > 0 and int(length) > 1:
         widths = [0] * (2 * int(mask.ty.ndim) - 1) + [int(missing)]
         added = emit(relax.op.nn.pad(added, widths, "constant", -math.inf))
     return [added]
@@ -126,3 +126,33 @@ def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
 def _hidden_unless(node: ConverterInput, seen: tvm.ir.Expr) -> tvm.ir.Expr:
     zero, low = relax.const(0.0, "float32"), relax.const(-math.inf, "float32")
     return node.builder.emit(relax.op.where(seen, zero, low))
+
+
+@converts("TensorScatter")
+def convert_tensor_scatter(node: ConverterInput) -> tvm.ir.Expr:
+    """Return the cache with the update in it. Inputs: cache, update, first place of each row (B) (optional; 0).
+
+    Both are (B, ...) and differ in `axis` only. Mode circular wraps around the end of the cache, linear does not.
+    """
+    mode = node.attributes.get("mode", "linear")
+    if mode not in ("linear", "circular"):
+        raise ValueError(f"attribute 'mode': expected 'linear' or 'circular', got {mode!r}")
+    cache, update, starts = node.input(0), node.input(1), node.optional(2)
+    rank = int(cache.ty.ndim)
+    axis = node.integer("axis", -2) % rank
+    length, count = (tirx.Cast("int64", sizes_of(tensor)[axis]) for tensor in (cache, update))
+
+    def compute(old: te.Tensor, new: te.Tensor, *first: te.Tensor) -> te.Tensor:
+        def at(*places: tirx.Var) -> tvm.ir.Expr:
+            start = first[0](places[0]).astype("int64") if first else tirx.const(0, "int64")
+            offset = tirx.Cast("int64", places[axis]) - start
+            if mode == "circular":
+                offset = tirx.floormod(offset, length)
+            written = tirx.all(offset >= 0, offset < count)
+            source = [*places[:axis], offset, *places[axis + 1 :]]
+            return tirx.if_then_else(written, new(*source), old(*places))
+
+        return te.compute(old.shape, at, name="tensor_scatter")
+
+    given = [] if starts is None else [starts]
+    return node.builder.emit_te(compute, cache, update, *given, primfunc_name_hint="tensor_scatter")

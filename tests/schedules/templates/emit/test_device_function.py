@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relaxtune.schedules.templates.emit.device_function import device_call, function_name
+from relaxtune.schedules.templates.emit.device_function import device_call, last_function
 
 HELPER = "__forceinline__ __device__ float relaxtune_half(float x) { return x / 2; }\n"
 
@@ -18,5 +18,5 @@ HELPER = "__forceinline__ __device__ float relaxtune_half(float x) { return x / 
 )
 def test_last_function_of_a_source_is_called_by_its_name_and_type(head: str, dtype: str) -> None:
     source = f"{HELPER}{head}) {{ relaxtune_half(1.0f); }}"
-    assert function_name(source) == "relaxtune_f"
+    assert last_function(source)[1] == "relaxtune_f"
     assert repr(device_call(source).ty) == f"T.{dtype}"

@@ -9,7 +9,7 @@ import pytest
 
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
-from relaxtune.schedules.templates.emit.device_function import function_name
+from relaxtune.schedules.templates.emit.device_function import last_function
 from relaxtune.schedules.templates.gemm_sm80.multiply_float import lane_places, load_source, multiply_source
 from relaxtune.schedules.templates.gemm_sm80.plan import GemmParameters, GemmPlan, make_plan
 from relaxtune.schedules.templates.gemm_sm80.template import FLOAT_TILES
@@ -55,7 +55,7 @@ def lanes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for number, (tile, transposed) in enumerate(PLANS):
         plan = plan_of(tile, transposed)
         sources = load_source(plan, rows_of_b=transposed), multiply_source(plan, rows_of_b=transposed)
-        load, multiply = map(function_name, sources)
+        load, multiply = (last_function(source)[1] for source in sources)
         parts += [source for source in sources if source not in parts]
         words = 8 * max(plan.m_steps, plan.n_steps)
         parts.append(_LANE.format(number=number, words=words, load=load, multiply=multiply))

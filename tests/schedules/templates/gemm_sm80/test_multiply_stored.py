@@ -13,7 +13,7 @@ import pytest
 
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.base import cuda_limits
-from relaxtune.schedules.templates.emit.device_function import function_name
+from relaxtune.schedules.templates.emit.device_function import last_function
 from relaxtune.schedules.templates.emit.tensor_cores import chunk_place
 from relaxtune.schedules.templates.gemm_sm80.multiply_stored import lane_places, load_source, multiply_source
 from relaxtune.schedules.templates.gemm_sm80.plan import (
@@ -104,7 +104,7 @@ def lanes(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     for number, case in enumerate(PLANS):
         stored, plan = plan_of(*case)
         sources = load_source(stored, plan), multiply_source(stored, plan)
-        load, multiply = map(function_name, sources)
+        load, multiply = (last_function(source)[1] for source in sources)
         parts += [source for source in sources if source not in parts]
         words = 16 * max(plan.m_steps, plan.n_steps)
         parts.append(_LANE.format(number=number, words=words, load=load, multiply=multiply))

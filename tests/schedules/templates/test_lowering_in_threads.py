@@ -8,13 +8,13 @@ import pytest
 from tvm.ir.transform import PassContext
 from tvm.target import Target
 
-from relaxtune.schedules import side_by_side
-from relaxtune.schedules.side_by_side import context_like, map_side_by_side
+from relaxtune.schedules.templates import lowering
+from relaxtune.schedules.templates.lowering import context_like, map_side_by_side
 
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "usable_cpus", lambda: [0, 1])
+    monkeypatch.setattr(lowering, "usable_cpus", lambda: [0, 1])
 
 
 def test_results_keep_their_order_when_the_first_call_ends_last() -> None:
