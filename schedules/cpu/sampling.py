@@ -25,8 +25,6 @@ from relaxtune.schedules.marks import SCHEDULED_ATTR
 # The bits of a word of the mask.
 _LANES = 32
 _CHUNK = 4096
-# A bin of a chunk holds its mass in the lower bits, how many tokens it has in the upper ones.
-_ONE_TOKEN = 1 << 44
 _DIGITS = 256
 _INFINITY = float("inf")
 
@@ -55,32 +53,33 @@ class _Loops:
         self._chunks = -(-self._columns // _CHUNK)
 
     def emit(self) -> None:
-        rows, columns = wide(self._spec.batch), self._columns
-        jobs = rows * self._chunks
+        jobs = wide(self._spec.batch) * self._chunks
         self._largest, self._largest_logit, self._sums = (_array("float32", jobs) for _ in range(3))
         self._bins = _array("int64", jobs * what.BINS)
-        # Of a row: tokens in its list, and the mass of all tokens.
-        self._listed, self._row_masses = (_array("int64", rows) for _ in range(2))
-        self._list, self._masses = (_array("int32", rows * columns) for _ in range(2))
+        # Each chunk's own part of the lists, and how many tokens it has there.
+        self._list, self._masses = (_array("int32", jobs * _CHUNK) for _ in range(2))
+        self._listed = _array("int64", jobs)
         self._share_chunks(self._process)
         self._share_chunks(self._sum)
         self._share_chunks(self._fill_list)
-        with T.parallel(0, rows) as b:
+        with T.parallel(0, wide(self._spec.batch)) as b:
             self._begin_row(b)
             self._finish()
 
-    def _share_chunks(self, body: Callable[[tirx.Expr, tirx.Expr], None]) -> None:
+    def _share_chunks(self, body: Callable[[tirx.Expr], None]) -> None:
         with T.parallel(0, wide(self._spec.batch) * self._chunks) as job:
             self._begin_row(T.Bind(job // self._chunks))
             self._first = T.Bind(job % self._chunks * _CHUNK)
             self._count = T.Bind(tirx.min(wide(_CHUNK), self._columns - self._first))
-            body(job, T.Bind(job % self._chunks))
+            body(job)
 
     def _begin_row(self, b: tirx.Expr) -> None:
         self._b = b
-        columns = self._buffers["parameters"]
-        self._parameter = {name: columns[b, wide(at)] for at, name in enumerate(what.PARAMETERS)}
+        given = self._buffers["parameters"]
+        self._parameter = {name: T.Bind(given[b, wide(at)]) for at, name in enumerate(what.PARAMETERS)}
         self._greedy = self._parameter["temperature"] < _float(what.GREEDY_BELOW)
+        top_k = self._parameter["top_k"]
+        self._limits_count = tirx.all(top_k >= _float(1), top_k < _float(self._columns))
 
     def _each(self, body: Callable[[tirx.Expr, tirx.Expr], None]) -> None:
         """Run a body for each token of the chunk, given the lane of a vector too."""
@@ -90,32 +89,17 @@ class _Loops:
         with T.serial(whole * _LANES, self._count) as rest:
             body(self._first + rest, tirx.IntImm("int32", 0))
 
-    def _process(self, job: tirx.Expr, _chunk: tirx.Expr) -> None:
+    def _process(self, job: tirx.Expr) -> None:
         best, best_logit = _filled("float32", _LANES, -_INFINITY), _filled("float32", _LANES, -_INFINITY)
-        scratch = self._buffers["scratch"]
 
-        def process(penalised: bool) -> Callable[[tirx.Expr, tirx.Expr], None]:
-            def body(v: tirx.Expr, lane: tirx.Expr) -> None:
-                logit = T.Bind(self._logit(v))
-                x = T.Bind(self._processed(logit, v, penalised))
-                T.buffer_store(best_logit, tirx.max(best_logit[lane], logit), [lane])
-                T.buffer_store(best, tirx.max(best[lane], x), [lane])
-                T.buffer_store(scratch, x, [self._b, v])
+        def process(v: tirx.Expr, lane: tirx.Expr) -> None:
+            logit = T.Bind(self._logit(v))
+            x = T.Bind(self._processed(logit, v))
+            T.buffer_store(best_logit, tirx.max(best_logit[lane], logit), [lane])
+            T.buffer_store(best, tirx.max(best[lane], x), [lane])
+            T.buffer_store(self._buffers["scratch"], x, [self._b, v])
 
-            return body
-
-        if self._spec.counts:
-            parameter = self._parameter
-            plain = tirx.all(
-                parameter["repetition"] == _float(1), parameter["presence"] == 0.0, parameter["frequency"] == 0.0
-            )
-            with T.If(plain):
-                with T.Then():
-                    self._each(process(False))
-                with T.Else():
-                    self._each(process(True))
-        else:
-            self._each(process(False))
+        self._each(process)
         for all_chunks, lanes in ((self._largest, best), (self._largest_logit, best_logit)):
             T.buffer_store(all_chunks, _reduced(lanes, tirx.max), [job])
 
@@ -123,12 +107,11 @@ class _Loops:
         logit = self._buffers["logits"][self._b, v]
         if self._bits:
             logit = tirx.reinterpret("float32", tirx.Cast("uint32", logit) << tirx.const(16, "uint32"))
-        logit = T.Bind(tirx.Cast("float32", logit))
-        return _without_nan(logit)
+        return _without_nan(T.Bind(tirx.Cast("float32", logit)))
 
-    def _processed(self, x: tirx.Expr, v: tirx.Expr, penalised: bool) -> tirx.Expr:
+    def _processed(self, x: tirx.Expr, v: tirx.Expr) -> tirx.Expr:
         buffers, parameter, b = self._buffers, self._parameter, self._b
-        if penalised:
+        if self._spec.counts:
             word = T.Bind(buffers["counts"][b, v])
             generated = T.Bind(tirx.Cast("float32", word & tirx.const(2**31 - 1, "int32")))
             repetition = parameter["repetition"]
@@ -152,7 +135,7 @@ class _Loops:
             T.buffer_store(best, tirx.max(best[0], of_chunks[self._b * self._chunks + chunk]), [0])
         return T.Bind(best[0])
 
-    def _sum(self, job: tirx.Expr, _chunk: tirx.Expr) -> None:
+    def _sum(self, job: tirx.Expr) -> None:
         largest, sums = self._row_max(self._largest_logit), _filled("float32", _LANES, 0.0)
 
         def add(v: tirx.Expr, lane: tirx.Expr) -> None:
@@ -164,12 +147,13 @@ class _Loops:
             self._fill_bins(job)
 
     def _fill_bins(self, job: tirx.Expr) -> None:
-        largest, scratch, bins = self._row_max(self._largest), self._buffers["scratch"], self._bins
-        places, masses = _array("int32", _CHUNK), _array("int32", _CHUNK)
+        largest, bins = self._row_max(self._largest), self._bins
+        places, weights = _array("int32", _CHUNK), _array("int32", _CHUNK)
 
         def place(v: tirx.Expr, _lane: tirx.Expr) -> None:
-            d = T.Bind(_difference(scratch[self._b, v], largest))
-            T.buffer_store(masses, _whole_mass(d), [v - self._first])
+            d = T.Bind(_difference(self._buffers["scratch"][self._b, v], largest))
+            weight = tirx.Select(self._limits_count, tirx.const(1, "int32"), _whole_mass(d))
+            T.buffer_store(weights, weight, [v - self._first])
             T.buffer_store(places, _bin(d), [v - self._first])
 
         self._each(place)
@@ -177,64 +161,43 @@ class _Loops:
             T.buffer_store(bins, _long(0), [job * what.BINS + number])
         with T.serial(0, self._count) as at:
             to = T.Bind(job * what.BINS + wide(places[at]))
-            T.buffer_store(bins, bins[to] + (wide(masses[at]) + _long(_ONE_TOKEN)), [to])
+            T.buffer_store(bins, bins[to] + wide(weights[at]), [to])
 
-    def _fill_list(self, job: tirx.Expr, chunk: tirx.Expr) -> None:
+    def _fill_list(self, job: tirx.Expr) -> None:
         with T.If(tirx.Not(self._greedy)), T.Then():
-            last, total = self._last_bin()
-            offset = _filled("int64", 1, 0)
-
-            def listed(of_job: tirx.Expr) -> None:
-                with T.serial(0, wide(last) + 1) as number:
-                    T.buffer_store(offset, offset[0] + self._bins[of_job * what.BINS + number] // _ONE_TOKEN, [0])
-
-            with T.serial(0, chunk) as before:
-                listed(self._b * self._chunks + before)
-            scratch, largest = self._buffers["scratch"], self._row_max(self._largest)
+            last, _ = self._last_bin()
+            largest, count = self._row_max(self._largest), _filled("int64", 1, 0)
             with T.serial(self._first, self._first + self._count) as v:
-                d = T.Bind(_difference(scratch[self._b, v], largest))
+                d = T.Bind(_difference(self._buffers["scratch"][self._b, v], largest))
                 with T.If(_bin(d) <= last), T.Then():
-                    at = T.Bind(self._b * self._columns + offset[0])
-                    T.buffer_store(self._list, tirx.Cast("int32", v), [at])
-                    T.buffer_store(self._masses, _whole_mass(d), [at])
-                    T.buffer_store(offset, offset[0] + 1, [0])
-            with T.If(chunk == self._chunks - 1), T.Then():
-                T.buffer_store(self._listed, offset[0], [self._b])
-                T.buffer_store(self._row_masses, total, [self._b])
+                    T.buffer_store(self._list, tirx.Cast("int32", v), [job * _CHUNK + count[0]])
+                    T.buffer_store(self._masses, _whole_mass(d), [job * _CHUNK + count[0]])
+                    T.buffer_store(count, count[0] + 1, [0])
+            T.buffer_store(self._listed, count[0], [job])
 
     def _last_bin(self) -> tuple[tirx.Expr, tirx.Expr]:
-        """Return the last bin that the first filter may keep tokens of, and the mass of all tokens."""
-        counts, masses = _filled("int64", what.BINS, 0), _filled("int64", what.BINS, 0)
+        """Return the last bin that the first filter may keep tokens of, and what that has to reach."""
+        sums, total = _filled("int64", what.BINS, 0), _filled("int64", 1, 0)
         with T.serial(0, wide(self._chunks)) as chunk, T.serial(0, wide(what.BINS)) as number:
-            word = T.Bind(self._bins[(self._b * self._chunks + chunk) * what.BINS + number])
-            T.buffer_store(counts, counts[number] + word // _ONE_TOKEN, [number])
-            T.buffer_store(masses, masses[number] + word % _ONE_TOKEN, [number])
-        parameter, last, sums = self._parameter, _filled("int32", 1, what.BINS - 1), _filled("int64", 2, 0)
-
-        def reach(counted: tirx.Var, target: tirx.Expr) -> None:
-            T.buffer_store(last, 0, [0])
-            T.buffer_store(sums, counted[wide(0)], [1])
-            with T.While(tirx.all(sums[1] < target, last[0] < what.BINS - 1)):
-                T.buffer_store(last, last[0] + 1, [0])
-                T.buffer_store(sums, sums[1] + counted[wide(last[0])], [1])
-
+            weight = self._bins[(self._b * self._chunks + chunk) * what.BINS + number]
+            T.buffer_store(sums, sums[number] + weight, [number])
         with T.serial(0, wide(what.BINS)) as number:
-            T.buffer_store(sums, sums[0] + masses[number], [0])
-        with T.If(self._limits_count()):
+            T.buffer_store(total, total[0] + sums[number], [0])
+        parameter, last, reached = self._parameter, _filled("int64", 1, what.BINS - 1), _filled("int64", 1, 0)
+        top_k, top_p = tirx.Cast("int64", parameter["top_k"]), _share(parameter["top_p"], total[0])
+        goal = T.Bind(tirx.Select(self._limits_count, top_k, top_p))
+        with T.If(tirx.any(self._limits_count, parameter["top_p"] < _float(1))):
             with T.Then():
-                reach(counts, wide(tirx.Cast("int64", parameter["top_k"])))
-            with T.Else(), T.If(parameter["top_p"] < _float(1)):
-                with T.Then():
-                    reach(masses, _share(parameter["top_p"], sums[0]))
-                with T.Else(), T.If(parameter["min_p"] > _float(0)), T.Then():
-                    # One more, for the logarithm's rounding.
-                    least = tirx.max(_float(0), _float(0) - tirx.log(parameter["min_p"])) * _float(what.STEPS)
-                    T.buffer_store(last, tirx.Cast("int32", tirx.min(least + _float(1), _float(what.BINS - 1))), [0])
-        return T.Bind(last[0]), T.Bind(sums[0])
-
-    def _limits_count(self) -> tirx.Expr:
-        top_k = self._parameter["top_k"]
-        return tirx.all(top_k >= _float(1), top_k < _float(self._columns))
+                T.buffer_store(last, _long(0), [0])
+                T.buffer_store(reached, sums[last[0]], [0])
+                with T.While(reached[0] < goal):
+                    T.buffer_store(last, last[0] + 1, [0])
+                    T.buffer_store(reached, reached[0] + sums[last[0]], [0])
+            with T.Else(), T.If(parameter["min_p"] > _float(0)), T.Then():
+                # One more, for the logarithm's rounding.
+                d = tirx.min(tirx.log(parameter["min_p"]), _float(0)) - _float(1 / what.STEPS)
+                T.buffer_store(last, wide(_bin(d)), [0])
+        return T.Bind(last[0]), goal
 
     def _finish(self) -> None:
         token, buffers = _filled("int64", 1, 0), self._buffers
@@ -266,16 +229,17 @@ class _Loops:
 
     def _draw(self, token: tirx.Var, largest: tirx.Expr) -> None:
         parameter = self._parameter
-        self._held = _filled("int64", 1, self._listed[self._b])
-        self._mass_before_top_p = _filled("int64", 1, self._row_masses[self._b])
-        self._digits = _array("int64", _DIGITS)
-        with T.If(self._limits_count()), T.Then():
-            top_k = tirx.Cast("int64", parameter["top_k"])
-            border, _ = self._select(self._descending, lambda _at: _long(1), top_k)
+        self._held, self._digits = _filled("int64", 1, 0), _array("int64", _DIGITS)
+        self._row = T.Bind(self._b * (self._chunks * _CHUNK))
+        with T.serial(0, wide(self._chunks)) as chunk, T.serial(0, self._listed[self._b * self._chunks + chunk]) as at:
+            self._move(chunk * _CHUNK + at, self._held)
+        goal = _filled("int64", 1, self._last_bin()[1])
+        with T.If(self._limits_count), T.Then():
+            border, _ = self._select(self._descending, lambda _at: _long(1), goal[0])
             self._keep(lambda at: self._descending(at) <= border)
-            T.buffer_store(self._mass_before_top_p, self._total(), [0])
+            T.buffer_store(goal, _share(parameter["top_p"], self._total()), [0])
         with T.If(parameter["top_p"] < _float(1)), T.Then():
-            self._keep_top_p()
+            self._keep_top_p(T.Bind(goal[0]))
         with T.If(parameter["min_p"] > _float(0)), T.Then():
             least = tirx.Cast("float64", parameter["min_p"]) * tirx.const(2.0**what.MASS_BITS, "float64")
             self._keep(lambda at: tirx.Cast("float64", self._mass_of(at)) >= least)
@@ -288,13 +252,12 @@ class _Loops:
             T.buffer_store(sums, sums[0] + self._mass_of(at[0]), [0])
         T.buffer_store(token, self._token_of(at[0]), [0])
 
-    def _keep_top_p(self) -> None:
-        target = T.Bind(_share(self._parameter["top_p"], self._mass_before_top_p[0]))
-        border, below = self._select(self._descending, self._mass_of, target)
+    def _keep_top_p(self, goal: tirx.Expr) -> None:
+        border, below = self._select(self._descending, self._mass_of, goal)
         of_one, ties = _filled("int64", 1, 1), _filled("int64", 1, 0)
         with T.serial(0, self._held[0]) as at, T.If(self._descending(at) == border), T.Then():
             T.buffer_store(of_one, tirx.max(self._mass_of(at), _long(1)), [0])
-        needed = T.Bind((target - below + of_one[0] - 1) // of_one[0])
+        needed = T.Bind((goal - below + of_one[0] - 1) // of_one[0])
 
         def stays(at: tirx.Expr) -> tirx.Expr:
             key = T.Bind(self._descending(at))
@@ -324,10 +287,16 @@ class _Loops:
         self._keep(lambda at: distance(at) <= border)
 
     def _token_of(self, at: tirx.Expr) -> tirx.Expr:
-        return wide(self._list[self._b * self._columns + at])
+        return wide(self._list[self._row + at])
 
     def _mass_of(self, at: tirx.Expr) -> tirx.Expr:
-        return wide(self._masses[self._b * self._columns + at])
+        return wide(self._masses[self._row + at])
+
+    def _move(self, at: tirx.Expr, to: tirx.Var) -> None:
+        """Move a token of the list to a place that counts on."""
+        for listed in (self._list, self._masses):
+            T.buffer_store(listed, listed[self._row + at], [self._row + to[0]])
+        T.buffer_store(to, to[0] + 1, [0])
 
     def _descending(self, at: tirx.Expr) -> tirx.Expr:
         """Return the bits of an x, so ordered that the largest is the lowest number."""
@@ -367,34 +336,24 @@ class _Loops:
     def _keep(self, condition: Callable[[tirx.Expr], tirx.Expr]) -> None:
         kept = _filled("int64", 1, 0)
         with T.serial(0, self._held[0]) as at, T.If(condition(at)), T.Then():
-            for listed in (self._list, self._masses):
-                start = self._b * self._columns
-                T.buffer_store(listed, listed[start + at], [start + kept[0]])
-            T.buffer_store(kept, kept[0] + 1, [0])
+            self._move(at, kept)
         T.buffer_store(self._held, kept[0], [0])
 
     def _random(self) -> tirx.Expr:
         """Return the number of the row's seed and position in [0, 1), float64."""
-        position, seed = (self._buffers[name][self._b] for name in ("position", "seed"))
-        words, key = _filled("uint64", 4, 0), _filled("uint64", 2, 0)
-        low = tirx.const(0xFFFFFFFF, "uint64")
-        for pair, number in ((words, position), (key, seed)):
-            bits = T.Bind(tirx.Cast("uint64", number))
-            T.buffer_store(pair, bits & low, [0])
-            T.buffer_store(pair, bits >> tirx.const(32, "uint64"), [1])
-        half = tirx.const(32, "uint64")
-        with T.serial(0, what.PHILOX_ROUNDS):
-            one, other = (
-                T.Bind(words[2 * at] * tirx.const(multiplier, "uint64"))
-                for at, multiplier in enumerate(what.PHILOX_MULTIPLIERS)
-            )
+
+        def whole(value: int) -> tirx.Expr:
+            return tirx.const(value, "uint64")
+
+        low, half = whole(2**32 - 1), whole(32)
+        position, seed = (T.Bind(tirx.Cast("uint64", self._buffers[name][self._b])) for name in ("position", "seed"))
+        words, key = [position & low, position >> half, whole(0), whole(0)], [seed & low, seed >> half]
+        for _ in range(what.PHILOX_ROUNDS):
+            one, other = (T.Bind(words[2 * at] * whole(factor)) for at, factor in enumerate(what.PHILOX_MULTIPLIERS))
             mixed = [(other >> half) ^ words[1] ^ key[0], other & low, (one >> half) ^ words[3] ^ key[1], one & low]
-            for at, word in enumerate([T.Bind(word) for word in mixed]):
-                T.buffer_store(words, word, [at])
-            for at, increment in enumerate(what.PHILOX_KEYS):
-                T.buffer_store(key, (key[at] + tirx.const(increment, "uint64")) & low, [at])
-        bits = (words[0] >> tirx.const(5, "uint64")) * tirx.const(2**26, "uint64")
-        bits = bits + (words[1] >> tirx.const(6, "uint64"))
+            words = [T.Bind(word) for word in mixed]
+            key = [T.Bind((own + whole(added)) & low) for own, added in zip(key, what.PHILOX_KEYS, strict=True)]
+        bits = (words[0] >> whole(5)) * whole(2**26) + (words[1] >> whole(6))
         return tirx.Cast("float64", tirx.Cast("int64", bits)) * tirx.const(2.0**-53, "float64")
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -35,7 +34,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
 )
 from relaxtune.schedules.tir.blocks import Size, narrow
 
-_THREADS, _LIST_THREADS, _PEERS, _LIST, _GROUP = 1024, 256, 8, 2048, 8
+_THREADS, _LIST_THREADS, _PEERS, _LIST = 1024, 256, 8, 2048
 # Of a block's memory, all but its x.
 _SHARED_BYTES = 24 * 1024
 
@@ -78,12 +77,15 @@ struct relaxtune_Sampling {
 };
 static_assert(sizeof(relaxtune_Sampling) <= SHARED_BYTES, "SHARED_BYTES");
 __forceinline__ __device__ float relaxtune_sampling_mass(float d) {
-  d = d > LOWEST ? d : LOWEST;
-  float rounded = __fmaf_rn(d, LOG2_E, ROUNDER), n = __fadd_rn(rounded, -ROUNDER);
-  float r = __fmaf_rn(n, -LN2_LOW, __fmaf_rn(n, -LN2_HIGH, d)), e = E4;
-  e = __fmaf_rn(__fmaf_rn(__fmaf_rn(__fmaf_rn(e, r, E3), r, E2), r, E1), r, E0);
+  const float coefficients[] = what_EXP_COEFFICIENTS;
+  d = d > what_LOWEST ? d : what_LOWEST;
+  float rounded = __fmaf_rn(d, what_LOG2_E, what_ROUNDER), n = __fadd_rn(rounded, -what_ROUNDER);
+  float r = __fmaf_rn(n, -what_LN2_LOW, __fmaf_rn(n, -what_LN2_HIGH, d)), e = coefficients[4];
+#pragma unroll
+  for (int at = 3; at >= 0; --at) e = __fmaf_rn(e, r, coefficients[at]);
   e = __fadd_rn(__fmaf_rn(e, __fmul_rn(r, r), r), 1.0f);
-  return __fmul_rn(e, __int_as_float((__float_as_int(rounded) - POWER_START) << 23));
+  int power = __float_as_int(rounded) - __float_as_int(what_ROUNDER) + 127 + what_MASS_BITS;
+  return __fmul_rn(e, __int_as_float(power << 23));
 }
 __forceinline__ __device__ unsigned relaxtune_sampling_whole(float d) {
   return (unsigned)(int)__fadd_rn(relaxtune_sampling_mass(d), 0.5f);
@@ -92,8 +94,8 @@ __forceinline__ __device__ float relaxtune_sampling_difference(float x, float la
   return x == largest ? 0.0f : __fadd_rn(x, -largest);
 }
 __forceinline__ __device__ unsigned relaxtune_sampling_bin(float distance) {
-  float at = __fmul_rn(distance, STEPS);
-  return at < BINS - 1.0f ? (unsigned)at : BINS - 1;
+  float at = __fmul_rn(distance, what_STEPS);
+  return at < what_BINS - 1.0f ? (unsigned)at : what_BINS - 1;
 }
 // The bits of x, so ordered that a larger x is a larger number; and x of such bits.
 __forceinline__ __device__ unsigned relaxtune_sampling_ascending(float x) {
@@ -103,21 +105,28 @@ __forceinline__ __device__ unsigned relaxtune_sampling_ascending(float x) {
 __forceinline__ __device__ float relaxtune_sampling_number(unsigned ascending) {
   return __uint_as_float(ascending & 0x80000000u ? ascending ^ 0x80000000u : ~ascending);
 }
+// x / divisor, rounded as a division is: the remainder corrects the product with the reciprocal.
+__forceinline__ __device__ float relaxtune_sampling_quotient(float x, float divisor, float reciprocal) {
+  float quotient = __fmul_rn(x, reciprocal);
+  float corrected = __fmaf_rn(__fmaf_rn(-quotient, divisor, x), reciprocal, quotient);
+  return fabsf(quotient) < -NOTHING ? corrected : quotient;
+}
 __forceinline__ __device__ relaxtune_u64 relaxtune_sampling_share(double part, relaxtune_u64 total) {
   double share = ceil(part * (double)total);
   return share < 1.0 ? 1 : (relaxtune_u64)share;
 }
 __forceinline__ __device__ double relaxtune_sampling_random(long long seed, long long position) {
+  const unsigned factors[] = what_PHILOX_MULTIPLIERS, added[] = what_PHILOX_KEYS;
   unsigned word[4] = {(unsigned)position, (unsigned)(position >> 32), 0, 0};
   unsigned key[2] = {(unsigned)seed, (unsigned)(seed >> 32)};
-  for (int round = 0; round < PHILOX_ROUNDS; ++round) {
-    relaxtune_u64 one = (relaxtune_u64)word[0] * MULTIPLIER0, other = (relaxtune_u64)word[2] * MULTIPLIER1;
+  for (int round = 0; round < what_PHILOX_ROUNDS; ++round) {
+    relaxtune_u64 one = (relaxtune_u64)word[0] * factors[0], other = (relaxtune_u64)word[2] * factors[1];
     word[0] = (unsigned)(other >> 32) ^ word[1] ^ key[0];
     word[1] = (unsigned)other;
     word[2] = (unsigned)(one >> 32) ^ word[3] ^ key[1];
     word[3] = (unsigned)one;
-    key[0] += KEY0;
-    key[1] += KEY1;
+    key[0] += added[0];
+    key[1] += added[1];
   }
   return (double)((long long)(word[0] >> 5) * 67108864 + (word[1] >> 6)) * (1.0 / 9007199254740992.0);
 }
@@ -152,12 +161,18 @@ __forceinline__ __device__ relaxtune_u64 relaxtune_sampling_sum(
 }
 // The token of a sequence that is not greedy, in the first block; -1 in others. Each stage selects a key.
 __forceinline__ __device__ int relaxtune_sampling_draw(
-    relaxtune_Sampling& s, const float* scores, const float* given, double random, float largest, int count, int rank,
-    int thread) {
+    relaxtune_Sampling& s, const float* scores, const float* given, double random, float largest, float best, int count,
+    int rank, int thread) {
   enum { BY_BIN, TOP_K, TOP_P, TIES, TYPICAL, DRAW };
   float top_k = given[1], top_p = given[2], min_p = given[3], typical_p = given[4], mean = 0.0f;
   bool limits = top_k >= 1.0f && top_k < (float)VOCABULARY;
   relaxtune_Tokens t = {scores, nullptr, count, rank * CHUNK, PEERS, THREADS};
+  if (limits && top_k <= THREADS) {
+    // Where k threads have a token in some bins, these have k tokens: each thread's largest x is enough.
+    s.list_x[thread] = best;
+    t.x = s.list_x;
+    t.count = min(count, THREADS);
+  }
   relaxtune_u64 found = 0, below = 0, goal_p = 0, ties = 0;
   // A token passes the filters while its key of x is at most `last_x`, and so on.
   unsigned last_x = ~0u, border = ~0u, least = 0, last_distance = ~0u;
@@ -166,7 +181,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
     bool by_v = stage == TIES || stage == DRAW;
     bool counted = stage == TOP_K || stage == TIES || (stage == BY_BIN && limits);
     int shift = stage == BY_BIN ? 0 : by_v ? 16 : t.v ? 24 : 32;
-    unsigned last_bin = BINS - 1;
+    unsigned last_bin = what_BINS - 1;
     auto item = [&](int at, relaxtune_u64* key, unsigned* weight, float* d) {
       float x = t.x[at];
       int v = t.v ? t.v[at] : t.first + at;
@@ -182,7 +197,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
     };
     if (stage == BY_BIN && !limits && top_p >= 1.0f) {
       // One more, for the logarithm's rounding.
-      if (min_p > 0.0f) last_bin = relaxtune_sampling_bin(fmaxf(0.0f, -logf(min_p)) + 1.0f / STEPS);
+      if (min_p > 0.0f) last_bin = relaxtune_sampling_bin(fmaxf(0.0f, -logf(min_p)) + 1.0f / what_STEPS);
       shift = -1;
     }
     if ((stage == TOP_K && !limits) || ((stage == TOP_P || stage == TIES) && top_p >= 1.0f)) continue;
@@ -194,7 +209,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
       if (ties * one >= s.weight) continue;
     }
     if (stage == TYPICAL) {
-      least = min_p > 0.0f ? (unsigned)ceil((double)min_p * MASS_ONE) : 0;
+      least = min_p > 0.0f ? (unsigned)ceil((double)min_p * (1 << what_MASS_BITS)) : 0;
       if (!(typical_p > 0.0f && typical_p < 1.0f)) continue;
       long long weighted = 0;
       relaxtune_u64 masses = 0, key;
@@ -257,8 +272,11 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
     if (stage == BY_BIN) {
       if (limits || top_p < 1.0f) last_bin = (unsigned)found;
       goal_p = s.goal;
-      if (VOCABULARY > LIST && (last_bin == BINS - 1 || (limits && below + s.weight > LIST))) continue;
-      for (int at = thread; at < count && *(volatile int*)&s.listed <= LIST; at += THREADS) {
+      t.x = scores;
+      t.count = count;
+      if (VOCABULARY > LIST && (last_bin == what_BINS - 1 || (limits && below + s.weight > LIST))) continue;
+      bool has = relaxtune_sampling_bin(-relaxtune_sampling_difference(best, largest)) <= last_bin;
+      for (int at = thread; has && at < count && *(volatile int*)&s.listed <= LIST; at += THREADS) {
         float x = scores[at];
         if (relaxtune_sampling_bin(-relaxtune_sampling_difference(x, largest)) > last_bin) continue;
         int to = atomicAdd(&s.listed, 1);
@@ -301,16 +319,17 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   relaxtune_Sampling& s = *(relaxtune_Sampling*)memory;
   float given[8];
   for (int at = 0; at < 8; ++at) given[at] = ((const volatile float*)parameters)[row * 8 + at];
+  int64_t own_seed = *((const volatile int64_t*)seed + row), own_position = *((const volatile int64_t*)position + row);
   float temperature = given[0], repetition = given[5], presence = given[6], frequency = given[7];
-  bool greedy = temperature < GREEDY_BELOW;
+  bool greedy = temperature < what_GREEDY_BELOW;
   bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
   long long start = (long long)row * VOCABULARY;
   int first = rank * CHUNK, count = min(CHUNK, max(0, VOCABULARY - first));
   float* scores = SCORES;
   if (thread < 512) s.digits[0][thread / 256][thread % 256] = 0;
   if (thread == 0) s.listed = 0;
-  relaxtune_u64 best = 0;
-  float top = NOTHING, mass = 0.0f;
+  float top = NOTHING, mass = 0.0f, best_x = NOTHING, reciprocal = __frcp_rn(temperature);
+  int best_v = first + thread;
   for (int group = thread; group < count; group += GROUP * THREADS) {
     float logits_of[GROUP], top_before = top;
 #pragma unroll
@@ -336,26 +355,27 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
       }
       if (bias) x = __fadd_rn(x, ((const volatile float*)bias)[start + v]);
       if (mask && !(((const volatile int*)mask)[(long long)row * WORDS + v / 32] >> v % 32 & 1)) x = NOTHING;
-      if (!greedy) x = __fdiv_rn(x, temperature);
+      if (!greedy) x = relaxtune_sampling_quotient(x, temperature, reciprocal);
       x = x == x ? (x == 0.0f ? 0.0f : x) : NOTHING;
       scores[at] = x;
-      relaxtune_u64 key = (relaxtune_u64)relaxtune_sampling_ascending(x) << 32 | (unsigned)~v;
-      best = key > best ? key : best;
+      if (x > best_x) best_x = x, best_v = v;
     }
   }
-  auto join = [&](float other_top, float other_mass) {
-    float highest = fmaxf(top, other_top);
-    mass = mass * __expf(relaxtune_sampling_difference(top, highest)) +
-           other_mass * __expf(relaxtune_sampling_difference(other_top, highest));
+  relaxtune_u64 best = thread < count
+      ? (relaxtune_u64)relaxtune_sampling_ascending(best_x) << 32 | (unsigned)~best_v : 0;
+  auto scale_to = [&](float highest) {
+    mass *= __expf(relaxtune_sampling_difference(top, highest));
     top = highest;
   };
   auto join_warp = [&]() {
+    float highest = top;
     for (int other = 16; other; other /= 2) {
       relaxtune_u64 key = __shfl_xor_sync(~0u, best, other);
       best = key > best ? key : best;
-      float other_top = __shfl_xor_sync(~0u, top, other);
-      join(other_top, __shfl_xor_sync(~0u, mass, other));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, other));
     }
+    scale_to(highest);
+    for (int other = 16; other; other /= 2) mass += __shfl_xor_sync(~0u, mass, other);
   };
   join_warp();
   int warp = thread / 32;
@@ -377,14 +397,17 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   float largest = relaxtune_sampling_number((unsigned)(best >> 32));
   int found = rank ? -1 : (int)~(unsigned)best;
   if (!greedy && largest != NOTHING) {
-    double random = relaxtune_sampling_random(
-        ((const volatile int64_t*)seed)[row], ((const volatile int64_t*)position)[row]);
-    found = relaxtune_sampling_draw(s, scores, given, random, largest, count, rank, thread);
+    double random = relaxtune_sampling_random(own_seed, own_position);
+    found = relaxtune_sampling_draw(s, scores, given, random, largest, best_x, count, rank, thread);
   }
   if (found < 0 || thread) return;
   top = s.top[0];
   mass = s.mass[0];
-  for (int other = 1; other < PEERS; ++other) join(s.top[other], s.mass[other]);
+  for (int other = 1; other < PEERS; ++other) {
+    float highest = fmaxf(top, s.top[other]);
+    scale_to(highest);
+    mass += s.mass[other] * __expf(relaxtune_sampling_difference(s.top[other], highest));
+  }
   float d = relaxtune_sampling_difference(relaxtune_sampling_logit(logits, start + found), top);
   token[row] = found;
   log_probability[row] = largest == NOTHING ? largest : d - logf(mass);
@@ -439,19 +462,15 @@ def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
         "THREADS": _THREADS,
         "LIST_THREADS": _LIST_THREADS,
         "LIST": _LIST,
-        "GROUP": _GROUP,
+        "GROUP": 16 if peers > 1 else 8,  # Logits of a thread that are on their way together.
         "SHARED_BYTES": _SHARED_BYTES,
-        "BINS": what.BINS,
-        "PHILOX_ROUNDS": what.PHILOX_ROUNDS,
-        "POWER_START": struct.unpack("<i", struct.pack("<f", what.ROUNDER))[0] - 127 - what.MASS_BITS,
-        "MASS_ONE": 2.0**what.MASS_BITS,
-        **{f"MULTIPLIER{at}": f"{number}u" for at, number in enumerate(what.PHILOX_MULTIPLIERS)},
-        **{f"KEY{at}": f"{number}u" for at, number in enumerate(what.PHILOX_KEYS)},
-        **{f"E{at}": f"({number!r}f)" for at, number in enumerate(what.EXP_COEFFICIENTS)},
-        **{
-            name: f"({getattr(what, name)!r}f)"
-            for name in ("LOG2_E", "LN2_HIGH", "LN2_LOW", "LOWEST", "ROUNDER", "STEPS", "GREEDY_BELOW")
-        },
     }
     text = _SOURCE.replace("MEETING", _CLUSTER if peers > 1 else _ONE_BLOCK)
-    return re.sub(rf"\b({'|'.join(constants)})\b", lambda found: str(constants[found.group(1)]), text)
+    text = re.sub(rf"\b({'|'.join(constants)})\b", lambda found: str(constants[found.group(1)]), text)
+    return re.sub(r"\bwhat_(\w+)", lambda found: _literal(getattr(what, found.group(1))), text)
+
+
+def _literal(value: int | float | tuple[int | float, ...]) -> str:
+    if isinstance(value, tuple):
+        return f"{{{', '.join(map(_literal, value))}}}"
+    return f"({value!r}f)" if isinstance(value, float) else f"{value}u" if value >= 2**31 else str(value)

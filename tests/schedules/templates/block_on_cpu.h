@@ -45,6 +45,7 @@ inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1 / x; }
 inline float __expf(float x) { return expf(x); }
 template <class T> inline T atomicAdd(T* at, T value) { T before = *at; *at += value; return before; }
 inline int max(int a, int b) { return a > b ? a : b; }
