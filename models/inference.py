@@ -8,6 +8,7 @@ So the nodes are counted first.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import onnx
 from onnx import checker, helper, shape_inference
@@ -106,16 +107,19 @@ def check_and_infer(model: onnx.ModelProto) -> None:
     try:
         inferred = _infer(light, strict=True, data_prop=False)
     except InvalidModelError:
-        if not _drop_stale_types(light):
-            raise
+        _drop_stale_types(light)
         inferred = _infer(light, strict=True, data_prop=False)
     _check_sizes(inferred.graph)
     if not _has_long_vector(inferred.graph):
-        inferred = _infer(light, strict=True, data_prop=True)
-    for field in ("output", "value_info"):
-        values = getattr(model.graph, field)
-        del values[:]
-        values.extend(getattr(inferred.graph, field))
+        # onnx may follow the elements of small tensors wrongly, and then refuses a graph that it took without.
+        with suppress(InvalidModelError):
+            inferred = _infer(light, strict=True, data_prop=True)
+    for stated, value in zip(model.graph.output, inferred.graph.output, strict=True):
+        # The importer replaces a shape that is stale.
+        if value.type.tensor_type.HasField("shape") or not stated.type.tensor_type.HasField("shape"):
+            stated.CopyFrom(value)
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(inferred.graph.value_info)
     _check_outputs(model.graph)
 
 
@@ -125,50 +129,18 @@ def _check_outputs(graph: onnx.GraphProto) -> None:
     check_ranks(graph.output)
 
 
-def _drop_stale_types(light: onnx.ModelProto) -> bool:
-    """Remove shapes of values and outputs that differ from what the operators say, and return whether there were any.
+def _drop_stale_types(light: onnx.ModelProto) -> None:
+    """Remove the types of values and the shapes of outputs, other than those of operators that onnx does not know.
 
-    Tools that rewrite a graph leave such behind; ONNX Runtime warns of them and goes on with its own.
+    Tools that rewrite a graph leave stale types behind; ONNX Runtime warns of them and goes on with its own.
     """
-    bare = onnx.ModelProto()
-    bare.CopyFrom(light)
-    del bare.graph.value_info[:]
-    for value in bare.graph.output:
-        value.type.tensor_type.ClearField("shape")
-    try:
-        inferred = _infer(bare, strict=False, data_prop=False).graph
-    except InvalidModelError:
-        return False
-    weights = [
-        helper.make_tensor_value_info(one.name, one.data_type, list(one.dims)) for one in light.graph.initializer
-    ]
-    # Large weights are inputs of the light copy.
-    found = {value.name: value for value in (*_all_values(inferred), *inferred.input, *weights)}
-    stale = {value.name for value in _all_values(light.graph) if _contradicts(value, found.get(value.name))}
-    kept = [value for value in light.graph.value_info if value.name not in stale]
+    unknown = {name for node in light.graph.node if node.domain not in ("", "ai.onnx") for name in node.output}
+    kept = [value for value in light.graph.value_info if value.name in unknown]
     del light.graph.value_info[:]
     light.graph.value_info.extend(kept)
     for value in light.graph.output:
-        if value.name in stale:
-            value.CopyFrom(found[value.name])
-    return bool(stale)
-
-
-def _all_values(graph: onnx.GraphProto) -> list[onnx.ValueInfoProto]:
-    return [*graph.value_info, *graph.output]
-
-
-def _contradicts(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto | None) -> bool:
-    if inferred is None or not inferred.type.tensor_type.HasField("shape"):
-        return False
-    ours, theirs = stated.type.tensor_type, inferred.type.tensor_type
-    if ours.elem_type != theirs.elem_type:
-        return True
-    if not ours.HasField("shape"):
-        return False
-    pairs = zip(ours.shape.dim, theirs.shape.dim, strict=False)
-    numbers = [(a.dim_value, b.dim_value) for a, b in pairs if a.HasField("dim_value") and b.HasField("dim_value")]
-    return len(ours.shape.dim) != len(theirs.shape.dim) or any(a != b for a, b in numbers)
+        if value.name not in unknown:
+            value.type.tensor_type.ClearField("shape")
 
 
 def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:

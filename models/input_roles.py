@@ -130,6 +130,11 @@ class GraphUses:
                 return f"used as a mask by {_label(node)}"
         return None
 
+    def chosen_by(self, name: str) -> int | None:
+        """Return the number that the first comparison of the input is with; None without one."""
+        equal = (node.input[1 - index] for node, index, _ in self._reached(name) if node.op_type == "Equal")
+        return next((number for one in equal if (number := self._constant(one)) is not None), None)
+
     def is_added(self, name: str) -> bool:
         """Return whether the input is added to something as it is, as a mask of scores is."""
         return any(node.op_type == "Add" for node, _, _ in self._reached(name))

@@ -5,7 +5,8 @@ How an integer input is understood:
 0. Where attention computes with it as the number of keys, it is what the sizes of the call say (`models.axes.flow`).
 1. It is followed through Cast, Reshape, Slice and the like to every Gather it indexes; the smallest table is its range.
 2. Failing that, its name (`*mask*`, `*position*`) or its use as a mask (1 - x, Not, Where, a cast to bool) decides.
-3. Failing that, it is drawn from 0..1, `describe_inputs` says so, and a warning is logged.
+3. Failing that, it is the number that the graph compares it with, a rate of samples for example.
+4. Failing that, it is drawn from 0..1, `describe_inputs` says so, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -172,6 +173,9 @@ def _rule(spec: TensorSpec, uses: GraphUses) -> InputRule:
         return InputRule(spec.name, InputKind.MASK, 0, 2, mask_use)
     if spec.dtype == "bool":
         return InputRule(spec.name, InputKind.FLAG, 0, 2, "a bool input")
+    number = uses.chosen_by(spec.name)
+    if number is not None:
+        return InputRule(spec.name, InputKind.FLAG, number, number + 1, "compared with this number")
     return InputRule(spec.name, InputKind.UNKNOWN_INTEGER, 0, 2, "no table is indexed by it; 0..1 is a guess")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import onnx
@@ -9,6 +10,7 @@ import onnx
 from relaxtune.models.dims import Dim, evaluate_dim, may_be_empty, split_offset
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.onnx_model import dtype_name, list_graphs
+from relaxtune.models.polynomials import read_size
 from relaxtune.models.spec import TensorSpec
 
 Shapes = Mapping[str, Sequence[Dim]]
@@ -33,13 +35,24 @@ def _shape_of(value: onnx.ValueInfoProto) -> tuple[Dim, ...]:
 def name_unknown_axes(graph: onnx.GraphProto) -> None:
     """Name the axes of a graph's inputs that a file gives no name, as `signature_of` does; no two of them are equal.
 
-    ONNX Runtime takes a negative size for an unknown one, and Paddle's exporter writes -1 or `?`.
+    ONNX Runtime takes a negative size for an unknown one, and Paddle's exporter writes -1 or `?`. Names that can stand
+    in no size, such as `DynamicDimension.0`, get underscores.
     """
     named = {dim.dim_param for value in graph.input for dim in value.type.tensor_type.shape.dim}
     for value in (*graph.input, *graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_value < 0 or dim.dim_param == "?":
                 dim.Clear()
+    renamed: dict[str, str] = {}
+    for name in sorted(name for name in named if name and name != "?" and read_size(name) is None):
+        renamed[name] = re.sub(r"\W|^(?=\d)", "_", name)
+        while renamed[name] in named:
+            renamed[name] += "_"
+        named.add(renamed[name])
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in renamed:
+                dim.dim_param = renamed[dim.dim_param]
     for value in graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value") and not dim.dim_param:

@@ -58,10 +58,17 @@ class AxisRelation:
     where: tuple[str, ...] = ()  # The axes of inputs with that name, such as `attention_mask[1]`.
     table: str = field(default="", compare=False)  # The source of a bound: a table by its name, or the node that reads.
 
+    @property
+    def multiple(self) -> int | None:
+        """The number that the axis has to be a multiple of; None where the relation is another."""
+        number, _, rest = self.size.partition(" * ")
+        return int(number) if self.sign == "<=" and rest == f"({self.axis} // {number})" else None
+
     def __str__(self) -> str:
         """Return `total (attention_mask[1]) = past + sequence`, and what sets it."""
         where = f" ({', '.join(self.where)})" if self.where else ""
-        return f"{self.axis}{where} {self.sign} {self.size}{f', by {self.table}' if self.table else ''}"
+        demand = f"{self.sign} {self.size}" if self.multiple is None else f"is a multiple of {self.multiple}"
+        return f"{self.axis}{where} {demand}{f', by {self.table}' if self.table else ''}"
 
     def problem(self, sizes: Mapping[str, int]) -> str | None:
         """Return how a bound is broken by the sizes of axes; None where it is kept, or where sizes are missing."""
@@ -71,6 +78,8 @@ class AxisRelation:
             return None
         if (size >= bound) if least else (size <= bound):
             return None
+        if self.multiple is not None:
+            return f"axis {self.axis!r} has size {size}, {self.table or 'the graph'} takes multiples of {self.multiple}"
         limit = f"{bound} or more" if least else f"{bound} at most"
         bounded = f" ({self.size})" if self.size != str(bound) else ""
         return f"axis {self.axis!r} has size {size}, {self.table or 'the graph'} takes {limit}{bounded}"

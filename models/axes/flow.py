@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx
-from onnx import defs, helper, inliner, shape_inference
+from onnx import checker, defs, helper, inliner, shape_inference
 
 from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
 from relaxtune.models.axes.facts import INTEGERS, MAX_LENGTH, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
@@ -71,16 +71,16 @@ class AxisFlow(AxisFacts):
                 self._known[name] = known
 
     def _follow_branches(self, node: onnx.NodeProto) -> list[Known] | None:
-        """Follow what the branches ask of sizes; what they find equal holds where they are run.
+        """Follow what the branches ask of sizes; what they find equal holds where they are run, or both are.
 
         Return the shapes of the results, where those of the branches are equal.
         """
-        results = []
+        results, answers = [], []
         for branch in (item.g for item in node.attribute):
             known, solved, constants = dict(self._known), dict(self.solved), dict(self.constants)
             self.constants |= {tensor.name: tensor for tensor in branch.initializer}
             self._known |= {tensor.name: known_constant(tensor) for tensor in branch.initializer}
-            first = len(self.at_least)
+            first, equal = len(self.at_least), len(self.equal)
             for inner in branch.node:
                 self._follow(inner)
             # The condition is known on the device alone, so that calls which run the other branch keep these, too.
@@ -89,7 +89,12 @@ class AxisFlow(AxisFacts):
                 (self.resolve(size), self.resolve(least), label + where) for size, least, label in self.at_least[first:]
             ]
             results.append([self._known.get(value.name, UNKNOWN).shape for value in branch.output])
+            del self.equal[equal:]
+            answers.append(self.solved)
             self._known, self.solved, self.constants = known, solved, constants
+        self.solved |= {
+            name: size for name, size in answers[0].items() if all(size == one.get(name) for one in answers)
+        }
         same = len(results) == 2 and results[0] == results[1] and None not in results[0]
         return [Known(shape) for shape in results[0]] if same else None
 
@@ -110,7 +115,9 @@ class AxisFlow(AxisFacts):
         try:
             schema = defs.get_schema(node.op_type, self._opsets.get(node.domain, 1), node.domain)
             found = shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=self._opset_imports)
-        except (defs.SchemaError, shape_inference.InferenceError, RuntimeError, ValueError):
+        except (
+            checker.ValidationError, defs.SchemaError, shape_inference.InferenceError, RuntimeError, ValueError
+        ):  # fmt: skip
             found = {}
         return [
             Known(tuple(self._size(dim, by_text) for dim in _dims(found[name])))

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
+from math import lcm
 
 import onnx
 
@@ -22,12 +23,14 @@ from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.onnx_model import OnnxModel
-from relaxtune.models.polynomials import Computed, Polynomial
+from relaxtune.models.polynomials import Computed, Polynomial, quotient
 from relaxtune.models.spec import AxisRelation
 
 _BATCH, _LENGTH = 2, 16
 # Sizes that are tried of each axis, and how many combinations of them.
 _SEARCHED, _TRIALS = 65, 20_000
+# The largest stride of an image model that is looked for, and how many sizes are tried.
+_LARGEST_MULTIPLE, _MULTIPLES = 256, 2048
 
 
 def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
@@ -48,11 +51,32 @@ def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
         for name in names
         if name in flow.solved and _is_known(size := flow.resolve(flow.solved[name]))
     ]
+    multiples: dict[str, int] = {}
     for left, right in flow.equal:
-        bounds += [(left - right, "the graph"), (right - left, "the graph")]
+        gap = flow.resolve(left - right)
+        axis = next(iter(gap.axes), "")
+        multiple = _multiple_of(gap, axis) if gap.axes == {axis} and axis in places else None
+        if multiple is None:
+            bounds += [(left - right, "the graph"), (right - left, "the graph")]
+        else:
+            multiples[axis] = lcm(multiples.get(axis, 1), multiple)
+    for axis, number in multiples.items():
+        if number > 1:
+            whole = str(quotient(Polynomial.symbol(axis), Polynomial.number(number)) * number)
+            relations.append(AxisRelation(axis, "<=", whole, tuple(places[axis]), "the graph"))
     for gap, table in bounds:
         relations += _inequality(flow.resolve(gap), places, table)
     return tuple(dict.fromkeys(relations))
+
+
+def _multiple_of(gap: Polynomial, axis: str) -> int | None:
+    """Return the least number with whose multiples a difference of sizes is zero; None where there is none.
+
+    Image models join maps of several strides. Sizes that are no multiple of the largest may fit by chance, and code
+    for them would compute each size anew.
+    """
+    zero = [gap.at({axis: size}) == 0 for size in range(1, _MULTIPLES + 1)]
+    return next((one for one in range(1, _LARGEST_MULTIPLE + 1) if all(zero[one - 1 :: one])), None)
 
 
 def bindings_of(relations: tuple[AxisRelation, ...]) -> dict[str, int | str]:
@@ -119,7 +143,9 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
     if lengths and has_windows(model.proto):
         sizes = with_room(model.proto, sizes, lengths)
     for relation in model.relations:
-        if relation.sign == "<=":
+        if relation.multiple is not None and relation.axis in names:
+            sizes[relation.axis] = -(-sizes[relation.axis] // relation.multiple) * relation.multiple
+        elif relation.sign == "<=":
             _shrink(sizes, relation, [name for name in names if name in _terms(relation.axis)])
     sizes = _followed(sizes, model.relations, names)
     broken = any(relation.problem(sizes) for relation in model.relations)

@@ -20,7 +20,7 @@ from relaxtune.pipeline.importer.converter_input import constant, constant_value
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
-from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, fold_small_constants
+from relaxtune.pipeline.importer.shape_values import as_tensor, fold_shape_value, fold_small_constants, size_list
 from relaxtune.pipeline.importer.sizes import BROADCASTING, KnownSizes, is_shape_value
 
 # These converters return one value that happens to be a tuple; every other tuple is several ONNX outputs.
@@ -72,6 +72,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         names = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
         self._sizes = KnownSizes(names, model.relations)
         self.marks: list[tuple[str, str]] = []
+        # Result of a comparison -> what it compares.
+        self._equals: dict[str, Sequence[str]] = {}
         # Nodes of the bodies of loops that were converted, each as often as it runs.
         self._unrolled = 0
         self._results = frozenset(value.name for value in graph.proto.graph.output)
@@ -103,12 +105,25 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         return tvm.runtime.tensor(np.asarray(array if held is None else array.astype(held), order="C"))
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
+        self._cast_multiples()
         for node in graph.node:
             self._construct_node(node)
         for name in self._results:
             # An artifact gives out tensors.
             if is_shape_value(self._nodes.get(name)):
                 self._nodes[name] = self._as_tensor(self._nodes[name], narrow=self._is_narrow(name))
+
+    def _cast_multiples(self) -> None:
+        """Write axes of inputs that have to be multiples so: sizes computed of them are equal at sight then."""
+        multiples = {one.axis: one.multiple for one in self._model.relations if one.multiple is not None}
+        for spec in self._model.inputs:
+            if multiples.keys() & set(spec.shape):
+                given = self._nodes[spec.name]
+                sizes = [
+                    size // multiples[axis] * multiples[axis] if axis in multiples else size
+                    for axis, size in zip(spec.shape, given.ty.shape.values, strict=True)
+                ]
+                self._nodes[spec.name] = self.bb.match_cast(given, relax.TensorType(sizes, given.ty.dtype))
 
     def _construct_node(self, node: onnx.NodeProto) -> None:
         try:
@@ -129,6 +144,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         result = self._fold_sizes(node, given)
         if result is None:
             result = self._convert_node(node, given)
+        if node.op_type == "Equal":
+            self._equals[node.output[0]] = node.input
         fields = self._emit_result(node, result)
         if len(fields) < len(node.output):
             raise ValueError(f"the converter gave {len(fields)} outputs, the node has {len(node.output)}")
@@ -137,7 +154,13 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _construct_if(self, node: onnx.NodeProto) -> None:
         """Bind the result of a branch, whose nodes are converted as those outside are; one is run."""
-        branches = {item.name: self._branch(item.g) for item in node.attribute}
+        graphs = {item.name: item.g for item in node.attribute}
+        known = constant_value(self._nodes[node.input[0]])
+        if known is not None or self._chooses_rank(node.input[0], graphs):
+            chosen = graphs["then_branch" if known is None or known.all() else "else_branch"]
+            self._bind_results(node, self._construct_body(node, chosen, []))
+            return
+        branches = {name: self._branch(graph) for name, graph in graphs.items()}
         condition = self._as_tensor(self._nodes[node.input[0]], narrow=False)
         chosen = self.bb.emit(
             relax.If(condition, branches["then_branch"], branches["else_branch"]), name_hint=identifier(node.name)
@@ -146,6 +169,18 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         for place, name in enumerate(node.output):
             self._nodes[name] = self.bb.emit(relax.TupleGetItem(chosen, place)) if many else chosen
         self._mark_results(node)
+
+    def _chooses_rank(self, condition: str, graphs: Mapping[str, onnx.GraphProto]) -> bool:
+        """Return whether a branch squeezes an axis if it has one place, which the conversion of Squeeze checks.
+
+        TorchScript writes `squeeze` of an axis of any size so. What reads the result has one rank.
+        """
+        sides = [size_list(self._nodes[name]) for name in self._equals.get(condition, ())]
+        operators = [
+            [one.op_type for one in graphs[branch].node if one.op_type not in ("Constant", "Identity")]
+            for branch in ("then_branch", "else_branch")
+        ]
+        return None not in sides and [1] in sides and operators == [["Squeeze"], []]
 
     def _branch(self, graph: onnx.GraphProto) -> relax.SeqExpr:
         outer, sizes, marks = dict(self._nodes), self._sizes, self.marks

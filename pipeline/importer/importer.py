@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import tvm
+from tvm import relax
 
-from relaxtune.models import OnnxModel
+from relaxtune.models import OnnxModel, TensorSpec
 from relaxtune.pipeline.importer.errors import check_operators
 from relaxtune.pipeline.importer.frontend import NodeByNodeImporter, identifier
 from relaxtune.pipeline.importer.graph import ImportedGraph
@@ -43,7 +45,22 @@ def import_model(model: OnnxModel) -> ImportedGraph:
         model=model,
         mod=tvm.relax.transform.Normalize()(mod),
         inputs=model.inputs,
-        outputs=model.outputs,
+        outputs=_outputs(model, main),
         source_map=source_map,
         source_sha256=model.sha256,
     )
+
+
+def _outputs(model: OnnxModel, main: relax.Function) -> tuple[TensorSpec, ...]:
+    """Return the outputs as they are computed, where a file states another rank or another size."""
+    types = list(main.ret_ty.fields) if isinstance(main.ret_ty, relax.TupleType) else [main.ret_ty]
+    outputs = []
+    for spec, result in zip(model.outputs, types, strict=True):
+        sizes = result.shape.values if isinstance(result.shape, relax.ShapeExpr) else [None] * int(result.ndim)
+        shape = tuple(
+            int(size) if isinstance(size, tvm.tirx.IntImm) else f"{spec.name}_{axis}" for axis, size in enumerate(sizes)
+        )
+        numbers = ((a, b) for a, b in zip(spec.shape, shape, strict=False) if isinstance(a, int) and isinstance(b, int))
+        right = len(shape) == len(spec.shape) and all(a == b for a, b in numbers)
+        outputs.append(spec if right else replace(spec, shape=shape))
+    return tuple(outputs)

@@ -367,3 +367,41 @@ def test_norm_that_onnx_runtime_writes_into_the_standard_domain_is_loaded(tmp_pa
     path = save_nodes(tmp_path / "fused.onnx", nodes)
     np.testing.assert_array_equal(*run_file(path))
     assert load_model(path).outputs[0].shape == ("a", 4)
+
+
+def test_small_tensors_that_onnx_follows_wrongly_are_no_error(tmp_path: Path) -> None:
+    """Its inference adds the elements of a column and of a row one by one."""
+    nodes = [
+        helper.make_node("Constant", [], ["column"], value_ints=[1, 2]),
+        helper.make_node("Constant", [], ["row"], value_ints=[1, 2, 3, 4]),
+        helper.make_node("Constant", [], ["axis"], value_ints=[1]),
+        helper.make_node("Unsqueeze", ["column", "axis"], ["tall"]),
+        helper.make_node("Add", ["tall", "row"], ["all"]),
+        helper.make_node("Cast", ["all"], ["numbers"], to=FLOAT),
+        helper.make_node("ReduceSum", ["numbers", "first"], ["sums"], keepdims=1),
+        helper.make_node("Constant", [], ["first"], value_ints=[0]),
+        helper.make_node("Mul", ["x", "sums"], ["y"]),
+    ]
+    np.testing.assert_array_equal(*run_file(save_nodes(tmp_path / "grid.onnx", nodes)))
+
+
+def test_stale_type_behind_a_type_that_gives_way_gives_way_too(tmp_path: Path) -> None:
+    """As quantisation tools leave the sizes of a graph whose input they made larger."""
+    nodes = [
+        helper.make_node("Mul", ["x", "w"], ["h"]),
+        helper.make_node("Sigmoid", ["h"], ["s"]),
+        helper.make_node("Mul", ["h", "s"], ["m"]),
+        helper.make_node("Relu", ["m"], ["y"]),
+    ]
+    path = save_nodes(tmp_path / "stale.onnx", nodes, h=["a", 9], s=["a", 7], m=["a", 8])
+    np.testing.assert_array_equal(*run_file(path))
+
+
+def test_names_of_axes_that_can_stand_in_no_size_get_underscores(tmp_path: Path) -> None:
+    path = save_nodes(tmp_path / "dots.onnx", [helper.make_node("Relu", ["x"], ["y"])])
+    proto = onnx.load(path)
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_param = "Dynamic.0"
+    onnx.save(proto, path)
+    model = load_model(path)
+    assert (model.inputs[0].shape, model.outputs[0].shape) == (("Dynamic_0", 4), ("Dynamic_0", 4))

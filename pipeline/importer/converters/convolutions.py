@@ -1,4 +1,4 @@
-"""Convolutions with something else in one node: ONNX Runtime's FusedConv; and what convolutions share."""
+"""Convolutions with something else in one node, ONNX Runtime's FusedConv; padding that follows from symbolic sizes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+from tvm.relax.frontend.onnx import onnx_frontend
 
-from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, converts, static_size
+from relaxtune.pipeline.importer.converter_input import (
+    Converter,
+    ConverterInput,
+    constant,
+    constant_value,
+    converts,
+    has_known_sizes,
+    sizes_of,
+    static_size,
+)
 from relaxtune.pipeline.importer.converters.activations import activate
+from relaxtune.pipeline.importer.sizes import simplify
 
 _CONVOLUTIONS: Mapping[int, Callable[..., tvm.ir.Expr]] = {
     1: relax.op.nn.conv1d,
@@ -43,12 +54,13 @@ def convolve(node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, out_d
     if spatial not in _CONVOLUTIONS:
         raise ValueError(f"input of {spatial} spatial axes: expected 1, 2 or 3")
     strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
+    kernel = [static_size(weight, axis + 2) for axis in range(spatial)]
     return node.builder.emit(
         _CONVOLUTIONS[spatial](
             data,
             weight,
             strides=strides,
-            padding=_padding(node, data, weight, strides, dilations),
+            padding=_padding(node, data, kernel, strides, dilations),
             dilation=dilations,
             groups=node.integer("group", 1),
             out_dtype=out_dtype or None,
@@ -96,7 +108,7 @@ def check_output_shape(node: ConverterInput) -> None:
 
 
 def _padding(
-    node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, strides: list[int], dilations: list[int]
+    node: ConverterInput, data: tvm.ir.Expr, kernel: list[int], strides: list[int], dilations: list[int]
 ) -> list[int]:
     """Return the paddings, all at the front first; `auto_pad` gives an output of size / stride, rounded up."""
     spatial, mode = len(strides), node.attributes.get("auto_pad", "NOTSET")
@@ -104,12 +116,45 @@ def _padding(
         return _integers(node, "pads", [0] * (2 * spatial)) if mode == "NOTSET" else [0] * (2 * spatial)
     totals = []
     for axis, (stride, dilation) in enumerate(zip(strides, dilations, strict=True)):
-        size, reach = static_size(data, axis + 2), (static_size(weight, axis + 2) - 1) * dilation + 1
-        totals.append(max((-(-size // stride) - 1) * stride + reach - size, 0))
+        size, reach = sizes_of(data)[axis + 2], (kernel[axis] - 1) * dilation + 1
+        total = simplify(((size + stride - 1) // stride - 1) * stride + reach - size)
+        if isinstance(total, int):
+            totals.append(max(total, 0))
+            continue
+        raise ValueError(
+            f"attribute 'auto_pad' of axis {axis + 2}, whose size a call decides: expected pads, or a stride of 1, got "
+            f"a stride of {stride}"
+        )
     small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
     return [*small, *large] if mode == "SAME_UPPER" else [*large, *small]
+
+
+def with_known_padding(operator: str) -> Converter:
+    """Return the converter of a window with `auto_pad` over axes of symbolic size: TVM's own, given the padding."""
+
+    def convert(node: ConverterInput) -> tvm.ir.Expr | None:
+        data, mode = node.input(0), str(node.attributes.get("auto_pad", "NOTSET"))
+        if not mode.startswith("SAME") or not has_known_sizes(data):
+            return None
+        spatial = sizes_of(data)[2:]
+        if all(isinstance(size, tirx.IntImm) for size in spatial):
+            return None
+        kernel = _integers(node, "kernel_shape", [])
+        kernel = kernel or [static_size(node.input(1), axis + 2) for axis in range(len(spatial))]
+        strides, dilations = (_integers(node, name, [1] * len(spatial)) for name in ("strides", "dilations"))
+        pads = _padding(node, data, kernel, strides, dilations)
+        stock = onnx_frontend._get_convert_map()[operator].get_converter(node.opset)
+        attributes = {**node.attributes, "auto_pad": b"NOTSET", "pads": pads}
+        return stock(node.builder, [*node.inputs, None][:3], attributes, [{}, {}])
+
+    return convert
 
 
 def _integers(node: ConverterInput, name: str, default: list[int]) -> list[int]:
     given = node.attributes.get(name)
     return [int(value) for value in given] if isinstance(given, list) else default
+
+
+converts("AveragePool")(with_known_padding("AveragePool"))
+converts("Conv")(with_known_padding("Conv"))
+converts("MaxPool")(with_known_padding("MaxPool"))

@@ -193,3 +193,17 @@ def test_model_whose_output_is_an_input_or_a_constant_imports() -> None:
     outputs = {"y": ("float32", (2,)), "z": ("float32", (1,)), "i": ("int64", ()), "t": ("float32", (1,))}
     model = make_model(nodes, {"x": ("float32", (2,))}, outputs)
     assert_agrees(model, {"x": np.array([1, 2], "float32")})
+
+
+def test_output_of_another_rank_than_a_file_states_has_its_own() -> None:
+    """As files of recognised text state two axes where the graph gives three; ONNX Runtime warns and goes on."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Concat", ["one", "shape"], ["longer"], axis=0),
+        helper.make_node("Reshape", ["x", "longer"], ["y"]),
+    ]
+    model = make_model(
+        nodes, {"x": ("float32", ["n", 4])}, {"y": ("float32", ["n", "m"])}, {"one": np.array([1])}
+    )  # fmt: skip
+    graph = assert_agrees(model, {"x": np.ones((3, 4), "float32")})
+    assert [spec.shape for spec in graph.outputs] == [(1, "y_1", 4)]
