@@ -127,8 +127,7 @@ def _write_weights(model: OnnxModel, path: Path, location: str) -> onnx.ModelPro
 
 def _raw(tensor: onnx.TensorProto, data_dir: Path | None) -> bytes:
     if tensor.HasField("raw_data"):
-        data: bytes = tensor.raw_data
-        return data
+        return bytes(tensor.raw_data)
     return read_tensor(tensor, data_dir).tobytes()
 
 

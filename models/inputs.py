@@ -215,8 +215,7 @@ def _mask(shape: tuple[int, ...], rng: np.random.Generator, keep_last: int, *, p
     places = np.arange(total)
     kept = (places[None] < lengths[:, None]) | (places[None] >= free)
     kept = kept[0] if len(shape) == 1 else kept.reshape(rows, *[1] * (len(shape) - 2), total)
-    mask: np.ndarray = np.broadcast_to(kept, shape).copy()
-    return mask
+    return np.asarray(np.broadcast_to(kept, shape).copy())
 
 
 def _positions(shape: tuple[int, ...], high: int, past: int, valid_past: np.ndarray | None) -> np.ndarray:

@@ -149,8 +149,7 @@ class OnnxModel:
                 f"model {self.name!r} has {self.weight_bytes / 2**30:.2f} GiB of weights and cannot be one protobuf "
                 f"message (limit 2 GiB); write it with models.save_model(model, path) and hand the path over"
             )
-        data: bytes = self.inline_proto().SerializeToString()
-        return data
+        return bytes(self.inline_proto().SerializeToString())
 
 
 def nested_graphs(node: onnx.NodeProto) -> list[onnx.GraphProto]:
@@ -187,14 +186,12 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
 def read_tensor(tensor: onnx.TensorProto, data_dir: Path | None) -> np.ndarray:
     """Return a tensor as an array, reading its external payload from `data_dir` where it has one."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
-        inline_array: np.ndarray = numpy_helper.to_array(tensor)
-        return inline_array
+        return np.asarray(numpy_helper.to_array(tensor))
     if data_dir is None:
         raise ExternalDataError(f"tensor {tensor.name!r} is external but its model has no folder to read it from")
     inline = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     inline.raw_data = read_external_bytes(tensor, data_dir)
-    array: np.ndarray = numpy_helper.to_array(inline)
-    return array
+    return np.asarray(numpy_helper.to_array(inline))
 
 
 def read_external_bytes(tensor: onnx.TensorProto, data_dir: Path) -> bytes:

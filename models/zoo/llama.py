@@ -38,8 +38,7 @@ class LlamaConfig:
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """Return the D/2 rotary frequencies theta^(-2i/D), float32."""
     exponents = np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size
-    frequencies: np.ndarray = (config.rope_theta**-exponents).astype(np.float32)
-    return frequencies
+    return np.asarray((config.rope_theta**-exponents).astype(np.float32))
 
 
 def build_llama(

@@ -138,8 +138,7 @@ def tensor_attribute(value: Attribute) -> np.ndarray:
     """
     if not isinstance(value, onnx.TensorProto):
         raise TypeError(f"expected a tensor attribute, got {type(value).__name__}")
-    array: np.ndarray = numpy_helper.to_array(value)
-    return array
+    return np.asarray(numpy_helper.to_array(value))
 
 
 def dtype_of(expr: tvm.ir.Expr) -> str:

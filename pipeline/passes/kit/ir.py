@@ -84,8 +84,7 @@ def is_constant(expr: tvm.ir.Expr) -> bool:
 
 def array_of(constant: tvm.ir.Expr) -> np.ndarray:
     """Return a tensor constant's data as an array."""
-    array: np.ndarray = constant.value.numpy()
-    return array
+    return np.asarray(constant.value.numpy())
 
 
 def number_of(expr: tvm.ir.Expr, other: tvm.ir.Expr) -> float | None:
