@@ -71,6 +71,7 @@ struct relaxtune_Sampling {
   relaxtune_u64 warp_best[32], best[PEERS], parts[32], sums[2][PEERS], below, weight, goal;
   float warp_top[32], warp_mass[32], top[PEERS], mass[PEERS];
   unsigned digits[2][2][256];  // The lower and the upper halves of sums; two of each, used by turns.
+  double random;
   int counts[PEERS], digit, listed;
   float list_x[LIST];
   int list_v[LIST];
@@ -161,8 +162,8 @@ __forceinline__ __device__ relaxtune_u64 relaxtune_sampling_sum(
 }
 // The token of a sequence that is not greedy, in the first block; -1 in others. Each stage selects a key.
 __forceinline__ __device__ int relaxtune_sampling_draw(
-    relaxtune_Sampling& s, const float* scores, const float* given, double random, float largest, float best, int count,
-    int rank, int thread) {
+    relaxtune_Sampling& s, const float* scores, const float* given, float largest, float best, int count, int rank,
+    int thread) {
   enum { BY_BIN, TOP_K, TOP_P, TIES, TYPICAL, DRAW };
   float top_k = given[1], top_p = given[2], min_p = given[3], typical_p = given[4], mean = 0.0f;
   bool limits = top_k >= 1.0f && top_k < (float)VOCABULARY;
@@ -259,7 +260,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
         }
         if (begins)
           s.goal = counted ? (stage == TIES ? ties : (relaxtune_u64)top_k)
-                   : stage == DRAW ? (relaxtune_u64)(random * (double)total) + 1
+                   : stage == DRAW ? (relaxtune_u64)(s.random * (double)total) + 1
                    : stage == TYPICAL ? relaxtune_sampling_share(typical_p, total)
                    : stage == TOP_P && !limits ? goal_p : relaxtune_sampling_share(top_p, total);
         sum += below;
@@ -319,7 +320,7 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   relaxtune_Sampling& s = *(relaxtune_Sampling*)memory;
   float given[8];
   for (int at = 0; at < 8; ++at) given[at] = ((const volatile float*)parameters)[row * 8 + at];
-  int64_t own_seed = *((const volatile int64_t*)seed + row), own_position = *((const volatile int64_t*)position + row);
+  int64_t own_seed = ((const volatile int64_t*)seed)[row], own_position = ((const volatile int64_t*)position)[row];
   float temperature = given[0], repetition = given[5], presence = given[6], frequency = given[7];
   bool greedy = temperature < what_GREEDY_BELOW;
   bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
@@ -331,11 +332,16 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   float top = NOTHING, mass = 0.0f, best_x = NOTHING, reciprocal = __frcp_rn(temperature);
   int best_v = first + thread;
   for (int group = thread; group < count; group += GROUP * THREADS) {
-    float logits_of[GROUP], top_before = top;
+    float logits_of[GROUP], biases[GROUP], top_before = top;
+    int words[GROUP], masks[GROUP];
 #pragma unroll
     for (int lane = 0; lane < GROUP; ++lane) {
-      int at = group + lane * THREADS;
-      logits_of[lane] = at < count ? relaxtune_sampling_logit(logits, start + first + at) : NOTHING;
+      int at = group + lane * THREADS, v = first + at;
+      bool is = at < count;
+      logits_of[lane] = is ? relaxtune_sampling_logit(logits, start + v) : NOTHING;
+      words[lane] = counts && penalised && is ? ((const volatile int*)counts)[start + v] : 0;
+      biases[lane] = bias && is ? ((const volatile float*)bias)[start + v] : 0.0f;
+      masks[lane] = mask && is ? ((const volatile int*)mask)[(long long)row * WORDS + v / 32] : -1;
     }
 #pragma unroll
     for (int lane = 0; lane < GROUP; ++lane) top = fmaxf(top, logits_of[lane]);
@@ -346,21 +352,20 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
       float x = logits_of[lane];
       mass += __expf(relaxtune_sampling_difference(x, top));
       if (at >= count) continue;
-      if (counts && penalised) {
-        int word = ((volatile int*)counts)[start + v];
-        float generated = (float)(word & 0x7fffffff);
-        if (word) x = x < 0.0f ? __fmul_rn(x, repetition) : __fdiv_rn(x, repetition);
-        x = __fmaf_rn(-frequency, generated, x);
+      if (words[lane]) {
+        float generated = (float)(words[lane] & 0x7fffffff);
+        x = __fmaf_rn(-frequency, generated, x < 0.0f ? __fmul_rn(x, repetition) : __fdiv_rn(x, repetition));
         if (generated > 0.0f) x = __fadd_rn(x, -presence);
       }
-      if (bias) x = __fadd_rn(x, ((const volatile float*)bias)[start + v]);
-      if (mask && !(((const volatile int*)mask)[(long long)row * WORDS + v / 32] >> v % 32 & 1)) x = NOTHING;
+      if (bias) x = __fadd_rn(x, biases[lane]);
+      if (!(masks[lane] >> v % 32 & 1)) x = NOTHING;
       if (!greedy) x = relaxtune_sampling_quotient(x, temperature, reciprocal);
       x = x == x ? (x == 0.0f ? 0.0f : x) : NOTHING;
       scores[at] = x;
       if (x > best_x) best_x = x, best_v = v;
     }
   }
+  if (thread == THREADS - 1) s.random = relaxtune_sampling_random(own_seed, own_position);
   relaxtune_u64 best = thread < count
       ? (relaxtune_u64)relaxtune_sampling_ascending(best_x) << 32 | (unsigned)~best_v : 0;
   auto scale_to = [&](float highest) {
@@ -396,10 +401,8 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   for (int other = 0; other < PEERS; ++other) best = s.best[other] > best ? s.best[other] : best;
   float largest = relaxtune_sampling_number((unsigned)(best >> 32));
   int found = rank ? -1 : (int)~(unsigned)best;
-  if (!greedy && largest != NOTHING) {
-    double random = relaxtune_sampling_random(own_seed, own_position);
-    found = relaxtune_sampling_draw(s, scores, given, random, largest, best_x, count, rank, thread);
-  }
+  if (!greedy && largest != NOTHING)
+    found = relaxtune_sampling_draw(s, scores, given, largest, best_x, count, rank, thread);
   if (found < 0 || thread) return;
   top = s.top[0];
   mass = s.mass[0];
@@ -462,7 +465,8 @@ def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
         "THREADS": _THREADS,
         "LIST_THREADS": _LIST_THREADS,
         "LIST": _LIST,
-        "GROUP": 16 if peers > 1 else 8,  # Logits of a thread that are on their way together.
+        # Logits of a thread that are on their way together.
+        "GROUP": min(16 if peers > 1 else 8, 16 // (len(names) - 6)),
         "SHARED_BYTES": _SHARED_BYTES,
     }
     text = _SOURCE.replace("MEETING", _CLUSTER if peers > 1 else _ONE_BLOCK)
