@@ -6,6 +6,7 @@ Templates are kernels of our own; libraries are a vendor's, asked for by name, s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from tvm.tirx import PrimFunc
 
@@ -42,18 +43,18 @@ _KERNELS: Mapping[str, Template] = {
     )
 }
 RANGES = Ranges(_KERNELS)
-_TABLES: Sequence[Template] = (AttentionTable(), RANGES)
+#: What makes a table of kernels for functions of symbolic sizes.
+Table: TypeAlias = AttentionTable | Ranges
+_TABLES: Sequence[Table] = (AttentionTable(), RANGES)
 ANY_SIZE = CpuAnySize()
 TEMPLATES: Mapping[str, Template] = {**_KERNELS, **{one.name: one for one in (*_TABLES, ANY_SIZE)}}
 
 LIBRARIES: Mapping[str, Template] = {library.name: library for library in (CublasLt(), CudnnAttention())}
 
 
-def is_tuned_at_sizes(func: PrimFunc, target: ResolvedTarget) -> bool:
-    """Whether records of a few sizes make a function with a symbolic number of rows."""
-    if target.kind == "cuda":
-        return RANGES.refuses(func, target) is None
-    return not isinstance(ANY_SIZE.own(func, target), Refusal)
+def table_of(func: PrimFunc, target: ResolvedTarget) -> Table | None:
+    """Return what makes a function's table of kernels for symbolic sizes; None where nothing does."""
+    return next((table for table in _TABLES if table.refuses(func, target) is None), None)
 
 
 def list_candidates(

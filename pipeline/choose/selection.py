@@ -30,7 +30,7 @@ from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.marks import as_scheduled, is_scheduled
-from relaxtune.schedules.registry import ANY_SIZE, RANGES, apply_decision, list_candidates
+from relaxtune.schedules.registry import ANY_SIZE, apply_decision, list_candidates, table_of
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Parameters, TemplateError
 from relaxtune.tuning_db.records import Environment, Route, TuningRecord
@@ -207,22 +207,24 @@ def _lines(
     target: ResolvedTarget,
 ) -> tuple[str | None, str, Trace]:
     """Return a function's table with the fastest record of each size; None where nothing is recorded."""
-    offered = RANGES.candidates(func, target)
-    if isinstance(offered, Refusal):
+    table = table_of(func, target)
+    offered = None if table is None else table.candidates(func, target)
+    if table is None or offered is None or isinstance(offered, Refusal):
         return None, "", ()
     (own,) = offered
 
-    def doubt(task: TuningTask, rows: int, record: TuningRecord) -> str | None:
-        return _doubt(task, record, target, RANGES.refusal(func, target, record.decision, rows))
+    def doubt(of: SizeOfTable, task: TuningTask, record: TuningRecord) -> str | None:
+        return _doubt(task, record, target, table.refusal(func, target, record.decision, of.place))
 
     chosen = {
-        of.rows: _fastest(lookup.judge(task), own.at(of.rows), partial(doubt, task, of.rows)) for of, task in places
+        of: _fastest(lookup.judge(task), own.at(of.place), partial(doubt, of, task))
+        for of, task in sorted(places, key=lambda one: one[0].place)
     }
     trace = tuple(entry for one in chosen.values() for entry in one.trace)
-    found = {rows: choice.record for rows, choice in chosen.items() if choice.record is not None}
-    measured = ", ".join(f"{rows} (record {record.id})" for rows, record in sorted(found.items()))
-    decision = own.with_measured({rows: record.decision for rows, record in found.items()}).to_json() if found else None
-    return decision, f"table of kernels measured at rows {measured}", trace
+    found = {of: choice.record for of, choice in chosen.items() if choice.record is not None}
+    measured = ", ".join(f"{of.text} (record {record.id})" for of, record in found.items())
+    made = own.with_measured({of.place: record.decision for of, record in found.items()}).to_json() if found else None
+    return made, f"table of kernels measured at {measured}", trace
 
 
 def _for_all_sizes(
@@ -254,10 +256,10 @@ def _for_all_sizes(
     together = [replace(one, latencies_us=(default_us - saved_us[text],)) for text, (_, one) in found.items()]
     ranked = Judged(tuple(sorted(together, key=lambda one: one.latency_us or 0.0)), trace)
     best = _fastest(ranked, own, lambda record: _doubt(found[record.decision][0], record, target))
-    rows = ", ".join(str(of.rows) for of, _ in places)
+    rows = ", ".join(of.text for of, _ in places)
     if best.record is None or best.record.decision == own:
         return None, "", best.trace
-    return best.record.decision, f"one kernel, measured at rows {rows} (record {best.record.id})", best.trace
+    return best.record.decision, f"one kernel, measured at {rows} (record {best.record.id})", best.trace
 
 
 def _doubt(

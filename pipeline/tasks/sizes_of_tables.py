@@ -8,8 +8,9 @@ static artifact's records count for tables, and near sizes start from each other
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import tvm
 from tvm import tirx
@@ -22,11 +23,16 @@ from relaxtune.pipeline.tasks.default_sizes import default_points
 from relaxtune.pipeline.tasks.extract import as_workload, called_kernels, make_task, untunable_reason
 from relaxtune.pipeline.tasks.packed_module import PackedModule
 from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
+from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
+from relaxtune.schedules.functions.plain_attention import attention_function
 from relaxtune.schedules.marks import AT_SIZES_ATTR, NAMED_ROWS_ATTR, ROWS_MAX_ATTR
-from relaxtune.schedules.registry import is_tuned_at_sizes
-from relaxtune.schedules.sizes import largest_size
+from relaxtune.schedules.registry import ANY_SIZE, RANGES, table_of
+from relaxtune.schedules.sizes import largest_size, variables_of
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.cut import Place
 from relaxtune.schedules.templates.ranges import symbolic_rows
+from relaxtune.schedules.tir.blocks import shape_of
 from relaxtune.schedules.tir.symbolic_sizes import at_sizes, size_at
 
 # Points of a histogram, and what their weights add up to.
@@ -88,37 +94,63 @@ def tasks_of_tables(
 ) -> tuple[TuningTask, ...]:
     """Return the tasks of a module's kernels with a symbolic number of rows, at each point.
 
-    Points of equal rows are one task of a function, and equal tasks of all functions are merged.
+    Points of one place in a function's table, such as equal rows, are one task. Equal tasks of all functions are
+    merged.
     """
     found: dict[str, TuningTask] = {}
     for name, func, calls in called_kernels(lowered) if points else ():
-        count = symbolic_rows(func) if untunable_reason(func) is not None else None
-        if count is None or not is_tuned_at_sizes(func, target):
+        place_of = _places_of(func, target) if untunable_reason(func) is not None else None
+        if place_of is None:
             continue
-        by_rows: dict[int, TuningTask] = {}
+        by_place: dict[Place, TuningTask] = {}
         for point in points:
             sizes = lowered.with_tokens(point.sizes)
-            static = at_sizes(func, sizes)
+            static = _static(func, sizes)
             if static is None or untunable_reason(static) is not None:
                 continue
-            rows = size_at(count, sizes)
+            place = place_of(sizes)
             nodes = [call.onnx_nodes for call in calls] * point.weight
-            if rows in by_rows:
-                by_rows[rows] = replace(by_rows[rows], weight=by_rows[rows].weight + len(nodes))
+            if place in by_place:
+                by_place[place] = replace(by_place[place], weight=by_place[place].weight + len(nodes))
                 continue
             mod = as_workload(static.with_attr(AT_SIZES_ATTR, True))
             task = make_task(f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name, calls=nodes)
-            place = SizeOfTable(lowered.graph.name, name, rows, point.is_default)
-            by_rows[rows] = replace(task, functions={}, tables=(place,))
+            of = SizeOfTable(lowered.graph.name, name, place, point.is_default)
+            by_place[place] = replace(task, functions={}, tables=(of,))
         symbolic = None
         if target.kind == "cuda":
-            untuned = untuned_function(lowered, name, [(task.tables[0], task) for task in by_rows.values()])
+            untuned = untuned_function(lowered, name, [(task.tables[0], task) for task in by_place.values()])
             symbolic = PackedModule.of(tvm.IRModule({"main": untuned}))
-        for task in by_rows.values():
+        for task in by_place.values():
             known = found.get(task.workload_hash)
             task = replace(task, symbolic=symbolic)
             found[task.workload_hash] = task if known is None else known.joined(task)
     return tuple(found.values())
+
+
+def _static(func: tirx.PrimFunc, sizes: Mapping[str, int]) -> tirx.PrimFunc | None:
+    """Return a function at one set of sizes, None where they do not say all; attention as it is made for known ones."""
+    spec, shapes = spec_of(func), [shape_of(param) for param in func.params]
+    if spec is None:
+        return at_sizes(func, sizes)
+    if None in shapes or not variables_of(shape or () for shape in shapes).keys() <= sizes.keys():
+        return None
+    known = [tuple(size_at(size, sizes) for size in shape or ()) for shape in shapes]
+    dtypes = [str(param.ty.dtype) for param in func.params]
+    own = AttentionSpec.from_json(spec.to_json(), sizes)
+    made = attention_function(own, list(zip(known, dtypes, strict=True)))
+    for key, value in func.attrs.items():
+        made = made if key in made.attrs else made.with_attr(key, value)
+    return made
+
+
+def _places_of(func: tirx.PrimFunc, target: ResolvedTarget) -> Callable[[Mapping[str, int]], Place] | None:
+    """Return what gives the place of some sizes among those of a function; None where records do not make it."""
+    if target.kind == "cuda":
+        table = table_of(func, target)
+        return None if table is None else partial(table.place, func)
+    is_tuned = symbolic_rows(func) is not None and not isinstance(ANY_SIZE.own(func, target), Refusal)
+    return partial(RANGES.place, func) if is_tuned else None
 
 
 def untuned_function(
@@ -133,6 +165,6 @@ def untuned_function(
     most = None if rows is None else largest_size(rows, lowered.options.maxima)
     func = func if most is None else func.with_attr(ROWS_MAX_ATTR, most)
     # Of equal ones, the more rows, the more time.
-    likely = sorted(places, key=lambda size: (-size[1].weight, -size[0].rows))
-    named = [of.rows for of, _ in likely if not of.is_default]
+    known = [(task.weight, dict(of.place).get("rows", 0)) for of, task in places if not of.is_default]
+    named = [rows for _, rows in sorted(known, reverse=True) if rows]
     return func.with_attr(NAMED_ROWS_ATTR, named) if named else func

@@ -9,16 +9,22 @@ from typing import Self
 import tvm
 
 from relaxtune.pipeline.tasks.packed_module import PackedModule
+from relaxtune.schedules.templates.cut import Place
 
 
 @dataclass(frozen=True)
 class SizeOfTable:
-    """A function of a model with a symbolic number of rows, and one number of them."""
+    """A function of a model with symbolic sizes, and one place among them: a number of rows, or sizes by name."""
 
     model: str
     function: str
-    rows: int
+    place: Place
     is_default: bool = False  # Whether the user named no sizes.
+
+    @property
+    def text(self) -> str:
+        """The place for a reader."""
+        return " ".join(f"{name}={size}" for name, size in self.place)
 
 
 @dataclass(frozen=True)

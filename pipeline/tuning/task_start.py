@@ -7,7 +7,7 @@ thread that tunes has some milliseconds of work with a task.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import zip_longest
@@ -16,7 +16,7 @@ import tvm
 from tvm import tirx
 
 from relaxtune.pipeline.tasks.packed_module import PackedModule
-from relaxtune.pipeline.tasks.task import TuningTask
+from relaxtune.pipeline.tasks.task import SizeOfTable, TuningTask
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.arguments import argument_specs
 from relaxtune.pipeline.tuning.measure.recipe import Recipe
@@ -24,8 +24,9 @@ from relaxtune.pipeline.tuning.measure.workload_spec import WorkloadSpec
 from relaxtune.pipeline.validate.tolerances import KernelTolerance, kernel_tolerance
 from relaxtune.schedules.errors import Refusal, ScheduleError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules
-from relaxtune.schedules.registry import LIBRARIES, RANGES, TEMPLATES, list_candidates
+from relaxtune.schedules.registry import LIBRARIES, TEMPLATES, Table, list_candidates, table_of
 from relaxtune.schedules.targets import ResolvedTarget
+from relaxtune.schedules.templates.attention_sm90.table import TableParameters
 from relaxtune.schedules.templates.base import Template
 from relaxtune.schedules.templates.ranges import RangesParameters
 from relaxtune.schedules.tir.blocks import written_params
@@ -145,7 +146,7 @@ def template_candidates(
         if route not in routes:
             continue
         if task.symbolic is not None and route is Route.TEMPLATE:
-            decisions = _lines_of_table(task.symbolic, task.tables[0].rows, target)
+            decisions = _lines_of_table(task.symbolic, task.tables[0], target)
         else:
             found, refused = list_candidates(task.mod["main"], target, makers)
             for reason in refused:
@@ -155,19 +156,22 @@ def template_candidates(
     return [one for rank in zip_longest(*offers) for one in rank if one is not None]
 
 
-def _lines_of_table(symbolic: PackedModule, rows: int, target: ResolvedTarget) -> list[str]:
-    """Return the decisions that can be at so many rows of a table, that of the untuned table first."""
-    func, table = _table_of(symbolic, target)
-    offered = RANGES.lines(func, target, rows)
+def _lines_of_table(symbolic: PackedModule, of: SizeOfTable, target: ResolvedTarget) -> list[str]:
+    """Return the decisions that can be at a place of a table, that of the untuned table first."""
+    func, table, untuned = _untuned_table(symbolic, target)
+    if table is None or untuned is None:
+        return []
+    offered = table.lines(func, target, of.place)
     others = () if isinstance(offered, Refusal) else offered
-    own = () if isinstance(table, Refusal) else (table[0].at(rows),)
-    return [*dict.fromkeys([*own, *(one.to_json() for one in others)])]
+    return [*dict.fromkeys([untuned.at(of.place), *(one.to_json() for one in others)])]
 
 
 @lru_cache(maxsize=64)
-def _table_of(
+def _untuned_table(
     symbolic: PackedModule, target: ResolvedTarget
-) -> tuple[tirx.PrimFunc, Sequence[RangesParameters] | Refusal]:
-    """Return a symbolic function, one object for all its sizes, and its untuned table."""
+) -> tuple[tirx.PrimFunc, Table | None, RangesParameters | TableParameters | None]:
+    """Return a symbolic function, one object for all its sizes, what makes its table, and the untuned one."""
     func = symbolic.make()["main"]
-    return func, RANGES.candidates(func, target)
+    table = table_of(func, target)
+    offered = None if table is None else table.candidates(func, target)
+    return func, table, None if offered is None or isinstance(offered, Refusal) else offered[0]

@@ -11,7 +11,11 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
+
 _KERNELS_MAX = 5
+#: Sizes by name, in the order of names: the place of a call among others.
+Place = tuple[tuple[str, int], ...]
 Kernel = TypeVar("Kernel", bound=Hashable)
 #: The losses of all points before another kernel is taken, and with it.
 IsEnough = Callable[[Sequence[float], Sequence[float]], bool]
@@ -62,11 +66,11 @@ def cut_lines(
         for point, kernel in zip(points, kernels, strict=True)
     ]
 
-    def found(lines: Sequence[Line], point: Mapping[str, int]) -> int:
-        return next(line.kernel for line in lines if all(point[name] <= most for name, most in line.most))
-
-    for line in lines[:-1]:
-        fewer = [one for one in lines if one is not line]
-        if [found(fewer, point) for point in points] == list(kernels):
-            lines = fewer
-    return tuple(lines)
+    keeps = np.array([[all(point[name] <= most for name, most in line.most) for point in points] for line in lines])
+    wanted, alive = np.array(kernels), np.ones(len(lines), bool)
+    for number in range(len(lines) - 1):
+        alive[number] = False
+        # The first of the lines that are left, for each point.
+        first = np.flatnonzero(alive)[keeps[alive].argmax(axis=0)]
+        alive[number] = not np.array_equal(wanted[first], wanted)
+    return tuple(line for line, stays in zip(lines, alive, strict=True) if stays)

@@ -38,9 +38,10 @@ from relaxtune.schedules.templates.base import (
     is_dependent,
     template_of,
 )
-from relaxtune.schedules.templates.cut import cover, cut_lines, nearest
+from relaxtune.schedules.templates.cut import Place, cover, cut_lines, nearest
 from relaxtune.schedules.templates.launch_table import launch_by_lines
 from relaxtune.schedules.tir.blocks import shape_of, written_params
+from relaxtune.schedules.tir.symbolic_sizes import size_at
 
 #: Numbers of rows that kernels are planned for where nothing was measured.
 PLANNED_ROWS: tuple[int, ...] = (16, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
@@ -106,16 +107,18 @@ class RangesParameters(Parameters):
             )
         return cls(ranges)
 
-    def at(self, rows: int) -> str:
-        """Return the decision for so many rows."""
+    def at(self, place: Place) -> str:
+        """Return the decision for a number of rows."""
+        rows = _rows(place)
         return next((one.decision for one in self.ranges if rows <= one.most), self.ranges[-1].decision)
 
-    def with_measured(self, winners: Mapping[int, str]) -> RangesParameters:
+    def with_measured(self, places: Mapping[Place, str]) -> RangesParameters:
         """Return this table with the decisions that were the fastest at some numbers of rows.
 
         Between two numbers with one winner, that is the decision. Between others, where the winner changes, and beyond
         them, decisions stay.
         """
+        winners = {_rows(place): decision for place, decision in places.items()}
         points = sorted(winners)
         sizes = sorted({*points, *DEFAULT_RANGES})
         found: list[str] = []
@@ -123,7 +126,7 @@ class RangesParameters(Parameters):
             at = next((one for one in points if most <= one), None)
             before = max((one for one in points if one < most), default=None)
             wins = at is not None and (most == at or (before is not None and winners[before] == winners[at]))
-            found.append(winners[at] if at is not None and wins else self.at(most))
+            found.append(winners[at] if at is not None and wins else self.at((("rows", most),)))
         return _ranges(sizes, found)
 
 
@@ -189,18 +192,27 @@ class Ranges(KernelTemplate[tirx.Expr, RangesParameters]):
             chosen, bounds = [*chosen, beyond], (*bounds, OPEN_ROWS)
         return [_ranges(bounds, [one.to_json() for one in chosen], own)]
 
-    def lines(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> Sequence[Parameters] | Refusal:
+    def place(self, func: tirx.PrimFunc, sizes: Mapping[str, int]) -> Place:
+        """Return the number of rows of a function at some sizes: what tells lines of its table apart."""
+        count = symbolic_rows(func)
+        assert count is not None
+        return (("rows", size_at(count, sizes)),)
+
+    def lines(self, func: tirx.PrimFunc, target: ResolvedTarget, place: Place) -> Sequence[Parameters] | Refusal:
         """Return what may be at so many rows of a function's table, the most promising first, or why nothing may."""
         offered = self._offered(func, target)
-        return offered if isinstance(offered, Refusal) else offered[0].candidates(func, target, rows)
+        return offered if isinstance(offered, Refusal) else offered[0].candidates(func, target, _rows(place))
 
-    def refusal(self, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, rows: int) -> Refusal | None:
+    def refusal(self, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, place: Place) -> Refusal | None:
         """Return why a decision that was measured at so many rows cannot be in a function's table."""
         try:
             maker, own = self._parsed(decision)
         except TemplateError as error:
             return Refusal(str(error))
-        made = maker.apply(func, target, own, rows)
+        # To make a kernel takes a hundred times as long as to predict it.
+        if maker.predict_us(func, target, own, _rows(place)) is not None:
+            return None
+        made = maker.apply(func, target, own, _rows(place))
         return made if isinstance(made, Refusal) else None
 
     def _make(self, case: Case[tirx.Expr], p: RangesParameters) -> tirx.PrimFunc | Refusal:
@@ -304,6 +316,11 @@ def _ranges(bounds: Sequence[int], decisions: Sequence[str], apart: int = 0) -> 
     return RangesParameters(
         tuple(SizeRange(dict(one.most).get("rows", bounds[-1]), decisions[one.kernel]) for one in lines)
     )
+
+
+def _rows(place: Place) -> int:
+    ((_, rows),) = place
+    return rows
 
 
 def symbolic_rows(func: tirx.PrimFunc) -> tirx.Expr | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Self
@@ -25,7 +25,7 @@ from typing import ClassVar, Self
 from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
-from relaxtune.schedules.functions.attention import AttentionSpec
+from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
 from relaxtune.schedules.sizes import Size, variables_of
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.attention.recognise import bias_bytes, recognise_attention
@@ -39,8 +39,16 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     registers_needed,
 )
 from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for
-from relaxtune.schedules.templates.base import Case, KernelTemplate, Parameters, TemplateError, canonical_json
-from relaxtune.schedules.templates.cut import Line, cover, cut_lines, nearest
+from relaxtune.schedules.templates.base import (
+    Case,
+    KernelTemplate,
+    Parameters,
+    TemplateError,
+    canonical_json,
+    cuda_limits,
+    template_of,
+)
+from relaxtune.schedules.templates.cut import Line, Place, cover, cut_lines, nearest
 from relaxtune.schedules.templates.launch_table import launch_by_lines
 
 # The points that kernels are planned for: each is the most of its line, and the last one is for all above, too.
@@ -102,6 +110,26 @@ class TableParameters(Parameters):
             )
         return cls(kernels, lines)
 
+    def at(self, place: Place) -> str:
+        """Return the decision for some sizes: the kernel of the first line that they keep to."""
+        sizes = dict(place)
+        line = next(line for line in self.lines if all(sizes[name] <= most for name, most in line.most))
+        return self.kernels[line.kernel].to_json()
+
+    def with_measured(self, winners: Mapping[Place, str]) -> TableParameters:
+        """Return this table with the decisions that were the fastest at some sizes, each for its line alone."""
+        bounds = [line.most for line in self.lines] + list(winners)
+        axes: dict[str, list[int]] = {}
+        for name in dict.fromkeys(name for place in winners for name, _ in place):
+            sizes = sorted({size for bound in bounds for one, size in bound if one == name})
+            # The last one has no bound.
+            axes[name] = [*sizes, sizes[-1] + 1]
+        points = [tuple(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
+        chosen = [winners.get(point) or self.at(point) for point in points]
+        used = list(dict.fromkeys(chosen))
+        lines = cut_lines(axes, [dict(point) for point in points], [used.index(one) for one in chosen])
+        return TableParameters(tuple(AttentionParameters.from_json(one) for one in used), lines)
+
 
 class AttentionTable(KernelTemplate[AttentionSpec, TableParameters]):
     """The template; see `schedules.templates.base.KernelTemplate`."""
@@ -118,6 +146,33 @@ class AttentionTable(KernelTemplate[AttentionSpec, TableParameters]):
         names = tuple(sorted(variables_in(case.func)))
         table = _table(case.found.to_json(), names, case.limits, bias_bytes(case.func, case.found))
         return [table] if table is not None else Refusal("no tile fits these shapes")
+
+    def place(self, func: tirx.PrimFunc, sizes: Mapping[str, int]) -> Place:
+        """Return the sizes that tell lines of a function's table apart."""
+        spec = spec_of(func)
+        assert spec is not None
+        return tuple((name, sizes[name]) for name in sorted(_axes(spec)))
+
+    def lines(self, func: tirx.PrimFunc, target: ResolvedTarget, place: Place) -> Sequence[Parameters] | Refusal:
+        """Return what may be at some sizes of a function's table, the most promising first, or why nothing may."""
+        spec = self._recognise(func, target)
+        if isinstance(spec, Refusal):
+            return spec
+        limits, mask_bytes = cuda_limits(target), bias_bytes(func, spec)
+        return list(_proposed(spec, _at(spec, dict(place)), limits, mask_bytes))
+
+    def refusal(self, func: tirx.PrimFunc, target: ResolvedTarget, decision: str, _place: Place) -> Refusal | None:
+        """Return why a decision that was measured at some sizes cannot be in a function's table."""
+        spec = self._recognise(func, target)
+        if isinstance(spec, Refusal):
+            return spec
+        if template_of(decision) != AttentionParameters.template:
+            return Refusal(f"template {template_of(decision)} makes no attention of symbolic sizes")
+        p = AttentionParameters.from_json(decision)
+        if not _suits(spec, p):
+            return Refusal("packed sequences share no keys and no blocks")
+        plan = symbolic_plan(spec, p, cuda_limits(target), bias_bytes(func, spec))
+        return plan if isinstance(plan, Refusal) else None
 
     def _make(self, case: Case[AttentionSpec], p: TableParameters) -> tirx.PrimFunc | Refusal:
         func, found = case.func, case.found
@@ -170,20 +225,14 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     spec = AttentionSpec.from_json(text, {name: tirx.Var(name, "int64") for name in names})
     axes = _axes(spec)
     points = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(*axes.values())]
-    rest = {name: _LENGTHS[-1] for name in spec.variables if name not in axes}
-    # Kernels for spans are predicted for a window as wide as these.
-    of_window = spec if spec.spans is None else replace(spec, spans=None, window=_SPAN)
-    plain = [with_values(of_window, {**rest, **point}) for point in points]
+    plain = [_at(spec, point) for point in points]
     pool: dict[AttentionParameters, list[float]] = {}
     for point, one in zip(points, plain, strict=True):
         # To propose takes a hundred times as long as to predict: at every other point.
         if any(sizes.index(point[name]) % 2 for name, sizes in axes.items()):
             continue
-        for proposed in propose_for(one, limits, mask_bytes, symbolic=True)[:_PROPOSED_MAX]:
-            if spec.spans is not None and (proposed.split > 1 or proposed.blocks):
-                continue
-            p = _fitting(spec, proposed, limits, mask_bytes)
-            if p is not None and p not in pool:
+        for p in _proposed(spec, one, limits, mask_bytes, _PROPOSED_MAX):
+            if p not in pool:
                 pool[p] = [_cycles(each, p, limits, mask_bytes) for each in plain]
     if not pool or any(math.isinf(min(costs)) for costs in zip(*pool.values(), strict=True)):
         return None
@@ -195,6 +244,29 @@ def _table(text: str, names: tuple[str, ...], limits: CudaLimits, mask_bytes: in
     chosen = nearest(pool, kernels)
     used = [kernel for kernel in kernels if kernel in chosen]
     return TableParameters(tuple(used), cut_lines(axes, points, [used.index(kernel) for kernel in chosen]))
+
+
+def _at(spec: AttentionSpec, point: Mapping[str, int]) -> AttentionSpec:
+    """Return an attention at the sizes of a point; lengths that are no axis of points are long ones."""
+    rest = {name: _LENGTHS[-1] for name in spec.variables if name not in point}
+    # Kernels for spans are predicted for a window as wide as these.
+    of_window = spec if spec.spans is None else replace(spec, spans=None, window=_SPAN)
+    return with_values(of_window, {**rest, **point})
+
+
+def _proposed(
+    spec: AttentionSpec, one: AttentionSpec, limits: CudaLimits, mask_bytes: int, most: int | None = None
+) -> Iterator[AttentionParameters]:
+    """Yield parameters for an attention at a point, of at most so many proposals, that fit symbolic sizes."""
+    for proposed in propose_for(one, limits, mask_bytes, symbolic=True)[:most]:
+        p = _fitting(spec, proposed, limits, mask_bytes) if _suits(spec, proposed) else None
+        if p is not None:
+            yield p
+
+
+def _suits(spec: AttentionSpec, p: AttentionParameters) -> bool:
+    """Whether parameters are for what an attention's sequences are: packed ones share no keys and no blocks."""
+    return spec.spans is None or not (p.split > 1 or p.blocks)
 
 
 def _fitting(

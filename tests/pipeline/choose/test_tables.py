@@ -18,6 +18,7 @@ from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.jobs.tuned_model import choose_kernels
+from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
@@ -25,6 +26,7 @@ from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.registry import RANGES
 from relaxtune.schedules.search.space import list_designs
+from relaxtune.schedules.templates.attention_sm90.table import TableParameters
 from relaxtune.schedules.templates.ranges import RangesParameters
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase
@@ -60,7 +62,7 @@ def database_of(prepared: PreparedModel, path: Path, winners: dict[int, str]) ->
     for task in prepared.tasks:
         database.record_workload(describe_workload(task))
         first = template_candidates(task, prepared.target)[0].decision
-        decision = winners[task.tables[0].rows]
+        decision = winners[task.tables[0].place[0][1]]
         records = [(decision, 1.0), *([(first, 9.0)] if first != decision else [])]
         for one, latency_us in records:
             record = template_record(task, one, prepared.target)
@@ -70,12 +72,14 @@ def database_of(prepared: PreparedModel, path: Path, winners: dict[int, str]) ->
 
 def others(prepared: PreparedModel) -> dict[int, str]:
     """Return a decision for each size; none is proposed first anywhere."""
-    few, many = ((task.tables[0].rows, template_candidates(task, prepared.target)) for task in prepared.tasks[:2])
+    few, many = (
+        (task.tables[0].place[0][1], template_candidates(task, prepared.target)) for task in prepared.tasks[:2]
+    )
     return {few[0]: few[1][1].decision, many[0]: many[1][3].decision, 4096: many[1][3].decision}
 
 
 def test_each_size_of_a_profile_is_a_task_that_no_trace_is_searched_for(prepared: PreparedModel) -> None:
-    assert [(task.tables[0].rows, task.weight) for task in prepared.tasks] == [(16, 1), (128, 2), (4096, 1)]
+    assert [(task.tables[0].place[0][1], task.weight) for task in prepared.tasks] == [(16, 1), (128, 2), (4096, 1)]
     assert prepared.untunable == ()
     assert list_designs(prepared.tasks[0].mod, prepared.target.target) == []
 
@@ -83,14 +87,14 @@ def test_each_size_of_a_profile_is_a_task_that_no_trace_is_searched_for(prepared
 def test_counted_lengths_give_the_weights(model: Path) -> None:
     lengths = [SizePoint((("tokens", 16),), 90), SizePoint((("tokens", 128),), 10)]
     request = ModelRequest(model, target="cuda:sm_90a", profile=profile_of(lengths), lengths=lengths)
-    assert [(task.tables[0].rows, task.weight) for task in prepare_model(request).tasks] == [(16, 18), (128, 2)]
+    assert [(task.tables[0].place[0][1], task.weight) for task in prepare_model(request).tasks] == [(16, 18), (128, 2)]
 
 
 def test_table_is_of_the_winners_and_cut_where_they_change(prepared: PreparedModel, tmp_path: Path) -> None:
     winners = others(prepared)
     (choice,) = choose_kernels(prepared, database_of(prepared, tmp_path / "tuning.db", winners))
     assert choice.route is Route.TEMPLATE
-    assert "rows 16 (record 1), 128 (record 3), 4096 (record 5)" in choice.note
+    assert "rows=16 (record 1), rows=128 (record 3), rows=4096 (record 5)" in choice.note
     ranges = RangesParameters.from_json(choice.decision or "").ranges
     at = {rows: next(one for one in ranges if rows <= one.most) for rows in (1, 16, 17, 128, 129, 4096)}
     assert {rows: one.decision for rows, one in at.items() if rows in winners} == winners
@@ -104,12 +108,12 @@ def test_candidates_of_a_size_can_be_in_the_table_and_its_untuned_line_comes_fir
     ranges = RangesParameters.from_json(untuned.decision or "")
     func, dropped = untuned_function(prepared.lowered, untuned.function), 0
     for task in prepared.tasks:
-        rows = task.tables[0].rows
+        place = task.tables[0].place
         offered = [one.decision for one in template_candidates(task, prepared.target)]
         of_static = template_candidates(replace(task, symbolic=None), prepared.target)
         dropped += len({one.decision for one in of_static} - set(offered))
-        assert offered[0] == ranges.at(rows)
-        assert [RANGES.refusal(func, prepared.target, one, rows) for one in offered[::5]] == [None] * len(offered[::5])
+        assert offered[0] == ranges.at(place)
+        assert {RANGES.refusal(func, prepared.target, one, place) for one in offered[::5]} == {None}
     # Sums that all blocks share need a known number of rows.
     assert dropped > 0
 
@@ -123,7 +127,7 @@ def test_untuned_line_stays_where_nothing_is_surely_faster(prepared: PreparedMod
             record = template_record(task, one.decision, prepared.target)
             database.record_measurement(replace(record, latencies_us=(latency_us,)))
     (choice,) = choose_kernels(prepared, database)
-    assert "rows 16 (record 1), 128 (record 3), 4096 (record 6)" in choice.note
+    assert "rows=16 (record 1), rows=128 (record 3), rows=4096 (record 6)" in choice.note
     assert [one.reason for one in choice.trace if one.id == 2] == ["no more than 1% faster than the untuned kernel"]
 
 
@@ -149,13 +153,13 @@ def kernels(prepared: PreparedModel, choices: tuple[KernelChoice, ...]) -> list[
 def test_free_axes_are_tuned_at_usual_sizes_and_compile_finds_their_records(model: Path, tmp_path: Path) -> None:
     free = prepare_model(ModelRequest(model, target="cuda:sm_90a"))
     free = replace(free, environment=replace(detect_environment(free.target), device_name="some GPU"))
-    assert [(task.tables[0].rows, task.weight) for task in free.tasks] == [(1, 6), (8, 2), (32, 1)]
+    assert [(task.tables[0].place[0][1], task.weight) for task in free.tasks] == [(1, 6), (8, 2), (32, 1)]
     assert free.untunable == ()
     winner = template_candidates(free.tasks[0], free.target)[3].decision
     database = database_of(free, tmp_path / "tuning.db", dict.fromkeys((1, 8, 32), winner))
     again = replace(prepare_model(free.request), environment=free.environment)
     (choice,) = choose_kernels(again, database)
-    assert "rows 1 (record 1), 8 (record 3), 32 (record 5)" in choice.note
+    assert "rows=1 (record 1), rows=8 (record 3), rows=32 (record 5)" in choice.note
     assert {entry.id for entry in choice.trace} == {1, 2, 3, 4, 5, 6}
     # Nobody said that calls have these sizes: the kernels without records are those for any size.
     untuned = kernels(free, choose_kernels(free, None))
@@ -171,3 +175,28 @@ def test_records_of_a_table_are_explained_where_none_is_taken(prepared: Prepared
     elsewhere = replace(prepared, environment=replace(prepared.environment, tvm_version="0.1"))
     (choice,) = choose_kernels(elsewhere, database, explain=True)
     assert choice.trace
+
+
+def test_attention_of_free_sizes_is_tuned_at_each_of_them(tmp_path: Path) -> None:
+    profile = {"batch": AxisProfile(1, 2, 8), "sequence": AxisProfile(16, 64, 64)}
+    shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))
+    lowering = LoweringOptions(precision="fp16")
+    free = prepare_model(
+        ModelRequest("bert-tiny", shapes=shapes, target="cuda:sm_90a", profile=profile, lowering=lowering)
+    )
+    free = replace(free, environment=replace(detect_environment(free.target), device_name="some GPU"))
+    tasks = [task for task in free.tasks if task.family == "attention"]
+    assert [task.tables[0].text for task in tasks] == [
+        "batch=1 sequence=16", "batch=2 sequence=64", "batch=8 sequence=64",
+    ]  # fmt: skip
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
+        for task in tasks:
+            database.record_workload(describe_workload(task))
+            for number, one in enumerate(template_candidates(task, free.target)[:2]):
+                record = template_record(task, one.decision, free.target)
+                database.record_measurement(replace(record, latencies_us=(10.0 - number,)))
+        choice = next(one for one in choose_kernels(free, database) if one.function == "attention")
+    table = TableParameters.from_json(choice.decision or "")
+    for task in tasks:
+        assert table.at(task.tables[0].place) == template_candidates(task, free.target)[1].decision
+    assert choice.note.startswith("table of kernels measured at batch=1 sequence=16 (record 2)")

@@ -48,7 +48,7 @@ def symbolic(prepared: PreparedModel) -> tvm.tirx.PrimFunc:
 
 
 def test_each_size_is_a_task_and_the_default_is_proposed_first(prepared: PreparedModel) -> None:
-    assert [(task.tables[0].rows, task.weight) for task in prepared.tasks] == [(3, 1), (17, 2), (70, 1)]
+    assert [(task.tables[0].place[0][1], task.weight) for task in prepared.tasks] == [(3, 1), (17, 2), (70, 1)]
     own = ANY_SIZE.own(symbolic(prepared), prepared.target)
     assert isinstance(own, AnySizeParameters)
     for task in prepared.tasks:
@@ -98,11 +98,11 @@ def test_decision_that_saves_most_at_all_sizes_makes_the_kernel(prepared: Prepar
         for task in prepared.tasks:
             database.record_workload(describe_workload(task))
             offered = template_candidates(task, prepared.target)
-            for one, latency_us in zip(offered, latencies_us[task.tables[0].rows], strict=False):
+            for one, latency_us in zip(offered, latencies_us[task.tables[0].place[0][1]], strict=False):
                 record = template_record(task, one.decision, prepared.target)
                 # Other work disturbed most of the runs.
                 database.record_measurement(replace(record, latencies_us=(latency_us, latency_us, 500.0, 600.0, 700.0)))
         (choice,) = choose_kernels(prepared, database)
         assert choice.decision == template_candidates(prepared.tasks[0], prepared.target)[1].decision
         assert choice.of_sizes
-        assert choice.note == "one kernel, measured at rows 3, 17, 70 (record 2)"
+        assert choice.note == "one kernel, measured at rows=3, rows=17, rows=70 (record 2)"

@@ -54,6 +54,28 @@ def test_table_serves_every_point_with_a_few_kernels(target: ResolvedTarget) -> 
         assert predicted_cycles(chosen, limits) <= 1.3 * predicted_cycles(best, limits), sizes
 
 
+def test_measured_kernels_take_their_own_sizes_alone(target: ResolvedTarget) -> None:
+    func, table = function(BERT), AttentionTable()
+    (untuned,), _ = list_candidates(func, target)
+    assert isinstance(untuned, TableParameters)
+    place = table.place(func, {"batch": 8, "length": 100})
+    assert place == (("batch", 8), ("length", 100))
+    offered = table.lines(func, target, place)
+    assert not isinstance(offered, Refusal)
+    assert len(offered) > 3
+    winner = next(one.to_json() for one in offered if one not in untuned.kernels)
+    assert {table.refusal(func, target, one.to_json(), place) for one in offered} == {None}
+    found = untuned.with_measured({place: winner})
+    assert found.at(place) == winner
+    assert {found.at((("batch", 8), ("length", length))) == winner for length in (101, 512)} == {False}
+    for sizes in ((1, 64), (9, 100), (64, 1024), (1000, 5000)):
+        elsewhere = tuple(zip(("batch", "length"), sizes, strict=True))
+        assert found.at(elsewhere) == untuned.at(elsewhere)
+    assert isinstance(table.apply(func, target, found), tirx.PrimFunc)
+    too_many = AttentionParameters(consumers=3, block_k=128, stages=24)
+    assert isinstance(table.refusal(func, target, too_many.to_json(), place), Refusal)
+
+
 def test_three_blocks_share_a_multiprocessor_under_a_mask_of_padding(target: ResolvedTarget) -> None:
     """As with known lengths: 128 registers a thread are enough."""
     case = replace(BERT, bias=("add", "float16", (BATCH, 1, 1, LENGTH)))  # type: ignore[arg-type]
