@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.polynomials import read_size
+from relaxtune.polynomials import read_size
 
 Dim = int | str
 

@@ -24,8 +24,8 @@ from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.onnx_model import OnnxModel
-from relaxtune.models.polynomials import Polynomial
 from relaxtune.models.spec import IndexLimit, TensorSpec, numpy_dtype
+from relaxtune.polynomials import Polynomial
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import onnx
 from relaxtune.models.dims import Dim, evaluate_dim, may_be_empty, split_offset
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.onnx_model import dtype_name, list_graphs
-from relaxtune.models.polynomials import read_size
 from relaxtune.models.spec import TensorSpec
+from relaxtune.polynomials import read_size
 
 Shapes = Mapping[str, Sequence[Dim]]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from itertools import combinations, product
 from typing import TypeAlias
 
 import tvm_ffi
 from tvm import tirx
 from tvm.sym import Analyzer
+
+from relaxtune.polynomials import Computed, Polynomial
 
 # A number, or an expression of variables that the shapes of parameters define.
 Size: TypeAlias = "int | tirx.Expr"
@@ -30,6 +30,32 @@ def variables_of(shapes: Iterable[Iterable[Size]]) -> dict[str, tirx.Var]:
     return {str(var.name): var for axis in axes for var in tirx.analysis.undefined_vars(axis)}
 
 
+def polynomial_of(
+    size: Size, computed: Callable[[str, Polynomial, Polynomial], Polynomial | None] | None = None
+) -> Polynomial | None:
+    """Return a size as a polynomial over the names of axes, None where it is none.
+
+    `computed` returns what a quotient ("//") or the smaller of two sizes ("min") is; without it, these are none.
+    """
+    if isinstance(size, int | tirx.IntImm):
+        return Polynomial.number(int(size))
+    if isinstance(size, tirx.Var):
+        return Polynomial.symbol(str(size.name))
+    if not isinstance(size, tirx.Add | tirx.Sub | tirx.Mul | tirx.FloorDiv | tirx.Min):
+        return None
+    left, right = polynomial_of(size.a, computed), polynomial_of(size.b, computed)
+    if left is None or right is None:
+        return None
+    match size:
+        case tirx.Add():
+            return left + right
+        case tirx.Sub():
+            return left - right
+        case tirx.Mul():
+            return left * right
+    return None if computed is None else computed("//" if isinstance(size, tirx.FloorDiv) else "min", left, right)
+
+
 def size_text(size: Size) -> int | str:
     """Return a symbolic size as text, a sum of products such as "64 * past + 64"; a number is itself.
 
@@ -38,10 +64,18 @@ def size_text(size: Size) -> int | str:
     ValueError
         It is made of more than sums, differences, products and quotients.
     """
-    terms = _terms(size)
-    if not any(terms):
-        return terms.get((), 0)
-    return " + ".join(" * ".join([str(factor), *names]) for names, factor in sorted(terms.items()))
+    return _text(_known(size))
+
+
+def _text(size: Polynomial) -> int | str:
+    if size.value is not None:
+        return size.value
+    terms = sorted((sorted(map(_name, names)), factor) for names, factor in size.terms)
+    return " + ".join(" * ".join([str(factor), *names]) for names, factor in terms)
+
+
+def _name(name: str) -> str:
+    return f"(({_text(name.left)}) // {_text(name.right)})" if isinstance(name, Computed) else name
 
 
 def parse_size(text: int | str, variables: Mapping[str, Size]) -> Size:
@@ -71,45 +105,29 @@ def _evaluated(node: ast.expr, variables: Mapping[str, Size]) -> Size:
 
 def is_positive(size: Size) -> bool:
     """Whether a size is surely above 0, given that each variable in it is."""
-    terms: Counter[tuple[str, ...]] = Counter()
-    for names, factor in _terms(size).items():
-        # Each variable is 1 and something: the product is the sum over all choices of one or the other.
-        for count in range(len(names) + 1):
-            for chosen in combinations(names, count):
-                if all(name.isidentifier() or name in chosen for name in names):
-                    terms[chosen] += factor
-    return terms[()] > 0 and all(factor >= 0 for factor in terms.values())
+    known = _known(size)
+    # Each variable is 1 and something.
+    more = {name: Polynomial.symbol(name) + (0 if isinstance(name, Computed) else 1) for name in known.names}
+    shifted = known.substitute(more)
+    return dict(shifted.terms).get((), 0) > 0 and shifted.is_positive
 
 
 def are_equal(left: Size, right: Size) -> bool:
     """Whether two sizes are surely equal."""
-    return _terms(left) == _terms(right)
+    return _known(left) == _known(right)
 
 
 def is_multiple(size: Size, of: int) -> bool:
     """Whether a size is surely a multiple of a number."""
-    return all(factor % of == 0 for factor in _terms(size).values())
+    return all(factor % of == 0 for _, factor in _known(size).terms)
 
 
-def _terms(size: Size) -> dict[tuple[str, ...], int]:
-    """Return a size as a sum of products: sorted names -> factor, none of them 0."""
-    if isinstance(size, int | tirx.IntImm):
-        return {(): int(size)} if int(size) else {}
-    if isinstance(size, tirx.Var):
-        return {(str(size.name),): 1}
-    if isinstance(size, tirx.FloorDiv):
-        return {(f"(({size_text(size.a)}) // {size_text(size.b)})",): 1}
-    if type(size) not in (tirx.Mul, tirx.Add, tirx.Sub):
+def _known(size: Size) -> Polynomial:
+    """Return a size as a polynomial, in which quotients stay as they are written."""
+    found = polynomial_of(size, lambda kind, *of: Polynomial.symbol(Computed(kind, *of)) if kind == "//" else None)
+    if found is None:
         raise ValueError(f"the size {size} is no sum, product or quotient of axes")
-    total: Counter[tuple[str, ...]] = Counter()
-    if isinstance(size, tirx.Mul):
-        for (names, factor), (more, by) in product(_terms(size.a).items(), _terms(size.b).items()):
-            total[tuple(sorted((*names, *more)))] += factor * by
-    else:
-        sign = -1 if isinstance(size, tirx.Sub) else 1
-        total.update(_terms(size.a))
-        total.update({names: sign * factor for names, factor in _terms(size.b).items()})
-    return {names: factor for names, factor in total.items() if factor}
+    return found
 
 
 def largest_size(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-from relaxtune.models.polynomials import Computed, Polynomial
+from relaxtune.polynomials import Computed, Polynomial
 
 Shape = tuple[Polynomial, ...]
 

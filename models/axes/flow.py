@@ -19,7 +19,7 @@ from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
 from relaxtune.models.axes.facts import INTEGERS, MAX_LENGTH, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
 from relaxtune.models.axes.rules import MOVES, RULES, moved
 from relaxtune.models.onnx_model import without_weights
-from relaxtune.models.polynomials import Polynomial
+from relaxtune.polynomials import Polynomial
 
 
 class AxisFlow(AxisFacts):

@@ -23,8 +23,8 @@ from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.input_roles import GraphUses
 from relaxtune.models.onnx_model import OnnxModel
-from relaxtune.models.polynomials import Computed, Polynomial, quotient
 from relaxtune.models.spec import AxisRelation
+from relaxtune.polynomials import Computed, Polynomial, quotient
 
 _BATCH, _LENGTH = 2, 16
 # Sizes that are tried of each axis, and how many combinations of them.

@@ -24,7 +24,7 @@ from relaxtune.models.axes.facts import (
     sizes_of,
 )
 from relaxtune.models.dims import TO_THE_END, reaches_the_end
-from relaxtune.models.polynomials import Polynomial, quotient, smaller
+from relaxtune.polynomials import Polynomial, quotient, smaller
 
 # Operators with these results are followed by their first input's shape; onnx knows none of them.
 _SAME_SHAPE = frozenset(

@@ -16,19 +16,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
 from tvm_ffi import structural_equal
 
-from relaxtune.models.polynomials import Computed, Polynomial, quotient, read_size, smaller
 from relaxtune.models.spec import AxisRelation
+from relaxtune.polynomials import Computed, Polynomial, compute, read_size
+from relaxtune.schedules.sizes import Size, polynomial_of
 from relaxtune.schedules.tir.expressions import dtype_of, find_all
-
-#: A number, or an expression of symbolic axes.
-Size: TypeAlias = "tvm.ir.Expr | int"
 
 BROADCASTING = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual", "Greater",
@@ -67,7 +64,7 @@ class KnownSizes:
 
     def keep(self, gap: Size) -> bool:
         """Return whether a difference of sizes is 0 or more in every call, by one of the limits."""
-        known = polynomial_of(gap)
+        known = polynomial_of(gap, compute)
         return known is not None and any((known - one).is_positive for one in self._gaps)
 
     def broadcast(self, builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | None]) -> list[tvm.ir.Expr | None]:
@@ -103,7 +100,7 @@ class KnownSizes:
 
     def learn(self, size: tirx.Expr, number: tirx.Expr) -> None:
         """Remember what a size says that is checked to be a number, if a quotient is all that is unknown in it."""
-        known = polynomial_of(size)
+        known = polynomial_of(size, compute)
         if known is None or not isinstance(number, tirx.IntImm) or not known.is_positive or len(known.names) != 1:
             return
         (name,), wanted = known.names, int(number)
@@ -142,7 +139,7 @@ class KnownSizes:
         return size if put.same_as(size) else tirx.IntImm("int64", 0) + simplify(put)
 
     def _number(self, division: tirx.FloorDiv) -> tirx.Expr:
-        known = polynomial_of(division)
+        known = polynomial_of(division, compute)
         value = None if known is None else known.substitute(self._numbers).value
         return division if value is None else tirx.IntImm("int64", value)
 
@@ -195,26 +192,3 @@ def _is_clipped(size: tirx.Expr, plain: tirx.Expr) -> bool:
 
 def _is_computed(size: tirx.Expr) -> bool:
     return not isinstance(size, tirx.IntImm | tirx.Var)
-
-
-def polynomial_of(size: Size) -> Polynomial | None:
-    """Return a size as a polynomial over the names of axes; None where it is no sum, product, quotient or minimum."""
-    if isinstance(size, int | tirx.IntImm):
-        return Polynomial.number(int(size))
-    if isinstance(size, tirx.Var):
-        return Polynomial.symbol(str(size.name))
-    if not isinstance(size, tirx.Add | tirx.Sub | tirx.Mul | tirx.FloorDiv | tirx.Min):
-        return None
-    left, right = polynomial_of(size.a), polynomial_of(size.b)
-    if left is None or right is None:
-        return None
-    match size:
-        case tirx.Add():
-            return left + right
-        case tirx.Sub():
-            return left - right
-        case tirx.Mul():
-            return left * right
-        case tirx.FloorDiv():
-            return quotient(left, right)
-    return smaller(left, right)

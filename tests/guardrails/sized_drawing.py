@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from relaxtune.models.polynomials import Polynomial
+from relaxtune.polynomials import Polynomial
 from tests.guardrails.drawing import nodes_for
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 
-from relaxtune.models.polynomials import Polynomial
+from relaxtune.polynomials import Polynomial
 from tests.guardrails.sized_drawing import OPSETS, SizedDrawing, Sizes
 from tests.guardrails.sized_steps import STEPS, WIDTHS
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto, helper
 
-from relaxtune.models.polynomials import Polynomial
+from relaxtune.polynomials import Polynomial
 from tests.guardrails.graph_cases import UNARY
 from tests.guardrails.sized_drawing import KINDS, Size, SizedDrawing
 

@@ -9,8 +9,9 @@ from typing import TypeAlias
 import tvm
 from tvm import relax, tirx
 
-from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.passes.kit.ir import shape_of
+from relaxtune.polynomials import Polynomial
+from relaxtune.schedules.sizes import polynomial_of
 
 # A number is always an `int`, or equal to one; arithmetic may mix both kinds.
 Size: TypeAlias = "int | Polynomial"
@@ -30,15 +31,8 @@ def size_of(axis: tirx.Expr) -> Size | None:
     """Return an axis as a size, None where it is no sum of products of axes."""
     if isinstance(axis, int | tirx.IntImm):
         return int(axis)
-    if isinstance(axis, tirx.Var):
-        return Polynomial.symbol(str(axis.name))
-    if not isinstance(axis, tirx.Add | tirx.Sub | tirx.Mul):
-        return None
-    left, right = size_of(axis.a), size_of(axis.b)
-    if left is None or right is None:
-        return None
-    size = left * right if isinstance(axis, tirx.Mul) else left - right if isinstance(axis, tirx.Sub) else left + right
-    return plain(size)
+    size = polynomial_of(axis)
+    return None if size is None else plain(size)
 
 
 def listed_sizes(expr: tvm.ir.Expr) -> list[Size] | None:

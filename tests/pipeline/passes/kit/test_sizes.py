@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from tvm import relax, tirx
 
-from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.passes.kit.sizes import Size, Symbols, fits, order, quotient, size_of, sizes_of
+from relaxtune.polynomials import Polynomial
 
 B, S = Polynomial.symbol("b"), Polynomial.symbol("s")
 b, s = tirx.Var("b", "int64"), tirx.Var("s", "int64")

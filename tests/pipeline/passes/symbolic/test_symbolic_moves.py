@@ -5,10 +5,10 @@ import pytest
 from onnx import helper
 
 from relaxtune.models.inputs import random_inputs
-from relaxtune.models.polynomials import Polynomial
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
 from relaxtune.pipeline.passes.kit.sizes import Shape, group_axes
+from relaxtune.polynomials import Polynomial
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import make_model, run_reference
 from tests.pipeline.passes.attention.test_symbolic_attention import SIZES, symbolic_model

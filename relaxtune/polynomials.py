@@ -191,8 +191,12 @@ class Polynomial:
 def _put(name: str, values: Mapping[str, Polynomial]) -> Polynomial:
     if name in values or not isinstance(name, Computed):
         return values.get(name, Polynomial.symbol(name))
-    compute = smaller if name.operator == "min" else quotient
-    return compute(name.left.substitute(values), name.right.substitute(values))
+    return compute(name.operator, name.left.substitute(values), name.right.substitute(values))
+
+
+def compute(operator: str, left: Polynomial, right: Polynomial) -> Polynomial:
+    """Return a quotient rounded down ("//"), or the smaller of two sizes ("min")."""
+    return smaller(left, right) if operator == "min" else quotient(left, right)
 
 
 def quotient(above: Polynomial, below: Polynomial) -> Polynomial:

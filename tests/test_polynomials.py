@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relaxtune.models.dims import evaluate_dim
-from relaxtune.models.polynomials import Polynomial, quotient, read_size, smaller
+from relaxtune.polynomials import Polynomial, quotient, read_size, smaller
 
 BATCH, PAST, SEQUENCE = map(Polynomial.symbol, ("batch", "past", "sequence"))
 
