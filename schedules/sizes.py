@@ -30,6 +30,14 @@ def variables_of(shapes: Iterable[Iterable[Size]]) -> dict[str, tirx.Var]:
     return {str(var.name): var for axis in axes for var in tirx.analysis.undefined_vars(axis)}
 
 
+def simplify(size: Size) -> Size:
+    """Return a size in its simplest form; a number as `int`."""
+    if isinstance(size, int):
+        return size
+    found = Analyzer().simplify(size)
+    return int(found) if isinstance(found, tirx.IntImm) else found
+
+
 def polynomial_of(
     size: Size, computed: Callable[[str, Polynomial, Polynomial], Polynomial | None] | None = None
 ) -> Polynomial | None:

@@ -25,8 +25,8 @@ from onnx.reference import ReferenceEvaluator
 from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value
-from relaxtune.pipeline.importer.sizes import BROADCASTING, is_never_negative, is_shape_value, simplify, with_axes
-from relaxtune.schedules.sizes import Size
+from relaxtune.pipeline.importer.sizes import BROADCASTING, is_never_negative, is_shape_value, with_axes
+from relaxtune.schedules.sizes import Size, simplify
 
 # Vectors of sizes are as long as ranks; anything longer is data.
 _MAX_LENGTH = 64

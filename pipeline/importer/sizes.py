@@ -24,7 +24,7 @@ from tvm_ffi import structural_equal
 
 from relaxtune.models.spec import AxisRelation
 from relaxtune.polynomials import Computed, Polynomial, compute, read_size
-from relaxtune.schedules.sizes import Size, polynomial_of
+from relaxtune.schedules.sizes import Size, polynomial_of, simplify
 from relaxtune.schedules.tir.expressions import dtype_of, find_all
 
 BROADCASTING = frozenset(
@@ -171,14 +171,6 @@ def is_never_negative(size: Size) -> bool:
 def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
     """Return whether an expression stands for sizes instead of being a tensor."""
     return isinstance(expr, relax.ShapeExpr) or (expr is not None and bool(tvm.ir.is_prim_expr(expr)))
-
-
-def simplify(expr: Size) -> Size:
-    """Return a size in its simplest form; a number as `int`."""
-    if isinstance(expr, int):
-        return expr
-    result = tvm.sym.Analyzer().simplify(expr)
-    return int(result) if isinstance(result, tirx.IntImm) else result
 
 
 def _is_clipped(size: tirx.Expr, plain: tirx.Expr) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -31,14 +30,6 @@ def least(left: Size, right: Size) -> Size:
 def most(left: Size, right: Size) -> Size:
     """Return the larger of two sizes."""
     return max(left, right) if isinstance(left, int) and isinstance(right, int) else tirx.max(left, right)
-
-
-def simplified(size: Size) -> Size:
-    """Return a size as a number where it is one."""
-    if isinstance(size, int):
-        return size
-    found = tvm.sym.Analyzer().simplify(size)
-    return int(found) if isinstance(found, tirx.IntImm) else found
 
 
 def is_zero(size: Size) -> bool:

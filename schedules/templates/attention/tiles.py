@@ -11,8 +11,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
-from relaxtune.schedules.sizes import Size, is_positive
-from relaxtune.schedules.templates.attention.sizes import ceil_div, least, simplified
+from relaxtune.schedules.sizes import Size, is_positive, simplify
+from relaxtune.schedules.templates.attention.sizes import ceil_div, least
 from relaxtune.schedules.templates.emit.division import Divisor
 
 ELEMENT_BYTES = 2
@@ -108,7 +108,7 @@ class TilePlan:
     @property
     def ahead(self) -> Size:
         """Position of the first query among the keys."""
-        return simplified(self.spec.keys - self.spec.queries)
+        return simplify(self.spec.keys - self.spec.queries)
 
     @property
     def whole_blocks(self) -> bool:

@@ -28,8 +28,7 @@ from relaxtune.pipeline.importer.converter_input import (
     static_size,
 )
 from relaxtune.pipeline.importer.shape_values import size_list
-from relaxtune.pipeline.importer.sizes import simplify
-from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.sizes import Size, simplify
 
 # The attributes that shape the weights of one axis; their meaning has not changed since opset 11.
 _WEIGHT_ATTRIBUTES = (

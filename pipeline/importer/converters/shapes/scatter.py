@@ -10,7 +10,7 @@ from tvm import relax
 
 from relaxtune.pipeline.importer.converter_input import Converter, ConverterInput, converts, dtype_of, sizes_of
 from relaxtune.pipeline.importer.converters.shapes.gather import has_sizes, non_negative
-from relaxtune.pipeline.importer.sizes import simplify
+from relaxtune.schedules.sizes import simplify
 
 
 def convert_scatter_elements(node: ConverterInput) -> tvm.ir.Expr:

@@ -25,8 +25,8 @@ from relaxtune.pipeline.importer.converter_input import (
     tensor_attribute,
 )
 from relaxtune.pipeline.importer.shape_values import as_tensor, onnx_slice, size_list
-from relaxtune.pipeline.importer.sizes import KnownSizes, is_never_negative, is_shape_value, simplify, with_axes
-from relaxtune.schedules.sizes import Size
+from relaxtune.pipeline.importer.sizes import KnownSizes, is_never_negative, is_shape_value, with_axes
+from relaxtune.schedules.sizes import Size, simplify
 
 
 @converts("Shape")

@@ -7,7 +7,7 @@ from tvm import relax, tirx
 
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value, converts, sizes_of
 from relaxtune.pipeline.importer.shape_values import size_list
-from relaxtune.pipeline.importer.sizes import simplify
+from relaxtune.schedules.sizes import simplify
 
 
 @converts("Tile")

@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant_value, converts, dtype_of, sizes_of
 from relaxtune.pipeline.importer.ordered_keys import keys_of, numbers_of
 from relaxtune.pipeline.importer.shape_values import size_list
-from relaxtune.pipeline.importer.sizes import simplify
+from relaxtune.schedules.sizes import simplify
 
 # Integers that TVM's sort lacks, and those that hold them.
 _WIDER: Mapping[str, str] = {"int16": "int32", "uint16": "int32", "uint32": "int64"}

@@ -7,8 +7,9 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.plain_attention import attention_function
+from relaxtune.schedules.sizes import simplify
 from relaxtune.schedules.templates.attention.recognise import bias_bytes, refuse_attention
-from relaxtune.schedules.templates.attention.sizes import ceil_div, least, most, simplified, with_values
+from relaxtune.schedules.templates.attention.sizes import ceil_div, least, most, with_values
 from relaxtune.schedules.templates.attention.tiles import TilePlan, section_of
 from tests.schedules.attention_cases import AttentionCase
 
@@ -75,7 +76,7 @@ def test_a_section_of_heads_divides_them_and_fits_the_cache() -> None:
 def test_sizes_are_numbers_or_expressions() -> None:
     n = tirx.Var("n", "int64")
     assert (ceil_div(300, 128), least(3, 4), most(3, 4)) == (3, 3, 4)
-    assert simplified(n + 1 - n) == 1
+    assert simplify(n + 1 - n) == 1
     spec, _ = replace(HALF, queries=n, keys=n).made()
     assert not spec.is_static
     assert with_values(spec, {"n": 300}).queries == 300
