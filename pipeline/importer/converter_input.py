@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -82,6 +82,16 @@ class ConverterInput:
             raise TypeError(f"attribute {name!r}: expected a number, got {type(value).__name__}")
         return float(value)
 
+    def integers(self, name: str, default: list[int]) -> list[int]:
+        """Return an attribute of several integers, `default` where the node leaves it out or it has none."""
+        value = self.attributes.get(name)
+        return [int(one) for one in value] if isinstance(value, list) and value else default
+
+    def parts(self, data: tvm.ir.Expr, sections: int | list[int], axis: int) -> Iterator[tvm.ir.Expr]:
+        """Return the parts of a tensor that is split into so many, or at some places, along an axis."""
+        split = self.builder.emit(relax.op.split(data, sections, axis))
+        return (self.builder.emit(relax.TupleGetItem(split, index)) for index in range(len(split.ty.fields)))
+
     def unused(self, index: int, what: str) -> tvm.ir.Expr:
         """Return a value for an output that is not computed.
 
@@ -118,7 +128,7 @@ def converts(*operators: str) -> Callable[[_Converter], _Converter]:
     return register
 
 
-def constant_value(expr: tvm.ir.Expr) -> np.ndarray | None:
+def constant_value(expr: tvm.ir.Expr | None) -> np.ndarray | None:
     """Return the value of a constant expression, None for any other."""
     return np.asarray(expr.value.numpy()) if isinstance(expr, tvm.ir.GenericConst) else None
 

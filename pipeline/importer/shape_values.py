@@ -85,7 +85,7 @@ def _read(expr: tvm.ir.Expr | None) -> np.ndarray | None:
     """Return the elements of a shape value or of a small integer constant, of rank 0 or 1."""
     if isinstance(expr, relax.ShapeExpr):
         return _array([simplify(value) for value in expr.values], (len(expr.values),))
-    value = None if expr is None else constant_value(expr)
+    value = constant_value(expr)
     if value is not None:
         is_small = value.dtype.kind in "bi" and value.ndim <= 1 and value.size <= _MAX_LENGTH
         return value.astype("int64").astype(object) if is_small else None
@@ -265,7 +265,7 @@ def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | No
         return None
     feeds: dict[str, np.ndarray] = {}
     for name, item in zip(node.input, inputs, strict=True):
-        value = None if item is None else constant_value(item)
+        value = constant_value(item)
         if item is not None and (value is None or not _is_small(value)):
             return None
         if value is not None:

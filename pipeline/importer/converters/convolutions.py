@@ -53,7 +53,7 @@ def convolve(node: ConverterInput, data: tvm.ir.Expr, weight: tvm.ir.Expr, out_d
     spatial = int(data.ty.ndim) - 2
     if spatial not in _CONVOLUTIONS:
         raise ValueError(f"input of {spatial} spatial axes: expected 1, 2 or 3")
-    strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
+    strides, dilations = (node.integers(name, [1] * spatial) for name in ("strides", "dilations"))
     kernel = [static_size(weight, axis + 2) for axis in range(spatial)]
     return node.builder.emit(
         _CONVOLUTIONS[spatial](
@@ -88,11 +88,11 @@ def check_output_shape(node: ConverterInput) -> None:
     """Refuse a ConvTranspose with an output shape other than its pads give, which TVM ignores; it has all others."""
     data, weight = node.input(0), node.input(1)
     spatial = int(data.ty.ndim) - 2
-    wanted = _integers(node, "output_shape", [])
+    wanted = node.integers("output_shape", [])
     if not wanted:
         return
-    strides, dilations = (_integers(node, name, [1] * spatial) for name in ("strides", "dilations"))
-    pads, extra = _integers(node, "pads", [0] * 2 * spatial), _integers(node, "output_padding", [0] * spatial)
+    strides, dilations = (node.integers(name, [1] * spatial) for name in ("strides", "dilations"))
+    pads, extra = node.integers("pads", [0] * 2 * spatial), node.integers("output_padding", [0] * spatial)
     given = [
         (static_size(data, axis + 2) - 1) * strides[axis]
         + (static_size(weight, axis + 2) - 1) * dilations[axis]
@@ -113,7 +113,7 @@ def _padding(
     """Return the paddings, all at the front first; `auto_pad` gives an output of size / stride, rounded up."""
     spatial, mode = len(strides), node.attributes.get("auto_pad", "NOTSET")
     if mode in ("NOTSET", "VALID"):
-        return _integers(node, "pads", [0] * (2 * spatial)) if mode == "NOTSET" else [0] * (2 * spatial)
+        return node.integers("pads", [0] * (2 * spatial)) if mode == "NOTSET" else [0] * (2 * spatial)
     totals = []
     for axis, (stride, dilation) in enumerate(zip(strides, dilations, strict=True)):
         size, reach = sizes_of(data)[axis + 2], (kernel[axis] - 1) * dilation + 1
@@ -139,20 +139,15 @@ def with_known_padding(operator: str) -> Converter:
         spatial = sizes_of(data)[2:]
         if all(isinstance(size, tirx.IntImm) for size in spatial):
             return None
-        kernel = _integers(node, "kernel_shape", [])
+        kernel = node.integers("kernel_shape", [])
         kernel = kernel or [static_size(node.input(1), axis + 2) for axis in range(len(spatial))]
-        strides, dilations = (_integers(node, name, [1] * len(spatial)) for name in ("strides", "dilations"))
+        strides, dilations = (node.integers(name, [1] * len(spatial)) for name in ("strides", "dilations"))
         pads = _padding(node, data, kernel, strides, dilations)
         stock = onnx_frontend._get_convert_map()[operator].get_converter(node.opset)
         attributes = {**node.attributes, "auto_pad": b"NOTSET", "pads": pads}
         return stock(node.builder, [*node.inputs, None][:3], attributes, [{}, {}])
 
     return convert
-
-
-def _integers(node: ConverterInput, name: str, default: list[int]) -> list[int]:
-    given = node.attributes.get(name)
-    return [int(value) for value in given] if isinstance(given, list) else default
 
 
 converts("AveragePool")(with_known_padding("AveragePool"))

@@ -181,7 +181,7 @@ def check_blocks(node: ConverterInput) -> None:
 def convert_dropout(node: ConverterInput) -> None:
     """Refuse a node in training mode and leave any other to TVM, which ignores the mode."""
     given = node.optional(2)
-    value = None if given is None else constant_value(given)
+    value = constant_value(given)
     if given is not None and (value is None or bool(value)):
         raise ValueError("Dropout in training mode: expected a model exported for inference (model.eval() in torch)")
 

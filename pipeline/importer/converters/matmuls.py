@@ -86,7 +86,7 @@ def convert_matmul_n_bits(node: ConverterInput) -> tvm.ir.Expr:
     if packed is None or scales is None:
         raise ValueError("inputs 1 and 2 (weights and scales): expected constants")
     zero = node.optional(3)
-    zeros = None if zero is None else constant_value(zero)
+    zeros = constant_value(zero)
     if zero is not None and zeros is None:
         raise ValueError("input 3 (zero points): expected a constant")
     weight = unpack_weights(packed, scales, zeros, rows=rows, columns=columns, bits=bits, block=block)

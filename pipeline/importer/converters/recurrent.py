@@ -44,7 +44,7 @@ def convert_rnn(node: ConverterInput) -> tvm.ir.Expr:
 
 
 def _layer(node: ConverterInput, kind: str) -> tvm.ir.Expr:
-    weights = [None if node.optional(place) is None else constant_value(node.input(place)) for place in (1, 2, 3)]
+    weights = [constant_value(node.optional(place)) for place in (1, 2, 3)]
     if weights[0] is None or weights[1] is None or (weights[2] is None and node.optional(3) is not None):
         raise ValueError("inputs 1 to 3 (W, R, B): expected constants, got values known at run time only")
     if node.integer("layout", 0):

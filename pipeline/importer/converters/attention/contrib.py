@@ -19,6 +19,7 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
     LOWEST,
     append,
     attend,
+    hidden_unless,
     hide_later_keys,
     hide_where_zero,
     merge_heads,
@@ -45,9 +46,10 @@ def convert_packed_attention(node: ConverterInput) -> tvm.ir.Expr:
     bias = node.optional(2)
     if bias is not None:
         projected = emit(relax.op.add(projected, bias))
-    query, key, value = (split_heads(node, part, heads) for part in _split(node, projected, _hidden_sizes(node)))
+    widths = node.integers("qkv_hidden_sizes", [static_size(node.input(1), 1) // 3] * 3)
+    query, key, value = (split_heads(node, part, heads) for part in _split(node, projected, widths))
     past = node.optional(4)
-    cached = [None, None] if past is None else _halves(node, past)
+    cached = [None, None] if past is None else [emit(relax.op.squeeze(half, [0])) for half in node.parts(past, 2, 0)]
     key, value = append(node, cached[0], key), append(node, cached[1], value)
     hidden = node.number("mask_filter_value", _MASK_FILTER)
     additions = [*_key_mask(node, node.optional(3), key, hidden), *_bias(node, node.optional(5))]
@@ -163,26 +165,10 @@ def _scale(node: ConverterInput, query: tvm.ir.Expr) -> float:
     return given or 1.0 / math.sqrt(static_size(query, 3))
 
 
-def _hidden_sizes(node: ConverterInput) -> list[int]:
-    given = node.attributes.get("qkv_hidden_sizes")
-    if isinstance(given, list) and given:
-        return [int(size) for size in given]
-    return [static_size(node.input(1), 1) // 3] * 3
-
-
 def _split(node: ConverterInput, data: tvm.ir.Expr, widths: list[int]) -> list[tvm.ir.Expr]:
     """Return the parts of the last axis."""
     ends = [sum(widths[: index + 1]) for index in range(len(widths) - 1)]
-    parts = node.builder.emit(relax.op.split(data, ends, axis=-1))
-    return [node.builder.emit(relax.TupleGetItem(parts, index)) for index in range(len(widths))]
-
-
-def _halves(node: ConverterInput, past: tvm.ir.Expr) -> list[tvm.ir.Expr]:
-    parts = node.builder.emit(relax.op.split(past, 2, axis=0))
-    return [
-        node.builder.emit(relax.op.squeeze(node.builder.emit(relax.TupleGetItem(parts, index)), [0]))
-        for index in (0, 1)
-    ]
+    return list(node.parts(data, ends, -1))
 
 
 def _bias(node: ConverterInput, bias: tvm.ir.Expr | None) -> list[tvm.ir.Expr]:
@@ -215,11 +201,8 @@ def _apart(node: ConverterInput, heads: int) -> tuple[tvm.ir.Expr, tvm.ir.Expr, 
 
     def unpack(packed: tvm.ir.Expr, count: int) -> list[tvm.ir.Expr]:
         batch, length, _, _, size = sizes_of(packed)
-        parts = emit(relax.op.split(packed, count, axis=3))
-        return [
-            emit(relax.op.reshape(emit(relax.TupleGetItem(parts, index)), (batch, length, heads * size)))
-            for index in range(count)
-        ]
+        shape = (batch, length, heads * size)
+        return [emit(relax.op.reshape(part, shape)) for part in node.parts(packed, count, 3)]
 
     if key is None:
         query, key, value = unpack(query, 3)
@@ -286,7 +269,7 @@ def _seen(
     if window > 0:
         first = emit(relax.op.subtract(at, relax.const(window, "int64")))
         seen = emit(relax.op.logical_and(seen, emit(relax.op.greater(key, first))))
-    return emit(relax.op.where(seen, relax.const(0.0, "float32"), relax.const(LOWEST, "float32")))
+    return hidden_unless(node, seen, LOWEST)
 
 
 def _is_zero(size: tvm.tirx.Expr) -> bool:

@@ -124,9 +124,12 @@ def _with_sink(node: ConverterInput, scores: tvm.ir.Expr, sink: tvm.ir.Expr) -> 
 
 def hide_where_zero(node: ConverterInput, mask: tvm.ir.Expr, hidden: float) -> tvm.ir.Expr:
     """Return a mask (1 or true: attend) as what is added to the scores: 0, or `hidden` where it is 0."""
-    kept = relax.op.astype(mask, "bool")
-    zero, low = relax.const(0.0, "float32"), relax.const(hidden, "float32")
-    return node.builder.emit(relax.op.where(node.builder.emit(kept), zero, low))
+    return hidden_unless(node, node.builder.emit(relax.op.astype(mask, "bool")), hidden)
+
+
+def hidden_unless(node: ConverterInput, seen: tvm.ir.Expr, hidden: float) -> tvm.ir.Expr:
+    """Return what is added to the scores: 0 where a condition holds, else `hidden`."""
+    return node.builder.emit(relax.op.where(seen, relax.const(0.0, "float32"), relax.const(hidden, "float32")))
 
 
 def hide_later_keys(
@@ -140,7 +143,7 @@ def hide_later_keys(
     at = emit(relax.op.expand_dims(emit(relax.op.arange(keys - queries, keys, 1, "int64")), 1))
     key = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int64")), 0))
     seen = emit(relax.op.less_equal(key, at))
-    return emit(relax.op.where(seen, relax.const(0.0, "float32"), relax.const(hidden, "float32")))
+    return hidden_unless(node, seen, hidden)
 
 
 def append(node: ConverterInput, past: tvm.ir.Expr | None, new: tvm.ir.Expr) -> tvm.ir.Expr:

@@ -16,6 +16,7 @@ from relaxtune.pipeline.importer.converters.attention.heads import (
     AttentionSteps,
     append,
     attend_by_steps,
+    hidden_unless,
     hide_later_keys,
     hide_where_zero,
     merge_heads,
@@ -110,7 +111,7 @@ def _positions(node: ConverterInput, query: tvm.ir.Expr, key: tvm.ir.Expr) -> li
         first = emit(relax.op.subtract(at, relax.const(left, "int64")))
         within = emit(relax.op.greater_equal(places, first))
         seen = within if seen is None else emit(relax.op.logical_and(seen, within))
-    return [_hidden_unless(node, seen)]
+    return [hidden_unless(node, seen, -math.inf)]
 
 
 def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
@@ -120,12 +121,8 @@ def _padding(node: ConverterInput, key: tvm.ir.Expr) -> list[tvm.ir.Expr]:
         return []
     emit = node.builder.emit
     places = emit(relax.op.arange(0, sizes_of(key)[2], 1, "int64"))
-    return [_hidden_unless(node, emit(relax.op.less(places, emit(relax.op.expand_dims(lengths, [1, 2, 3])))))]
-
-
-def _hidden_unless(node: ConverterInput, seen: tvm.ir.Expr) -> tvm.ir.Expr:
-    zero, low = relax.const(0.0, "float32"), relax.const(-math.inf, "float32")
-    return node.builder.emit(relax.op.where(seen, zero, low))
+    seen = emit(relax.op.less(places, emit(relax.op.expand_dims(lengths, [1, 2, 3]))))
+    return [hidden_unless(node, seen, -math.inf)]
 
 
 @converts("TensorScatter")

@@ -76,16 +76,12 @@ def rotate_heads(
     half, size = static_size(cos, 3), static_size(data, 3)
     rotated, rest = data, None
     if 2 * half < size:
-        parts = emit(relax.op.split(data, [2 * half], axis=-1))
-        rotated, rest = (emit(relax.TupleGetItem(parts, index)) for index in (0, 1))
+        rotated, rest = node.parts(data, [2 * half], -1)
     batch, heads, length, _ = sizes_of(data)
     if interleaved:
         rotated = emit(relax.op.reshape(rotated, (batch, heads, length, half, 2)))
-        pair = emit(relax.op.split(rotated, 2, axis=-1))
-        low, high = (emit(relax.op.squeeze(emit(relax.TupleGetItem(pair, index)), [-1])) for index in (0, 1))
-    else:
-        pair = emit(relax.op.split(rotated, 2, axis=-1))
-        low, high = (emit(relax.TupleGetItem(pair, index)) for index in (0, 1))
+    pair = node.parts(rotated, 2, -1)
+    low, high = (emit(relax.op.squeeze(part, [-1])) for part in pair) if interleaved else pair
     first = emit(relax.op.subtract(relax.op.multiply(low, cos), relax.op.multiply(high, sin)))
     second = emit(relax.op.add(relax.op.multiply(high, cos), relax.op.multiply(low, sin)))
     if interleaved:

@@ -97,8 +97,7 @@ def product_scale(
     node: ConverterInput, a: tvm.ir.Expr, b: tvm.ir.Expr, result: tvm.ir.Expr | None = None
 ) -> tvm.ir.Expr:
     """Return a * b / result of scales in float32, computed now where they are constants."""
-    values = [None if scale is None else constant_value(scale) for scale in (a, b, result)]
-    first, second, third = values
+    first, second, third = map(constant_value, (a, b, result))
     if first is not None and second is not None and (result is None or third is not None):
         product = first.astype("float32") * second.astype("float32")
         return constant(product if third is None else product / third.astype("float32"))

@@ -95,7 +95,7 @@ def convert_gather_block_quantized(node: ConverterInput) -> tvm.ir.Expr:
     docs/ContribOperators.md.
     """
     scales = node.input(2)
-    table, zeros = constant_value(node.input(0)), None if node.optional(3) is None else constant_value(node.input(3))
+    table, zeros = constant_value(node.input(0)), constant_value(node.optional(3))
     if table is None or (node.optional(3) is not None and zeros is None):
         raise ValueError("inputs 0 and 3 (table and zero points): expected constants")
     bits = 4

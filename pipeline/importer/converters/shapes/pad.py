@@ -17,7 +17,7 @@ def convert_pad(node: ConverterInput) -> tvm.ir.Expr | None:
     """
     given, listed = node.attributes.get("pads"), node.optional(3)
     pads = given if isinstance(given, list) else constant_value(node.input(1))
-    axes = None if listed is None else constant_value(listed)
+    axes = constant_value(listed)
     if node.attributes.get("mode") != "reflect" or pads is None or (listed is not None and axes is None):
         return None
     data, rank = node.input(0), int(node.input(0).ty.ndim)

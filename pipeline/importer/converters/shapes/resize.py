@@ -86,8 +86,7 @@ def convert_resize(node: ConverterInput) -> tvm.ir.Expr | None:
 def _resized_axes(node: ConverterInput) -> list[tuple[int, Size, float | None]]:
     """Return axis, new size and scale of each axis that changes; None is the quotient of symbolic sizes."""
     data, rank = node.input(0), int(node.input(0).ty.ndim)
-    given = node.attributes.get("axes")
-    axes = [int(axis) % rank for axis in given] if isinstance(given, list) and given else list(range(rank))
+    axes = [axis % rank for axis in node.integers("axes", list(range(rank)))]
     scales, sizes = _numbers(node, 2 if node.opset > 10 else 1), _numbers(node, 3)
     listed = size_list(node.optional(3)) if sizes is None else [int(size) for size in sizes]
     if listed is not None:
@@ -179,8 +178,7 @@ def _resize_symbolic_axis(
 
 
 def _numbers(node: ConverterInput, place: int) -> Sequence[float] | None:
-    found = node.optional(place)
-    value = None if found is None else constant_value(found)
+    value = constant_value(node.optional(place))
     return None if value is None or not value.size else [float(item) for item in value]
 
 
