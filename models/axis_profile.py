@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from relaxtune.models.axes.relations import axis_sizes, check_bounds
 from relaxtune.models.axes.windows import check_sizes
-from relaxtune.models.buckets import list_symbols
+from relaxtune.models.buckets import check_axes
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.onnx_model import OnnxModel
 
@@ -64,14 +64,7 @@ def check_profile(profile: Mapping[str, AxisProfile], model: OnnxModel) -> None:
     ModelShapeError
         An axis is not, or a table of the graph is shorter than the largest size, the other axes at their least.
     """
-    specs = model.inputs
-    symbols = list_symbols(specs)
-    unknown = [axis for axis in profile if axis not in symbols]
-    if unknown:
-        raise ModelShapeError(
-            f"axis {unknown[0]!r} of a profile is no symbolic axis of the inputs: expected one of "
-            f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
-        )
+    check_axes(profile, model.inputs, "a profile")
     bounds = [relation for relation in model.relations if relation.sign == "<=" and relation.size.isdecimal()]
     for axis, sizes in profile.items():
         least = {other: one.least for other, one in profile.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -69,15 +69,26 @@ def make_buckets(sizes: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
     ModelShapeError
         An axis is not a symbolic one of the inputs.
     """
-    symbols = list_symbols(specs)
-    unknown = [axis for axis in sizes if axis not in symbols]
-    if unknown:
-        raise ModelShapeError(
-            f"axis {unknown[0]!r} of a bucket is no symbolic axis of the inputs: expected one of "
-            f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
-        )
+    check_axes(sizes, specs, "a bucket")
     combined = itertools.product(*([(axis, size) for size in sizes[axis]] for axis in sizes))
     return tuple(sorted((Bucket(one) for one in combined if one), key=lambda bucket: bucket.elements))
+
+
+def check_axes(axes: Iterable[str], specs: Sequence[TensorSpec], where: str) -> None:
+    """Check that axes are symbolic ones of the inputs; `where` is what messages call their place.
+
+    Raises
+    ------
+    ModelShapeError
+        One is not.
+    """
+    symbols = list_symbols(specs)
+    unknown = [axis for axis in axes if axis not in symbols]
+    if unknown:
+        raise ModelShapeError(
+            f"axis {unknown[0]!r} of {where} is no symbolic axis of the inputs: expected one of "
+            f"{', '.join(symbols) or '(they have none)'}, the inputs are {'; '.join(str(spec) for spec in specs)}"
+        )
 
 
 def list_symbols(specs: Sequence[TensorSpec]) -> list[str]:

@@ -19,7 +19,7 @@ from relaxtune.models.onnx_model import (
     element_type_name,
     is_numeric,
     list_graphs,
-    read_external_bytes,
+    read_in,
     tensor_bytes,
 )
 
@@ -61,17 +61,11 @@ def inline_external_data(model: onnx.ModelProto, folder: Path, total_bytes: int)
             if keep_bytes is not None and tensor_bytes(tensor) > keep_bytes:
                 kept = True
             else:
-                _read_in(tensor, folder)
+                read_in(tensor, folder)
     for tensor in _inner_tensors(model):
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            _read_in(tensor, folder)
+            read_in(tensor, folder)
     return not kept
-
-
-def _read_in(tensor: onnx.TensorProto, folder: Path) -> None:
-    tensor.raw_data = read_external_bytes(tensor, folder)
-    tensor.ClearField("external_data")
-    tensor.ClearField("data_location")
 
 
 def _check_tensor(tensor: onnx.TensorProto, folder: Path) -> int:

@@ -16,7 +16,7 @@ from onnx import checker, helper, shape_inference
 from relaxtune.models.axes.windows import check_windows
 from relaxtune.models.checks import RUNTIME_OPERATORS, check_ranks
 from relaxtune.models.errors import InvalidModelError, ModelShapeError, UnsupportedModelError
-from relaxtune.models.onnx_model import element_type_name, is_numeric, tensor_bytes, without_weights
+from relaxtune.models.onnx_model import element_type_name, is_numeric, light_copy, tensor_bytes
 
 # Shapes, axes and scalars feed shape inference; a larger tensor is a weight and only its type matters.
 _CONSTANT_BYTES = 1024
@@ -169,14 +169,9 @@ def _has_long_vector(graph: onnx.GraphProto) -> bool:
 
 def _light_copy(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with every large initializer as a typed input of the graph, so that no weight is copied."""
-    light = without_weights(model)
-    declared = {value.name for value in light.graph.input}
     for tensor in model.graph.initializer:
         _check_payload(tensor)
-        if tensor_bytes(tensor) <= _CONSTANT_BYTES:
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in declared:
-            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    light = light_copy(model, lambda tensor: tensor_bytes(tensor) <= _CONSTANT_BYTES)
     for place, node in enumerate(light.graph.node):
         if node.op_type in RUNTIME_OPERATORS and not node.domain:
             # onnx does not know it; its result has its input's type.

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 from onnx import inliner, numpy_helper
 
-from relaxtune.models.onnx_model import without_weights
+from relaxtune.models.onnx_model import attribute_of, without_weights
 from relaxtune.models.spec import IndexLimit
 
 # Operators whose output holds the values of the named inputs, moved but not changed.
@@ -122,7 +122,7 @@ class GraphUses:
     def mask_use(self, name: str) -> str | None:
         """Return why the input looks like a mask, or None."""
         for node, index, _ in self._reached(name):
-            to_bool = node.op_type == "Cast" and _int_attribute(node, "to", 0) == onnx.TensorProto.BOOL
+            to_bool = node.op_type == "Cast" and attribute_of(node, "to", 0) == onnx.TensorProto.BOOL
             subtracted = node.op_type == "Sub" and index == 1 and self._constant(node.input[0]) == 1
             chosen = node.op_type == "Where" and index == 0
             compared = node.op_type == "Equal" and self._constant(node.input[1 - index]) in {0, 1}
@@ -164,7 +164,7 @@ class GraphUses:
 
     def _table_size(self, node: onnx.NodeProto, index: int) -> int | None:
         if node.op_type in {"Gather", "GatherElements", "GatherBlockQuantized"} and index == 1:
-            axis = _int_attribute(node, "gather_axis" if node.op_type == "GatherBlockQuantized" else "axis", 0)
+            axis = attribute_of(node, "gather_axis" if node.op_type == "GatherBlockQuantized" else "axis", 0)
             return self._axis_size(node.input[0], axis)
         if node.op_type == "GatherND" and index == 1:
             return self._axis_size(node.input[0], 0)
@@ -224,10 +224,6 @@ def _is_small(tensor: onnx.TensorProto) -> bool:
     numeric = tensor.data_type not in {onnx.TensorProto.STRING, onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128}
     inline = tensor.data_location != onnx.TensorProto.EXTERNAL
     return numeric and inline and all(dim == 1 for dim in tensor.dims)
-
-
-def _int_attribute(node: onnx.NodeProto, name: str, default: int) -> int:
-    return next((int(a.i) for a in node.attribute if a.name == name), default)
 
 
 def _label(node: onnx.NodeProto) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,9 @@ from relaxtune.models.spec import AxisRelation, TensorSpec
 
 # Protobuf refuses to write or read a message of 2 GiB; the margin is room for the graph itself.
 PROTOBUF_LIMIT_BYTES = 2**31 - 16 * 2**20
+
+#: Vectors of sizes are as long as ranks; a longer tensor is data, which says nothing about shapes.
+SHAPE_ELEMENTS_MAX = 64
 
 # One table from ONNX element types to numpy's names; bfloat16 and the float8 family come from ml_dtypes.
 _DTYPE_NAMES: dict[int, str] = {
@@ -131,9 +135,7 @@ class OnnxModel:
         copy.CopyFrom(self.proto)
         for tensor in copy.graph.initializer:
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                tensor.raw_data = read_external_bytes(tensor, self.data_dir)
-                tensor.ClearField("external_data")
-                tensor.ClearField("data_location")
+                read_in(tensor, self.data_dir)
         return copy
 
     def serialize(self) -> bytes:
@@ -164,6 +166,11 @@ def list_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Gr
     for node in graph.node:
         for inner in nested_graphs(node):
             yield from list_graphs(inner)
+
+
+def attribute_of(node: onnx.NodeProto, name: str, default: int) -> int:
+    """Return an integer attribute of a node."""
+    return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:
@@ -214,6 +221,13 @@ def read_external_bytes(tensor: onnx.TensorProto, data_dir: Path) -> bytes:
     return data
 
 
+def read_in(tensor: onnx.TensorProto, data_dir: Path) -> None:
+    """Make an external tensor an inline one."""
+    tensor.raw_data = read_external_bytes(tensor, data_dir)
+    tensor.ClearField("external_data")
+    tensor.ClearField("data_location")
+
+
 def content_sha256(model: onnx.ModelProto, data_dir: Path | None) -> str:
     """Return the sha256 (hex) of the graph without its weights, then of every weight's name, dtype, dims and bytes."""
     skeleton = without_weights(model)
@@ -241,3 +255,20 @@ def without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
             else:
                 getattr(target, descriptor.name).extend(value)
     return copy
+
+
+def light_copy(model: onnx.ModelProto, keeps: Callable[[onnx.TensorProto], bool]) -> onnx.ModelProto:
+    """Return the model with typed inputs for the initializers that are not kept, so that no weight is copied."""
+    light = without_weights(model)
+    declared = {value.name for value in light.graph.input}
+    for tensor in model.graph.initializer:
+        if keeps(tensor):
+            light.graph.initializer.append(tensor)
+        elif tensor.name not in declared:
+            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    return light
+
+
+def is_short(tensor: onnx.TensorProto) -> bool:
+    """Return whether a tensor is inline and no longer than vectors of sizes are."""
+    return bool(tensor.data_location != onnx.TensorProto.EXTERNAL) and math.prod(tensor.dims) <= SHAPE_ELEMENTS_MAX

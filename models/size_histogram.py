@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relaxtune.models.axis_profile import AxisProfile
-from relaxtune.models.buckets import list_symbols
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import read_regular
-from relaxtune.models.spec import TensorSpec
 
 _COUNT = "count"
 
@@ -69,23 +67,6 @@ def read_histogram(path: Path) -> tuple[SizePoint, ...]:
     if not found:
         raise ModelShapeError(f"lengths {str(path)!r} has a header and no sizes: expected a line such as '128,5200'")
     return tuple(SizePoint(sizes, found[sizes]) for sizes in sorted(found, key=_order))
-
-
-def check_axes(points: Sequence[SizePoint], specs: Sequence[TensorSpec], where: str = "the lengths") -> None:
-    """Check that the axes of points are symbolic ones of the inputs; `where` is what messages call their place.
-
-    Raises
-    ------
-    ModelShapeError
-        One is not.
-    """
-    symbols = list_symbols(specs)
-    unknown = [axis for point in points for axis, _ in point.sizes if axis not in symbols]
-    if unknown:
-        raise ModelShapeError(
-            f"axis {unknown[0]!r} of {where} is no symbolic axis of the inputs: expected one of "
-            f"{', '.join(symbols) or '(they have none)'}"
-        )
 
 
 def few_points(points: Sequence[SizePoint], most: int) -> tuple[SizePoint, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import onnx
 
-from relaxtune.models.axes.facts import ONE, AxisFacts, Known, Rule, attribute_of, sizes_of
+from relaxtune.models.axes.facts import ONE, AxisFacts, Known, Rule, sizes_of
+from relaxtune.models.onnx_model import attribute_of
 from relaxtune.polynomials import Polynomial
 
 # ONNX Runtime's decoders: the cache, the new keys, and how many they are together.

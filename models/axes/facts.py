@@ -15,8 +15,6 @@ from relaxtune.polynomials import Computed, Polynomial
 
 Shape = tuple[Polynomial, ...]
 
-# Vectors of sizes are as long as ranks; a longer tensor is data.
-MAX_LENGTH = 64
 INTEGERS = frozenset({onnx.TensorProto.INT64, onnx.TensorProto.INT32})
 ZERO, ONE = Polynomial.number(0), Polynomial.number(1)
 
@@ -137,11 +135,6 @@ def known_constant(tensor: onnx.TensorProto) -> Known:
     small = numbers.ndim <= 1
     data = tuple(Polynomial.number(int(number)) for number in numbers.reshape(-1)) if small else None
     return Known(shape, data, (Polynomial.number(int(numbers.max())),))
-
-
-def attribute_of(node: onnx.NodeProto, name: str, default: int) -> int:
-    """Return an integer attribute of a node."""
-    return next((int(item.i) for item in node.attribute if item.name == name), default)
 
 
 def sizes_of(known: Known) -> Shape:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import onnx
 from onnx import checker, defs, helper, inliner, shape_inference
 
 from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
-from relaxtune.models.axes.facts import INTEGERS, MAX_LENGTH, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
+from relaxtune.models.axes.facts import INTEGERS, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
 from relaxtune.models.axes.rules import MOVES, RULES, moved
-from relaxtune.models.onnx_model import without_weights
+from relaxtune.models.onnx_model import is_short, light_copy
 from relaxtune.polynomials import Polynomial
 
 
@@ -184,13 +183,7 @@ def _dims(kind: onnx.TypeProto) -> list[int | str]:
 
 def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the graph with functions inlined, the types of its values, and its small constants only."""
-    light = without_weights(model)
-    declared = {value.name for value in light.graph.input}
-    for tensor in model.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL and int(np.prod(tensor.dims)) <= MAX_LENGTH:
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in declared:
-            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    light = light_copy(model, is_short)
     if light.functions:
         light = inliner.inline_local_functions(light)
     return shape_inference.infer_shapes(light)

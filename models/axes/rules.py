@@ -10,20 +10,19 @@ from onnx import numpy_helper
 
 from relaxtune.models.axes.attention_rules import ATTENTION_RULES
 from relaxtune.models.axes.facts import (
-    MAX_LENGTH,
     ONE,
     ZERO,
     AxisFacts,
     Known,
     Rule,
     Shape,
-    attribute_of,
     elements_of,
     known_constant,
     number_of,
     sizes_of,
 )
 from relaxtune.models.dims import TO_THE_END, reaches_the_end
+from relaxtune.models.onnx_model import SHAPE_ELEMENTS_MAX, attribute_of
 from relaxtune.polynomials import Polynomial, quotient, smaller
 
 # Operators with these results are followed by their first input's shape; onnx knows none of them.
@@ -247,7 +246,7 @@ def _constant_of_shape(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[
     sizes = elements_of(inputs[0])
     fill = next((numpy_helper.to_array(item.t).reshape(-1)[0] for item in node.attribute), 0)
     count = _product(sizes).value
-    is_small = len(sizes) <= 1 and count is not None and count <= MAX_LENGTH and float(fill).is_integer()
+    is_small = len(sizes) <= 1 and count is not None and count <= SHAPE_ELEMENTS_MAX and float(fill).is_integer()
     return [Known(sizes, (Polynomial.number(int(fill)),) * (count or 0) if is_small else None)]
 
 

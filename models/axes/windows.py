@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import onnx
 from onnx import helper, shape_inference
 
 from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.onnx_model import without_weights
+from relaxtune.models.onnx_model import is_short, light_copy
 
 # Where the weights of an operator stand among its inputs; a pooling has none.
 _WINDOWS = {"MaxPool": None, "AveragePool": None, "LpPool": None, "Conv": 1, "ConvInteger": 1, "QLinearConv": 3}
 _DOUBLINGS = 6
 # Where the search for the least sizes begins; doubled until there is room.
 _START = 16
-# Longer tensors say nothing about shapes.
-_CONSTANT_ELEMENTS = 64
 
 Shapes = Mapping[str, Sequence[int | None]]
 
@@ -107,19 +104,13 @@ def _missing(model: onnx.ModelProto, sizes: Mapping[str, int]) -> int:
 
 def _at(model: onnx.ModelProto, sizes: Mapping[str, int]) -> list[Narrow]:
     """Return the windows without room where the symbolic axes have these sizes."""
-    light = without_weights(model)
-    declared = {value.name for value in light.graph.input}
+    light = light_copy(model, is_short)
     for value in light.graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value"):
                 size = evaluate_dim(dim.dim_param or f"{value.name}_{axis}", sizes)
                 if isinstance(size, int):
                     dim.dim_value = size
-    for tensor in model.graph.initializer:
-        if prod(tensor.dims) <= _CONSTANT_ELEMENTS and tensor.data_location != onnx.TensorProto.EXTERNAL:
-            light.graph.initializer.append(tensor)
-        elif tensor.name not in declared:
-            light.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     del light.graph.value_info[:]
     for value in light.graph.output:
         value.type.tensor_type.ClearField("shape")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from relaxtune.models import OnnxModel
 from relaxtune.models.axis_profile import sizes_within
-from relaxtune.models.buckets import batch_axis
-from relaxtune.models.size_histogram import SizePoint, check_axes, few_points, read_histogram
+from relaxtune.models.buckets import batch_axis, check_axes
+from relaxtune.models.size_histogram import SizePoint, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
@@ -108,7 +108,7 @@ def bench_artifact(
     artifact = LoadedArtifact.load(directory, request.streams)
     module = artifact.module
     model = reference_model(module, source)
-    check_axes([SizePoint(tuple(request.dims.items()), 1)], model.inputs, "--dim")
+    check_axes(request.dims, model.inputs, "--dim")
     routes: Mapping[str, Mapping[str, int]] = {"": request.dims}
     if not request.dims:
         routes = route_sizes(module, model) or {"": {}}
@@ -180,6 +180,6 @@ def _bench_points(
     first = loaded[0].module.manifest.source
     model, *_ = [reference_model(one.module, source or first) for one in loaded]
     points = choose(model)
-    check_axes(points, model.inputs)
-    check_axes([SizePoint(tuple(request.dims.items()), 1)], model.inputs, "--dim")
+    check_axes([axis for point in points for axis, _ in point.sizes], model.inputs, "the lengths")
+    check_axes(request.dims, model.inputs, "--dim")
     return measure_lengths(dict(zip(names, loaded, strict=True)), model, points, request)

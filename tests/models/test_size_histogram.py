@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from relaxtune.models.axis_profile import AxisProfile
+from relaxtune.models.buckets import check_axes
 from relaxtune.models.errors import ModelShapeError
-from relaxtune.models.size_histogram import SizePoint, check_axes, few_points, profile_of, read_histogram
+from relaxtune.models.size_histogram import SizePoint, few_points, profile_of, read_histogram
 from relaxtune.models.spec import TensorSpec
 
 
@@ -52,7 +53,7 @@ def test_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_axis_that_the_inputs_do_not_have_is_refused() -> None:
     with pytest.raises(ModelShapeError, match=r"axis 'length' of the lengths .* expected one of sequence"):
-        check_axes([SizePoint((("length", 3),), 1)], [TensorSpec("x", "int64", ("sequence",))])
+        check_axes(["length"], [TensorSpec("x", "int64", ("sequence",))], "the lengths")
 
 
 def test_few_points_stand_for_all_calls() -> None:
