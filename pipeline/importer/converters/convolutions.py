@@ -20,7 +20,7 @@ from relaxtune.pipeline.importer.converter_input import (
     static_size,
 )
 from relaxtune.pipeline.importer.converters.activations import activate
-from relaxtune.pipeline.importer.sizes import simplify
+from relaxtune.schedules.sizes import simplify
 
 _CONVOLUTIONS: Mapping[int, Callable[..., tvm.ir.Expr]] = {
     1: relax.op.nn.conv1d,
