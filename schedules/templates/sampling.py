@@ -39,8 +39,11 @@ _THREADS, _LIST_THREADS, _PEERS, _LIST = 1024, 256, 8, 2048
 _SHARED_BYTES = 24 * 1024
 
 _CLUSTER = """
-__forceinline__ __device__ void relaxtune_sampling_meet() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__forceinline__ __device__ void relaxtune_sampling_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__forceinline__ __device__ void relaxtune_sampling_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 __forceinline__ __device__ unsigned long long relaxtune_sampling_peer(const void* at, int rank) {
   unsigned long long found;
@@ -49,7 +52,8 @@ __forceinline__ __device__ unsigned long long relaxtune_sampling_peer(const void
 }
 """
 _ONE_BLOCK = """
-__forceinline__ __device__ void relaxtune_sampling_meet() { __syncthreads(); }
+__forceinline__ __device__ void relaxtune_sampling_arrive() {}
+__forceinline__ __device__ void relaxtune_sampling_wait() { __syncthreads(); }
 __forceinline__ __device__ unsigned long long relaxtune_sampling_peer(const void* at, int rank) {
   return (unsigned long long)at;
 }
@@ -62,6 +66,10 @@ _LOGITS = {
 # Inputs are read as volatile: other loads may be moved above the wait for the kernel before.
 _SOURCE = """
 namespace PARTS {MEETING
+__forceinline__ __device__ void relaxtune_sampling_meet() {
+  relaxtune_sampling_arrive();
+  relaxtune_sampling_wait();
+}
 __forceinline__ __device__ void relaxtune_sampling_sync(int threads) {
   asm volatile("bar.sync 1, %0;" :: "r"(threads) : "memory");
 }
@@ -317,6 +325,8 @@ __forceinline__ __device__ float relaxtune_sampling_logit(const void* logits, lo
 __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank, int thread) {
   using namespace PARTS;
   ABSENT
+  // A block's memory may be written once it has begun.
+  relaxtune_sampling_arrive();
   relaxtune_Sampling& s = *(relaxtune_Sampling*)memory;
   float given[8];
   for (int at = 0; at < 8; ++at) given[at] = ((const volatile float*)parameters)[row * 8 + at];
@@ -386,6 +396,7 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   int warp = thread / 32;
   if (thread % 32 == 0) s.warp_best[warp] = best, s.warp_top[warp] = top, s.warp_mass[warp] = mass;
   relaxtune_sampling_sync(THREADS);
+  relaxtune_sampling_wait();
   if (warp == 0) {
     best = s.warp_best[thread];
     top = s.warp_top[thread];

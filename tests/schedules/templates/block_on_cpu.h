@@ -113,7 +113,8 @@ inline unsigned (*show(const unsigned* words, int count))[8] {
 inline void __syncwarp() { wait_at(own_warp().barrier, 32); }
 inline void __syncthreads() { wait_at(barriers[current->block][0], block_threads); }
 inline void relaxtune_sampling_sync(int count) { wait_at(barriers[current->block][1], count); }
-inline void relaxtune_sampling_meet() { wait_at(of_cluster, threads.size()); }
+inline void relaxtune_sampling_arrive() {}
+inline void relaxtune_sampling_wait() { wait_at(of_cluster, threads.size()); }
 inline unsigned long long relaxtune_sampling_peer(const void* at, int rank) {
   return (unsigned long long)(memories[rank].data() + ((const char*)at - shared_memory.data()));
 }
