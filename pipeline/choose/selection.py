@@ -89,7 +89,7 @@ def select_kernels(
             table: KernelChoice | None = None
             trace: Trace = ()
             if lookup is not None and places and Route.TEMPLATE in routes:
-                table, trace = _choose_table(function, func, places, lookup, target)
+                table, trace = _choose_table(function, func, places, lookup, target, decision)
             choice = table or _untuned(function, func, target, routes, bool(places))
             choices.append(replace(choice, trace=trace if table else left_aside(trace, "its table cannot be made")))
         elif lookup is None:
@@ -179,6 +179,7 @@ def _choose_table(
     places: Sequence[tuple[SizeOfTable, TuningTask]],
     lookup: RecordLookup,
     target: ResolvedTarget,
+    decision: ModelDecision | None,
 ) -> tuple[KernelChoice | None, Trace]:
     """Return the kernel of symbolic sizes that records of some sizes make, and the records that were looked at.
 
@@ -186,17 +187,17 @@ def _choose_table(
     compiling from records alone both end here.
     """
     if target.kind == "cuda":
-        decision, note, trace = _lines(func, places, lookup, target)
+        made, note, trace = _lines(func, places, lookup, target, decision)
     else:
-        decision, note, trace = _for_all_sizes(func, places, lookup, target)
-    if decision is None:
+        made, note, trace = _for_all_sizes(func, places, lookup, target)
+    if made is None:
         return None, trace
     try:
-        scheduled = as_scheduled(apply_decision(func, target, decision))
+        scheduled = as_scheduled(apply_decision(func, target, made))
     except (TemplateError, *TVM_ERRORS) as e:
         logger.warning("kernel %s: its records make no kernel for all sizes: %s", function, last_line(e))
         return None, trace
-    choice = KernelChoice(function, None, Route.TEMPLATE, decision=decision, of_sizes=True, scheduled=scheduled)
+    choice = KernelChoice(function, None, Route.TEMPLATE, decision=made, of_sizes=True, scheduled=scheduled)
     return _noted(choice, note), trace
 
 
@@ -205,6 +206,7 @@ def _lines(
     places: Sequence[tuple[SizeOfTable, TuningTask]],
     lookup: RecordLookup,
     target: ResolvedTarget,
+    decision: ModelDecision | None,
 ) -> tuple[str | None, str, Trace]:
     """Return a function's table with the fastest record of each size; None where nothing is recorded."""
     table = table_of(func, target)
@@ -217,7 +219,12 @@ def _lines(
         return _doubt(task, record, target, table.refusal(func, target, record.decision, of.place))
 
     chosen = {
-        of: _fastest(lookup.judge(task), own.at(of.place), partial(doubt, of, task))
+        of: _fastest(
+            lookup.judge(task),
+            own.at(of.place),
+            partial(doubt, of, task),
+            None if decision is None else decision.preferred(task.workload_hash),
+        )
         for of, task in sorted(places, key=lambda one: one[0].place)
     }
     trace = tuple(entry for one in chosen.values() for entry in one.trace)
@@ -276,7 +283,9 @@ def _doubt(
     return f"it is not for symbolic rows: {refused.reason}"
 
 
-def _fastest(judged: Judged, own: str, doubt: Callable[[TuningRecord], str | None]) -> Choice:
+def _fastest(
+    judged: Judged, own: str, doubt: Callable[[TuningRecord], str | None], preferred: Preferred | None = None
+) -> Choice:
     """Return the fastest record; the decision without records, `own`, stays where no other is faster by over `_TIE`."""
     kept = next((one for one in judged.standing if (one.route, one.decision) == (Route.TEMPLATE, own)), None)
     if kept is not None:
@@ -285,7 +294,7 @@ def _fastest(judged: Judged, own: str, doubt: Callable[[TuningRecord], str | Non
         passed = tuple(Considered.of(one, f"no more than {_TIE:.0%} faster than the untuned kernel") for one in close)
         standing = tuple(one for one in judged.standing if one not in close)
         judged = Judged(standing, (*judged.trace, *passed))
-    return winner(judged, routes=(Route.TEMPLATE,), unusable=doubt)
+    return winner(judged, routes=(Route.TEMPLATE,), preferred=preferred, unusable=doubt)
 
 
 def _noted(choice: KernelChoice, why: str) -> KernelChoice:

@@ -28,7 +28,7 @@ from relaxtune.pipeline.bench.measure import (
     run_conditions,
 )
 from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_calls
-from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side, run_experiment
+from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side, run_experiment, slower_sizes
 from relaxtune.pipeline.prepare import PreparedModel
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Shipping:
     contrast: Contrast | None  # The tuned model beside the untuned one; None where both have the same kernels.
     searched: bool = True  # Whether any kernel could be tuned.
     seconds: float = COMPARE_S  # The time that the comparison was given.
+    slower: tuple[str, ...] = ()  # The tuned sizes at which the tuned model surely takes longer.
 
     @property
     def verdict(self) -> str:
@@ -72,6 +73,11 @@ class Shipping:
             runs += f" of {len(self.report.sizes)} sizes"
         if self.tuned:
             return f"Ships tuned: {gain:.1%} faster than untuned (at least {least:.1%}, {runs})."
+        if self.contrast.side is Side.BELOW:
+            where = ", ".join(self.slower)
+            return (
+                f"Ships untuned: the tuned kernels are {gain:.1%} faster in the mean, and slower at {where} ({runs})."
+            )
         if self.contrast.side is Side.ABOVE:
             found = f"{gain:.1%} faster" if gain > 0 else f"{-gain:.1%} slower"
             return f"Ships untuned: in the model, the tuned kernels are {found} ({runs})."
@@ -107,8 +113,9 @@ def decide(
 
     `tuned` has kernels from records, `untuned` none. Both are written to `folder` as artifacts: the one that ships can
     be moved from there. `lock` is held while they are timed. `peers` gives what is timed beside them, by default
-    `find_peers`. The comparison takes `seconds`, unless it is sure before, and is
-    over at `until`, on the clock of `time.monotonic`; it takes two seconds at least.
+    `find_peers`. The comparison takes `seconds`, unless it is sure before, and is over at `until`,
+    on the clock of `time.monotonic`; it takes two seconds at least. The tuned one ships if it is surely faster in the
+    mean, and surely slower at none of the sizes.
 
     Raises `ArtifactError`: one of them does not load here.
     """
@@ -126,7 +133,8 @@ def decide(
         # Handing the processors over to another process takes longer than many models.
         others = _timed_peers(beside.arms, of_peers_s)
     timed, contrast = found.arms[OWN_ARM], found.contrasts.get(OWN_ARM)
-    taken = contrast is None or contrast.side is Side.BELOW
+    slower = () if same else slower_sizes(timed, found.arms[UNTUNED_ARM], _QUESTION.doubt)
+    taken = contrast is None or (contrast.side is Side.BELOW and not slower)
     # A model that ships untuned is the untuned model: one measurement, not two that differ by noise.
     if contrast is None:
         shipped = [timed, replace(timed, name=UNTUNED_ARM)]
@@ -143,7 +151,8 @@ def decide(
         left_out=beside.left_out,
         sizes={call.sizes: call.count for call in calls},
     )
-    result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks), seconds)
+    points = tuple(point.name for call, point in zip(calls, prepared.sizes, strict=False) if call.sizes in slower)
+    result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks), seconds, points)
     logger.debug("%s: %s", prepared.model.name, result.verdict)
     return result, loaded if taken else other
 

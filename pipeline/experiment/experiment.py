@@ -201,6 +201,19 @@ def run_experiment(load: Callable[[], Mapping[str, Arm]], question: Question, *,
     )
 
 
+def slower_sizes(arm: ArmResult, baseline: ArmResult, doubt: float) -> tuple[str, ...]:
+    """Return the sizes at which an arm surely takes longer than one that took turns with it at each call.
+
+    `doubt` is the probability with which any size is returned that takes no longer.
+    """
+    slower = []
+    for sizes, taken in arm.by_sizes.items():
+        ratios = np.log(taken) - np.log(baseline.by_sizes[sizes])
+        if _contrast([*ratios], LEAST_GAIN, doubt / len(arm.by_sizes)).side is Side.ABOVE:
+            slower.append(sizes)
+    return tuple(slower)
+
+
 def decide(
     block: Callable[[], Mapping[str, float]],
     looks: tuple[int, ...],

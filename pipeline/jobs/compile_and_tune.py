@@ -38,6 +38,7 @@ from relaxtune.pipeline.jobs.tuned_model import (
     select_as_measured,
     tune_prepared,
     untuned_kernels,
+    with_untuned_sizes,
 )
 from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResult
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model, stage
@@ -228,8 +229,8 @@ def finish_tuned(
         meanwhile(requested, benchmark=request.benchmark, samples=request.samples, reference=known) as ready,
     ):
         if request.benchmark:
-            shipping, shipped = _decide_shipping(
-                *(requested, tuned, folder, lock, on_compiled, beforehand, ready), compare_s
+            shipping, shipped, tuned = _decide_shipping(
+                *(requested, tuned, database, folder, lock, on_compiled, beforehand, ready), compare_s
             )
             compiled = shipping.compiled
             if not shipping.tuned:
@@ -241,7 +242,7 @@ def finish_tuned(
             if missed is None and share is not None:
                 missed = slower_than_last(shipped.directory, out, timed_calls(requested), share, lock)
             record = partial(record_shipped, database=database, tuning=request.tuning, job_id=tuned.job_id)
-            record(requested, prepared, shipping)
+            record(requested, prepared, shipping, with_untuned=tuned.with_untuned)
             buckets, of_buckets = _ship_buckets(requested, database, folder / "bucket", lock, record, compare_s)
         else:
             compiled, buckets = _compile(prepared, tuned.choices, database)
@@ -267,23 +268,39 @@ def finish_tuned(
 def _decide_shipping(
     requested: PreparedModel,
     tuned: TunedModel,
+    database: TuningDatabase,
     folder: Path,
     lock: AbstractContextManager[object] | None,
     on_compiled: Callable[[], None],
     beforehand: Beforehand | None,
     ready: Meanwhile,
     compare_s: float,
-) -> tuple[Shipping, LoadedArm]:
-    """Compile a model tuned and untuned; return which of them ships, and that one's artifact in a folder."""
+) -> tuple[Shipping, LoadedArm, TunedModel]:
+    """Compile a model tuned and untuned; return which of them ships, and that one's artifact in a folder.
+
+    If it is faster in the mean but slower at some sizes, its tables keep their untuned kernels there, and both are
+    compared once more.
+    """
     with stage("compile"):
         untuned = None if beforehand is None else beforehand.untuned
         made = compile_module(tuned.prepared.lowered, tuned.choices, requested.target, like=untuned)
         if untuned is None:
             untuned = compile_module(requested.lowered, untuned_kernels(requested), requested.target, like=made)
     on_compiled()
+    until = None if beforehand is None else beforehand.until
     with stage("compare"):
-        until = None if beforehand is None else beforehand.until
-        return decide(requested, made, untuned, folder, lock, ready.peers, compare_s, until)
+        shipping, arm = decide(requested, made, untuned, folder, lock, ready.peers, compare_s, until)
+    if shipping.tuned or not shipping.slower or shipping.contrast is None or shipping.contrast.gain < 0:
+        return shipping, arm, tuned
+    kept = with_untuned_sizes(tuned, shipping.slower, database)
+    with stage("compile"):
+        again = compile_module(kept.prepared.lowered, kept.choices, requested.target, like=made)
+    if again.kernel_hashes == made.kernel_hashes:
+        return shipping, arm, tuned
+    logger.info("tuned kernels are slower at %s, where untuned ones stay", ", ".join(shipping.slower))
+    with stage("compare"):
+        shipping, arm = decide(requested, again, untuned, folder / "again", lock, ready.peers, compare_s, until)
+    return shipping, arm, kept
 
 
 def _ship_buckets(

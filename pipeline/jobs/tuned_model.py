@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -36,8 +36,9 @@ from relaxtune.pipeline.tuning.measure.stop import StopSignal
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
 from relaxtune.pipeline.tuning.progress import OnCandidate
 from relaxtune.pipeline.tuning.session import OpenMachine, require_valid, tune
+from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.targets import ResolvedTarget
-from relaxtune.tuning_db.records import Environment, Route
+from relaxtune.tuning_db.records import Environment, Route, utc_now
 from relaxtune.tuning_db.store import TuningDatabase
 from relaxtune.tuning_db.winner import left_aside
 
@@ -71,6 +72,8 @@ class TunedModel:
     choices: tuple[KernelChoice, ...]
     norm_forms: NormFormsReport | None = None
     rerank: RerankReport | None = None
+    # The decision of a model whose tables keep untuned kernels at some sizes.
+    with_untuned: ModelDecision | None = None
 
 
 def tune_prepared(
@@ -102,6 +105,21 @@ def select_tuned(
     prepared = _as_decided(prepared, decision)
     tuned = TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
     return _reranked(tuned, model, tuning, database, lock)
+
+
+def with_untuned_sizes(tuned: TunedModel, sizes: Collection[str], database: TuningDatabase) -> TunedModel:
+    """Return a tuned model whose tables keep their untuned kernels at some of its tuned sizes."""
+    prepared = tuned.prepared
+    own = {
+        task.workload_hash: (Route.TEMPLATE, template_candidates(task, prepared.target)[0].decision)
+        for task in prepared.tasks
+        if any(point in sizes for of in task.tables for point in of.points)
+    }
+    before = _decision(prepared, tuned.choices)
+    decision = dataclasses.replace(before, kernels={**before.kernels, **own}, made_at=utc_now())
+    return dataclasses.replace(
+        tuned, choices=choose_kernels(prepared, database, decision=decision), with_untuned=decision
+    )
 
 
 def _reranked(
@@ -147,18 +165,23 @@ def record_shipped(
     shipping: Shipping,
     database: TuningDatabase,
     *,
+    with_untuned: ModelDecision | None = None,
     tuning: TuningOptions,
     job_id: str | None,
 ) -> None:
     """Record whether a model, as its request says, ships untuned, where its newest record does not say so already."""
     model = measured_model(requested)
     before, untuned = model.find(database), not shipping.tuned
-    if untuned == (before is not None and before.untuned):
+    if untuned == (before is not None and before.untuned) and (untuned or with_untuned is None):
         return
     decision = (
-        ModelDecision(requested.lowered.options.norm_rows_max, untuned=True)
-        if untuned
-        else _decision(prepared, shipping.compiled.choices)
+        with_untuned
+        if with_untuned is not None and not untuned
+        else (
+            ModelDecision(requested.lowered.options.norm_rows_max, untuned=True)
+            if untuned
+            else _decision(prepared, shipping.compiled.choices)
+        )
     )
     latencies_ms = shipping.report.arm(OWN_ARM).latencies_ms
     model.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=latencies_ms)

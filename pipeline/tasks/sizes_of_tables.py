@@ -110,21 +110,23 @@ def tasks_of_tables(
                 continue
             place = place_of(sizes)
             nodes = [call.onnx_nodes for call in calls] * point.weight
-            if place in by_place:
-                by_place[place] = replace(by_place[place], weight=by_place[place].weight + len(nodes))
-                continue
-            mod = as_workload(static.with_attr(AT_SIZES_ATTR, True))
-            task = make_task(f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name, calls=nodes)
-            of = SizeOfTable(lowered.graph.name, name, place, point.is_default)
-            by_place[place] = replace(task, functions={}, tables=(of,))
+            known = by_place.get(place)
+            if known is None:
+                mod = as_workload(static.with_attr(AT_SIZES_ATTR, True))
+                task = make_task(f"{name}[{point.name}]", mod, model=lowered.graph.name, function=name, calls=nodes)
+                of = SizeOfTable(lowered.graph.name, name, place, point.is_default, (point.name,))
+                by_place[place] = replace(task, functions={}, tables=(of,))
+            else:
+                of = replace(known.tables[0], points=(*known.tables[0].points, point.name))
+                by_place[place] = replace(known, weight=known.weight + len(nodes), tables=(of,))
         symbolic = None
         if target.kind == "cuda":
             untuned = untuned_function(lowered, name, [(task.tables[0], task) for task in by_place.values()])
             symbolic = PackedModule.of(tvm.IRModule({"main": untuned}))
         for task in by_place.values():
-            known = found.get(task.workload_hash)
+            other = found.get(task.workload_hash)
             task = replace(task, symbolic=symbolic)
-            found[task.workload_hash] = task if known is None else known.joined(task)
+            found[task.workload_hash] = task if other is None else other.joined(task)
     return tuple(found.values())
 
 

@@ -20,6 +20,7 @@ class SizeOfTable:
     function: str
     place: Place
     is_default: bool = False  # Whether the user named no sizes.
+    points: tuple[str, ...] = ()  # The tuned sizes of the model that come to this place.
 
     @property
     def text(self) -> str:

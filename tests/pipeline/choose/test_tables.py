@@ -15,13 +15,15 @@ from relaxtune.models.size_histogram import SizePoint, profile_of
 from relaxtune.pipeline.artifact.compile import compile_module
 from relaxtune.pipeline.artifact.export import write_artifact
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.choose.model_records import measured_model
 from relaxtune.pipeline.codegen.kernel_hash import made_hash
 from relaxtune.pipeline.environment import detect_environment
-from relaxtune.pipeline.jobs.tuned_model import choose_kernels
+from relaxtune.pipeline.jobs.tuned_model import TunedModel, choose_kernels, select_as_measured, with_untuned_sizes
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest, PreparedModel, prepare_model
 from relaxtune.pipeline.registry.rebuild import rebuild_artifact
 from relaxtune.pipeline.tasks.sizes_of_tables import untuned_function
+from relaxtune.pipeline.tuning.options import TuningSummary
 from relaxtune.pipeline.tuning.record import describe_workload
 from relaxtune.pipeline.tuning.task_start import template_candidates
 from relaxtune.schedules.registry import RANGES
@@ -129,6 +131,26 @@ def test_untuned_line_stays_where_nothing_is_surely_faster(prepared: PreparedMod
     (choice,) = choose_kernels(prepared, database)
     assert "rows=16 (record 1), rows=128 (record 3), rows=4096 (record 6)" in choice.note
     assert [one.reason for one in choice.trace if one.id == 2] == ["no more than 1% faster than the untuned kernel"]
+
+
+def test_size_that_is_slower_in_the_model_keeps_its_untuned_line(prepared: PreparedModel, tmp_path: Path) -> None:
+    database = database_of(prepared, tmp_path / "tuning.db", others(prepared))
+    tuned = TunedModel(
+        "job", TuningSummary((), 0.0, {}, interrupted=False), prepared, choose_kernels(prepared, database)
+    )
+    kept = with_untuned_sizes(tuned, {"tokens=128"}, database)
+    at = {rows: (("rows", rows),) for rows in (16, 128, 4096)}
+    own, before, after = (
+        RangesParameters.from_json(choices[0].decision or "")
+        for choices in (choose_kernels(prepared, None), tuned.choices, kept.choices)
+    )
+    assert [after.at(at[rows]) == before.at(at[rows]) for rows in at] == [True, False, True]
+    assert after.at(at[128]) == own.at(at[128])
+    # Compiling from records follows the model's record.
+    assert kept.with_untuned is not None
+    measured_model(prepared).record(database, kept.with_untuned, seed=0, job_id=None, latencies_ms=(1.0,))
+    _, again = select_as_measured(prepared, database)
+    assert again[0].decision == kept.choices[0].decision
 
 
 def test_records_alone_give_the_same_kernels_again(model: Path, prepared: PreparedModel, tmp_path: Path) -> None:

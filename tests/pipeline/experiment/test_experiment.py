@@ -9,8 +9,16 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from relaxtune.pipeline.bench.measure import Arm
-from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side, decide, run_experiment
+from relaxtune.pipeline.bench.measure import Arm, ArmResult
+from relaxtune.pipeline.experiment.experiment import (
+    LEAST_GAIN,
+    Contrast,
+    Question,
+    Side,
+    decide,
+    run_experiment,
+    slower_sizes,
+)
 
 LOOKS = (16, 32, 64, 128)
 QUESTION = Question(border=0.02, doubt=0.05, seconds=60.0)
@@ -82,6 +90,14 @@ def arm(ms: float, calls: list[str], name: str) -> Arm:
         return ms
 
     return run
+
+
+def test_sizes_at_which_an_arm_takes_longer_are_named() -> None:
+    noise = np.random.default_rng(0).normal(1.0, 0.01, (4, 40))
+    base = ArmResult("untuned", (), by_sizes={"short": tuple(1.0 * noise[0]), "long": tuple(9.0 * noise[1])})
+    arm_ = ArmResult("tuned", (), by_sizes={"short": tuple(1.04 * noise[2]), "long": tuple(9.0 * noise[3])})
+    assert slower_sizes(arm_, base, 0.02) == ("short",)
+    assert slower_sizes(base, arm_, 0.02) == ()
 
 
 def test_all_arms_run_equally_often() -> None:
