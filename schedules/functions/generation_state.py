@@ -5,16 +5,19 @@ new token.
 
 ::
 
-    write_cache(cache [T, B, H, D], new [S, B, H, D], position):    cache[position + s] = new[s]
+    write_caches(caches [T, B, H, D], new [S, B, H, D], position):    cache[position + s] = new[s]
     advance(position, history [N + 1, B], tokens [B, S], token [B]):    history[position + S] = token; position += S
                                                                     tokens[:, 0] = token                    (S = 1)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
+import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -25,20 +28,48 @@ from relaxtune.schedules.sizes import Size
 # TVM's OpPatternKind.kOpaque: fused with nothing.
 _OPAQUE = 8
 INDEX = "int64"
+# Attribute of a function that writes caches in place.
+WRITES_CACHES = "relaxtune.writes_caches"
 
 
-def write_cache(cache: Sequence[Size], new: Sequence[Size], dtype: str) -> tirx.PrimFunc:
-    """Return the function that writes new tokens into a cache from a position on."""
+@dataclass(frozen=True)
+class Source:
+    """Where the new part [S, B, H, D] of a cache lies in a tensor: element (s, b, h, d) at offset + their strides."""
+
+    shape: tuple[Size, ...]  # Of the tensor.
+    dtype: str
+    offset: Size
+    strides: tuple[Size, ...]
+
+    def element(self, tensor: tirx.Var, place: Sequence[tirx.Expr]) -> tirx.Expr:
+        """Return an element of the new part."""
+        analyzer = tvm.sym.Analyzer()
+        flat = sum((at * stride for at, stride in zip(place, self.strides, strict=True)), start=self.offset)
+        inner = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        parts = zip(inner, self.shape, strict=True)
+        return tensor[tuple(analyzer.simplify(flat // step % extent) for step, extent in parts)]
+
+
+def write_caches(
+    caches: Sequence[Sequence[Size]], dtypes: Sequence[str], new: Sequence[Size], sources: Sequence[Source]
+) -> tirx.PrimFunc:
+    """Return the function (caches..., tensors..., position) that writes new parts [S, B, H, D] from a position on."""
     with IRBuilder() as builder, T.prim_func(s_tir=True):
-        T.func_name("write_cache")
-        T.func_attr({"op_pattern": _OPAQUE, "tirx.noalias": True})
-        kept, added, position = (
-            T.arg(name, T.Buffer(list(shape), kind))
-            for name, shape, kind in (("cache", cache, dtype), ("new", new, dtype), ("position", [1], INDEX))
-        )
+        T.func_name("write_caches")
+        T.func_attr({"op_pattern": _OPAQUE, "tirx.noalias": True, WRITES_CACHES: True})
+        count = len(caches)
+        kept = [T.arg(f"cache_{n}", T.Buffer(list(caches[n]), dtypes[n])) for n in range(count)]
+        given = [T.arg(f"new_{n}", T.Buffer(list(sources[n].shape), sources[n].dtype)) for n in range(count)]
+        position = T.arg("position", T.Buffer([1], INDEX))
         with T.grid(*new) as loops, T.sblock("write"):
-            s, *rest = T.axis.remap("SSSS", list(loops))
-            T.buffer_store(kept, added[(s, *rest)], [position[0] + s, *rest])
+            place = T.axis.remap("SSSS", list(loops))
+            for cache, dtype, tensor, source in zip(kept, dtypes, given, sources, strict=True):
+                value = (
+                    tirx.Cast(dtype, source.element(tensor, place))
+                    if source.dtype != dtype
+                    else source.element(tensor, place)
+                )
+                T.buffer_store(cache, value, [position[0] + place[0], *place[1:]])
     return builder.get().without_attr("global_symbol")
 
 

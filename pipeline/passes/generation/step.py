@@ -15,6 +15,7 @@ places of the caches, the next token into the history (and over the tokens, wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -51,7 +52,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     with_main,
 )
 from relaxtune.pipeline.passes.kit.sizes import size_of
-from relaxtune.schedules.functions.generation_state import INDEX, advance, write_cache
+from relaxtune.schedules.functions.generation_state import INDEX, Source, advance, write_caches
 from relaxtune.schedules.tir.expressions import used_vars
 
 # Operators that compute a token's part [width] of a tensor of that part of others.
@@ -200,8 +201,13 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
                 value = self._graph.values[expr]
                 made = relax.Call(value.op, [self._last(arg) for arg in value.args], value.attrs, value.ty_args)
             else:
-                end = self._new_tokens
-                made = relax.op.strided_slice(self.visit_expr(expr), [1], [end - 1], [end], assume_inbound=True)
+                end, whole = self._new_tokens, self.visit_expr(expr)
+                # A matmul in half precision rounds it. Behind the slice, attention would not be known to be rounded.
+                readers = (self._graph.value(reader) for reader in self._graph.readers(expr))
+                if self._options.half is not None and all(is_op(reader, "matmul") for reader in readers):
+                    whole = self._as(whole, self._options.half)
+                part = relax.op.strided_slice(whole, [1], [end - 1], [end], assume_inbound=True)
+                made = self._as(part, dtype_of(expr))
             made = self.builder_.normalize(made)
             last = self._lasts[expr] = relax.DataflowVar(expr.name, made.ty)
             self.builder_.emit_normalized(relax.VarBinding(last, made))
@@ -279,7 +285,11 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         """Write the new places of a cache; return all of it as the graph has it."""
         param, emit = self._caches[cache.param], self.builder_.emit
         new = self._as(emit(relax.op.permute_dims(self.visit_expr(cache.new), [2, 0, 1, 3])), dtype_of(param))
-        name = self.builder_.add_func(write_cache(_sizes(param), _sizes(new), dtype_of(param)), "write_cache")
+        shape = _sizes(new)
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(4)]
+        source = Source(tuple(shape), dtype_of(new), 0, tuple(strides))
+        func = write_caches([_sizes(param)], [dtype_of(param)], shape, [source])
+        name = self.builder_.add_func(func, "write_caches")
         written = emit(relax.op.call_tir_inplace(name, relax.Tuple([param, new, self._position]), 0, param.ty))
         return relax.op.permute_dims(self._as(written, dtype_of(cache.grown)), [1, 2, 0, 3])
 
