@@ -14,7 +14,8 @@ import numpy as np
 from relaxtune.models.dims import evaluate_dim
 
 # A step of generation: its inputs before the caches, its first output, and the axis of the positions that it looks at.
-TOKENS, POSITION, PADDING, HISTORY = "tokens", "position", "padding", "history"
+TOKENS, POSITION, PLACE, PADDING, HISTORY = "tokens", "position", "place", "padding", "history"
+SAMPLING, SEED, COUNTS = "sampling", "seed", "counts"
 LOGITS = "logits"
 VISIBLE = "visible"
 
@@ -123,8 +124,8 @@ class DecoderNames:
 class Generation:
     """What a step of generation is, beside its inputs and outputs.
 
-    Inputs are `tokens` [batch, new], `position` [1], `padding` [batch], `history` [capacity + 1, batch], then caches
-    [visible, batch, heads, width]; outputs are the logits of the last new token and the position after it.
+    Inputs are `tokens` [batch, new], the state (`state`), then caches [visible, batch, heads, width]; outputs are the
+    logits of the last new token and the position after it. `place` is the position plus 1, for each sequence.
     """
 
     capacity: int  # Tokens that a sequence may have, the prompt's among them.
@@ -133,6 +134,17 @@ class Generation:
     batch: str | int
     new: str | int
     names: DecoderNames
+
+    @property
+    def state(self) -> dict[str, tuple[tuple[int | str, ...], str]]:
+        """Shape and dtype of the inputs that a step has between its tokens and its caches."""
+        one, index = (self.batch,), "int64"
+        return {
+            **{POSITION: ((1,), index), PLACE: (one, index), PADDING: (one, index)},
+            HISTORY: ((self.capacity + 1, self.batch), index),
+            **{SAMPLING: ((self.batch, 8), "float32"), SEED: (one, index)},
+            COUNTS: ((self.batch, self.vocabulary), "int32"),
+        }
 
     @property
     def pads(self) -> bool:

@@ -166,9 +166,9 @@ def prepare_model(
     model, graph = imported.model, imported.graph
     steps: list[tuple[Bucket, ImportedGraph]] = []
     if request.generate:
-        policy, on_gpu = request.lowering.policy, target.kind == "cuda"
+        policy = request.lowering.policy
         half = None if policy is None else policy.half
-        graph, steps = generation_graphs(graph, request.max_length, half, request.buckets, on_gpu=on_gpu)
+        graph, steps = generation_graphs(graph, request.max_length, half, request.buckets, target)
     with stage("lower"):
         lowered = lower(graph, target.target, _lowering_for(request))
     buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)

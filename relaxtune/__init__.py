@@ -69,6 +69,7 @@ __all__ = [
     "Registry",
     "Report",
     "Route",
+    "Sampling",
     "ScheduleError",
     "TuneResult",
     "TuningDatabase",
@@ -102,6 +103,7 @@ _ERRORS = {name: "pipeline.errors" for name in __all__ if name.endswith("Error")
 _LIGHT = {
     "load": "loading",
     "Module": "pipeline.artifact.module",
+    "Sampling": "pipeline.artifact.generation.sampling",
     "ModelError": "models.errors",
     "ScheduleError": "schedules.errors",
     "TuningDatabaseError": "tuning_db.errors",

@@ -14,6 +14,7 @@ from relaxtune.loading import load
 from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import profile_of, read_histogram
+from relaxtune.pipeline.artifact.generation.sampling import Sampling
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.batch.driver import BatchRun
 from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
@@ -85,6 +86,7 @@ __all__ = [
     "Registry",
     "Report",
     "Route",
+    "Sampling",
     "ScheduleError",
     "TuneResult",
     "TuningDatabase",

@@ -26,6 +26,7 @@ from relaxtune.pipeline.artifact.calls.token_list import TokenList
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
 from relaxtune.pipeline.artifact.generation.generator import CHUNK, Generator, Outputs, Step
+from relaxtune.pipeline.artifact.generation.sampling import GREEDY, Sampling
 from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph, input_buffers
 from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_default_stream, on_stream
@@ -249,7 +250,13 @@ class Module:
         return await asyncio.get_running_loop().run_in_executor(self._thread[1], self.run, inputs)
 
     def generate(
-        self, ids: Sequence[int], *, max_new_tokens: int | None = None, stop: Collection[int] = (), chunk: int = CHUNK
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop: Collection[int] = (),
+        sampling: Sampling = GREEDY,
+        chunk: int = CHUNK,
     ) -> Iterator[int]:
         """Give the tokens that follow a prompt, each as soon as it is there.
 
@@ -261,6 +268,8 @@ class Module:
             The most tokens; None goes on until the caches are full.
         stop : collection of int
             Tokens that end a sequence; they are given too.
+        sampling : Sampling
+            How tokens are drawn; by default each is the one with the largest logit.
         chunk : int
             Tokens of the prompt that are computed at a time.
 
@@ -270,7 +279,7 @@ class Module:
             The artifact does not generate, the prompt is empty or longer than its caches, or a token is none of the
             vocabulary.
         """
-        rows = self.generate_batch([ids], max_new_tokens=max_new_tokens, stop=stop, chunk=chunk)
+        rows = self.generate_batch([ids], max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, chunk=chunk)
         return (token for (token,) in rows if token is not None)
 
     def generate_batch(
@@ -279,6 +288,7 @@ class Module:
         *,
         max_new_tokens: int | None = None,
         stop: Collection[int] = (),
+        sampling: Sampling = GREEDY,
         chunk: int = CHUNK,
     ) -> Iterator[list[int | None]]:
         """Give the next token of each of several sequences, None behind the end of one; arguments as of `generate`.
@@ -291,7 +301,7 @@ class Module:
         generator = self.generator
         given = [[int(token) for token in prompt] for prompt in prompts]
         generator.check(given, chunk, max_new_tokens)
-        return generator.generate(given, max_new_tokens, frozenset(stop), chunk)
+        return generator.generate(given, max_new_tokens, frozenset(stop), chunk, sampling)
 
     @property
     def generator(self) -> Generator:

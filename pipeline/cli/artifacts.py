@@ -9,7 +9,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -314,6 +314,14 @@ class PromptOptions:
     tokenizer: Path | None = option(None, "The model's tokenizer.json.", metavar="FILE")
     max_new_tokens: int = option(128, "The most tokens.", min=1, metavar="N")
     stop: str | None = option(None, "Token ids that end the text.", metavar="ID,...")
+    temperature: float = option(0.0, "Temperature of the draw; 0 takes the likeliest token.", min=0.0)
+    top_k: int = option(0, "Draw from the K likeliest tokens; 0: from all.", min=0, metavar="K")
+    top_p: float = option(1.0, "Draw from the likeliest tokens with this probability in all.", min=0.0, max=1.0)
+    min_p: float = option(0.0, "Draw from tokens with this share of the likeliest one's probability.", min=0.0, max=1.0)
+    repetition_penalty: float = option(1.0, "Factor against tokens of prompt and text.", min=0.01)
+    presence_penalty: float = option(0.0, "Number off the logits of tokens of the text.")
+    frequency_penalty: float = option(0.0, "Number off the logits of tokens of the text, each time they occur.")
+    seed: int = option(0, "Seed of the draw.")
 
 
 @takes_groups()
@@ -324,6 +332,7 @@ def generate(
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Write the tokens that follow a prompt, each as soon as it is there: text, or ids without a tokenizer."""
+    from relaxtune.pipeline.artifact.generation.sampling import Sampling
     from relaxtune.pipeline.artifact.module import Module
 
     if (options.ids is None) == (options.prompt is None):
@@ -336,11 +345,13 @@ def generate(
     else:
         raise UsageError("--prompt is text: name the model's tokenizer.json by --tokenizer FILE, or give --ids")
     stop = [] if options.stop is None else _ids(options.stop, "--stop")
+    given = asdict(options)
+    sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
     module = Module.load(directory, verify_key=verify_key)
     decoded = _text_of(tokenizer)
     tokens, text, first = [], "", 0.0
     started = time.perf_counter()
-    for token in module.generate(ids, max_new_tokens=options.max_new_tokens, stop=stop):
+    for token in module.generate(ids, max_new_tokens=options.max_new_tokens, stop=stop, sampling=sampling):
         first = first or time.perf_counter()
         part = decoded(token)
         tokens.append(token)

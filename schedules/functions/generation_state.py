@@ -6,8 +6,8 @@ new token.
 ::
 
     write_caches(caches [T, B, H, D], new [S, B, H, D], position):    cache[position + s] = new[s]
-    advance(position, history [N + 1, B], tokens [B, S], token [B]):    history[position + S] = token; position += S
-                                                                    tokens[:, 0] = token                    (S = 1)
+    advance(position, place [B], history [N + 1, B], tokens [B, S], token [B]):
+        history[position + S] = token; position = position + S; place = position + 1; tokens[:, 0] = token (S = 1)
 """
 
 from __future__ import annotations
@@ -76,18 +76,20 @@ def write_caches(
 def advance(batch: Size, new: Size, capacity: int, *, on_gpu: bool) -> tirx.PrimFunc:
     """Return the function that appends a token of each sequence to the history; with one new token it is the next.
 
-    One thread runs it, of a GPU too: a sequence is a store or two, and the position is written last.
+    One thread runs it, of a GPU too: a sequence is a few stores, and the position is written last.
     """
+    shapes: dict[str, list[Size]] = {"position": [1], "place": [batch], "history": [capacity + 1, batch]}
     with IRBuilder() as builder, T.prim_func(s_tir=True):
         T.func_name("advance")
         T.func_attr({"op_pattern": _OPAQUE, "tirx.noalias": True, SCHEDULED_ATTR: True})
-        shapes = {"position": [1], "history": [capacity + 1, batch], "tokens": [batch, new], "token": [batch]}
-        position, history, tokens, token = (T.arg(name, T.Buffer(shape, INDEX)) for name, shape in shapes.items())
+        shapes |= {"tokens": [batch, new], "token": [batch]}
+        position, place, history, tokens, token = (T.arg(name, T.Buffer(shapes[name], INDEX)) for name in shapes)
         with ExitStack() as stack:
             for axis in ("blockIdx.x", "threadIdx.x") if on_gpu else ():
                 stack.enter_context(T.thread_binding(0, 1, thread=axis))
             with T.serial(0, batch) as row:
                 T.buffer_store(history, token[row], [position[0] + new, row])
+                T.buffer_store(place, position[0] + new + 1, [row])
                 if new == 1:
                     T.buffer_store(tokens, token[row], [row, 0])
             T.buffer_store(position, position[0] + new, [0])

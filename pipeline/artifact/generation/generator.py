@@ -13,7 +13,21 @@ import numpy as np
 from tvm_ffi import Device, Tensor
 
 from relaxtune.models.dims import evaluate_dim
-from relaxtune.models.spec import HISTORY, PADDING, POSITION, TOKENS, VISIBLE, Generation, TensorSpec, numpy_dtype
+from relaxtune.models.spec import (
+    COUNTS,
+    HISTORY,
+    PADDING,
+    PLACE,
+    POSITION,
+    SAMPLING,
+    SEED,
+    TOKENS,
+    VISIBLE,
+    Generation,
+    TensorSpec,
+    numpy_dtype,
+)
+from relaxtune.pipeline.artifact.generation.sampling import GREEDY, Sampling
 from relaxtune.pipeline.artifact.gpu.turns import Turns, on_default_stream
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tvm_runtime.library import array_of, fill, is_cpu, tensor_of, view
@@ -21,6 +35,9 @@ from relaxtune.pipeline.tvm_runtime.library import array_of, fill, is_cpu, tenso
 # Tokens of a prompt that one step takes, steps that a GPU is given at a time, and what the number of positions that a
 # step looks at is rounded up to, so that few sizes come.
 CHUNK, AHEAD, _GRAIN = 512, 8, 64
+
+# Of `schedules.functions.sampling`.
+_PROMPT_BIT = -(2**31)
 
 Outputs = tuple[Tensor, ...]
 
@@ -53,7 +70,7 @@ class Generator:
         self, generation: Generation, inputs: Sequence[TensorSpec], steps: Sequence[Step], device: Device, turns: Turns
     ) -> None:
         self.generation = generation
-        self._caches = [spec for spec in inputs if spec.name not in (TOKENS, POSITION, PADDING, HISTORY)]
+        self._caches = [spec for spec in inputs if spec.name not in (TOKENS, *generation.state)]
         self._steps, self._device, self._turns = tuple(steps), device, turns
         self._states: dict[int, _State] = {}
         self._state: _State | None = None
@@ -89,13 +106,17 @@ class Generator:
         if chunk < 1 or (most is not None and most < 1):
             raise UsageError(f"expected 1 or more, got chunk={chunk} and max_new_tokens={most}")
 
-    def start(self, padding: Sequence[int]) -> None:
+    def start(self, padding: Sequence[int], sampling: Sampling = GREEDY) -> None:
         """Begin sequences, each with some places before its first token."""
+        batch = len(padding)
         with on_default_stream(self._device), self._turns:
-            state = self._state = self._states.get(len(padding)) or self._new_state(len(padding))
+            state = self._state = self._states.get(batch) or self._new_state(batch)
             state.position = 0
             fill(state.kept[POSITION], np.zeros(1, np.int64))
+            fill(state.kept[PLACE], np.ones(batch, np.int64))
             fill(state.kept[PADDING], np.asarray(padding, np.int64))
+            fill(state.kept[SAMPLING], np.array([sampling.parameters] * batch, np.float32))
+            fill(state.kept[SEED], sampling.seed + np.arange(batch))
 
     def feed(self, ids: np.ndarray) -> Tensor:
         """Take the next tokens [batch, new] of all sequences; return the logits [batch, vocabulary] after them."""
@@ -116,8 +137,22 @@ class Generator:
         assert logits is not None
         return logits
 
+    def _count(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Write which tokens are in the prompts; steps before the last one of a prompt have counted what they drew."""
+        state = self._require()
+        counts = np.zeros((state.batch, self.generation.vocabulary), np.int32)
+        for row, prompt in zip(counts, prompts, strict=True):
+            row[np.asarray(prompt)] = _PROMPT_BIT
+        with on_default_stream(self._device), self._turns:
+            fill(state.kept[COUNTS], counts)
+
     def generate(
-        self, prompts: Sequence[Sequence[int]], most: int | None, stop: frozenset[int], chunk: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        most: int | None,
+        stop: frozenset[int],
+        chunk: int,
+        sampling: Sampling = GREEDY,
     ) -> Iterator[list[int | None]]:
         """Give the next token of each sequence, None behind its end."""
         length = max(map(len, prompts))
@@ -125,8 +160,12 @@ class Generator:
         ids = np.zeros((len(prompts), length), np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
             row[length - len(prompt) :] = prompt
-        self.start([length - len(prompt) for prompt in prompts])
+        self.start([length - len(prompt) for prompt in prompts], sampling)
+        if isinstance(self.generation.new, int):
+            chunk = self.generation.new
         for start in range(0, length, chunk):
+            if sampling.counts and start + chunk >= length:
+                self._count(prompts)
             self.feed(ids[:, start : start + chunk])
         left = room + 1 if most is None else min(most, room + 1)
         ended = [False] * len(prompts)
@@ -151,13 +190,12 @@ class Generator:
     def _new_state(self, batch: int) -> _State:
         generation = self.generation
         sizes = {VISIBLE: generation.capacity, str(generation.batch): batch}
-        shapes = {POSITION: [1], PADDING: [batch], HISTORY: [generation.capacity + 1, batch]}
-        zeros = {name: np.zeros(shape, np.int64) for name, shape in shapes.items()}
-        for spec in self._caches:
-            # What is not written yet is read, and hidden: it may not be NaN.
-            zeros[spec.name] = np.zeros(
-                [int(evaluate_dim(axis, sizes)) for axis in spec.shape], numpy_dtype(spec.dtype)
-            )
+        caches = {spec.name: (spec.shape, spec.dtype) for spec in self._caches}
+        # Places of the caches that are not written yet are read, and hidden: they may not be NaN.
+        zeros = {
+            name: np.zeros([int(evaluate_dim(axis, sizes)) for axis in shape], numpy_dtype(dtype))
+            for name, (shape, dtype) in {**generation.state, **caches}.items()
+        }
         # The CUDA graph of a step reads the tensors that it was captured with, as long as the artifact is loaded.
         captured = {step.sizes.get(str(generation.batch)) for step in self._steps if VISIBLE in step.sizes}
         self._states = {size: state for size, state in self._states.items() if size in captured}
@@ -180,7 +218,7 @@ class Generator:
             view(state.kept[spec.name], [int(evaluate_dim(axis, sizes)) for axis in spec.shape])
             for spec in self._caches
         ]
-        return [tokens, *(state.kept[name] for name in (POSITION, PADDING, HISTORY)), *caches]
+        return [tokens, *(state.kept[name] for name in self.generation.state), *caches]
 
     def _decode(self, state: _State) -> Tensor:
         """Take the last token of each sequence; return the logits after it."""

@@ -13,6 +13,7 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.generation.caches import Decoder, find_decoder
 from relaxtune.pipeline.passes.generation.step import StepOptions, as_step
+from relaxtune.schedules.targets import ResolvedTarget
 
 # Tokens of a sequence where neither the user nor a table of the model sets a limit, and the most that are searched for.
 _DEFAULT_LENGTH, _LENGTH_MAX = 2048, 2**22
@@ -21,7 +22,11 @@ _LEAST_VISIBLE = 256
 
 
 def generation_graphs(
-    graph: ImportedGraph, max_length: int | None, half: str | None, sizes: Mapping[str, Sequence[int]], *, on_gpu: bool
+    graph: ImportedGraph,
+    max_length: int | None,
+    half: str | None,
+    sizes: Mapping[str, Sequence[int]],
+    target: ResolvedTarget,
 ) -> tuple[ImportedGraph, list[tuple[Bucket, ImportedGraph]]]:
     """Return a decoder as a step of any sizes, and as decode steps for some.
 
@@ -35,9 +40,9 @@ def generation_graphs(
         Dtype of the caches in place of float32.
     sizes : mapping
         Sizes of the batch to have decode steps for; 1 by default.
-    on_gpu : bool
-        Whether the target is a GPU. Its decode steps know how many positions they look at, as CUDA graphs have to:
-        there are some for each batch.
+    target : ResolvedTarget
+        Decode steps of a GPU know how many positions they look at, as CUDA graphs have to: there are some for each
+        batch.
 
     Raises
     ------
@@ -45,7 +50,7 @@ def generation_graphs(
         The graph is no decoder, its tables do not reach `max_length`, or `sizes` names another axis.
     """
     decoder = find_decoder(graph.mod, graph.name)
-    options = StepOptions(_capacity(graph.model, decoder, max_length), half, on_gpu)
+    options = StepOptions(_capacity(graph.model, decoder, max_length), target, half)
     batch, new = str(decoder.batch), str(decoder.new)
     if unknown := sizes.keys() - {batch}:
         raise UsageError(
@@ -56,7 +61,7 @@ def generation_graphs(
         fixed = [{batch: size} for size in sizes.get(batch, (1,))]
     if not isinstance(decoder.new, int):
         fixed = [{**one, new: 1} for one in fixed]
-    if on_gpu:
+    if target.kind == "cuda":
         fixed = [{**one, VISIBLE: length} for one in fixed for length in visible_lengths(options.capacity)]
     made = []
     for one in filter(None, fixed):

@@ -4,13 +4,13 @@
 
     logits, caches [B, H, P + S, D]... = graph(ids [B, S], mask [B, P + S], positions [B, S], caches [B, H, P, D]...)
 
-    logits [B, 1, V], position [1] = step(tokens [B, S], position [1], padding [B], history [N + 1, B],
-                                          caches [T, B, H, D]...)
+    logits [B, V], position [1] = step(tokens [B, S], position [1], history [N + 1, B], ..., caches [T, B, H, D]...)
 
 `position` is the number of tokens so far, P, and T a number of positions that holds P + S at least. Where P + S is a
 size it becomes T; where P is a value it becomes `position`. Places from P + S on are hidden as padding is. A cache has
 its positions outermost, so that T of them are the beginning of one tensor of any capacity. The step writes the new
-places of the caches, the next token into the history (and over the tokens, where S is 1), and then the position.
+places of the caches, the next token into the history (and over the tokens, where S is 1), and then the position. Its
+state is `Generation.state`; the token is drawn as `schedules.functions.sampling` says.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm_ffi import structural_map
 
 from relaxtune.models.spec import (
+    COUNTS,
     HISTORY,
     LOGITS,
     PADDING,
+    PLACE,
     POSITION,
+    SAMPLING,
+    SEED,
     TOKENS,
     VISIBLE,
     DecoderNames,
@@ -51,8 +55,12 @@ from relaxtune.pipeline.passes.kit.ir import (
     with_functions,
     with_main,
 )
+from relaxtune.pipeline.passes.kit.rewrite import OPAQUE
 from relaxtune.pipeline.passes.kit.sizes import size_of
 from relaxtune.schedules.functions.generation_state import INDEX, Source, advance, write_caches
+from relaxtune.schedules.functions.sampling import SamplingSpec
+from relaxtune.schedules.sampling import sampling_function
+from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.tir.expressions import used_vars
 
 # Operators that compute a token's part [width] of a tensor of that part of others.
@@ -65,8 +73,8 @@ class StepOptions:
     """How a decoder becomes a step."""
 
     capacity: int  # Positions of the caches.
+    target: ResolvedTarget
     half: str | None = None  # Dtype of caches in place of float32.
-    on_gpu: bool = False
 
 
 def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int] | None = None) -> ImportedGraph:
@@ -83,7 +91,9 @@ def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int]
     place = graph.mod.get_global_var("main")
     decoder = find_decoder(with_functions(graph.mod, {place: main}), graph.name)
     total = tirx.Var(VISIBLE, INDEX)
-    names = _names(graph, main, decoder)
+    batch, new = (axis if isinstance(axis, int) else str(axis) for axis in (decoder.batch, decoder.new))
+    words = int((shape_of(decoder.logits) or [])[2])
+    generation = Generation(options.capacity, words, batch, new, _names(graph, main, decoder))
     # A function has to have its sizes from a parameter; no other one may have T alone.
     carrier = relax.Var(VISIBLE, relax.TensorType([total], INDEX))
     main = relax.Function([*main.params, carrier], main.body, main.ret_ty, main.is_pure, main.attrs)
@@ -91,20 +101,19 @@ def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int]
     mod = with_functions(graph.mod, {place: sized})
     bound = {one.var: other.var for one, other in zip(bindings_of(main), bindings_of(sized), strict=True)}
     decoder = decoder.renamed(dict(zip(main.params, sized.params, strict=True)) | bound)
-    writer = _Step(Graph(mod), decoder, options, total, graph.name)
+    writer = _Step(Graph(mod), decoder, options, generation, total, graph.name)
     function = relax.analysis.remove_all_unused(writer.write())
     if VISIBLE in sizes:
         function = function.bind_symbolic_vars({total: sizes[VISIBLE]})
     mod = tvm.relax.transform.Normalize()(with_main(writer.builder_.get(), function))
     main = main_of(mod)
     outputs = zip((LOGITS, POSITION), main.ret_ty.fields, strict=True)
-    batch, new = (axis if isinstance(axis, int) else str(axis) for axis in (decoder.batch, decoder.new))
     return replace(
         graph,
         mod=mod,
         inputs=tuple(_spec(str(param.name), param.ty) for param in main.params),
         outputs=tuple(_spec(name, ty) for name, ty in outputs),
-        generation=Generation(options.capacity, int(main.ret_ty.fields[0].shape.values[1]), batch, new, names),
+        generation=generation,
     )
 
 
@@ -135,7 +144,15 @@ def _spec(name: str, ty: relax.TensorType) -> TensorSpec:
 class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no types
     """Writes the step of a graph that has T - S in the place of P."""
 
-    def __init__(self, graph: Graph, decoder: Decoder, options: StepOptions, total: tirx.Var, model: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        decoder: Decoder,
+        options: StepOptions,
+        generation: Generation,
+        total: tirx.Var,
+        model: str,
+    ) -> None:
         functions = {name: func for name, func in graph.mod.functions_items() if name.name_hint != "main"}
         super().__init__(tvm.ir.IRModule(functions, attrs=graph.mod.attrs, global_infos=graph.mod.global_infos))
         self._graph, self._decoder, self._model = graph, decoder, model
@@ -152,8 +169,11 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
             return relax.Var(name, relax.TensorType(shape, dtype))
 
         self._tokens = param(TOKENS, [self._batch, self._new])
-        self._position, self._padding = param(POSITION, [1]), param(PADDING, [self._batch])
-        self._history = param(HISTORY, [options.capacity + 1, self._batch])
+        self._state = {
+            name: param(name, [axis if isinstance(axis, int) else self._batch for axis in shape], dtype)
+            for name, (shape, dtype) in generation.state.items()
+        }
+        self._position = self._state[POSITION]
         self._caches = {}
         for one in decoder.caches:
             dtype = dtype_of(one.param)
@@ -165,7 +185,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
     def write(self) -> relax.Function:
         """Return the step."""
         decoder, emit = self._decoder, self.builder_.emit
-        params = [self._tokens, self._position, self._padding, self._history, *self._caches.values()]
+        params = [self._tokens, *self._state.values(), *self._caches.values()]
         with self.builder_.function("main", params):
             with self.builder_.dataflow():
                 self.set_var_remap(decoder.tokens, self._as(self._tokens, dtype_of(decoder.tokens)))
@@ -177,8 +197,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
                     self.visit_binding(binding)
                 logits = self._last(decoder.logits)
                 row = emit(relax.op.reshape(logits, [self._batch, _axis(logits, 2)]))
-                token = emit(relax.op.argmax(row, axis=1))
-                results = self.builder_.emit_output(relax.Tuple([row, self._advanced(token)]))
+                results = self.builder_.emit_output(relax.Tuple([row, self._advanced(self._sampled(row))]))
             self.builder_.emit_func_output(results)
         return self.builder_.get()["main"]
 
@@ -293,13 +312,26 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         written = emit(relax.op.call_tir_inplace(name, relax.Tuple([param, new, self._position]), 0, param.ty))
         return relax.op.permute_dims(self._as(written, dtype_of(cache.grown)), [1, 2, 0, 3])
 
+    def _sampled(self, logits: relax.Var) -> relax.Var:
+        """Return the token [B] that is drawn after the new ones; it is counted."""
+        emit, words = self.builder_.emit, _axis(logits, 1)
+        place = self._state[PLACE]
+        if self._new != 1:
+            place = emit(relax.op.broadcast_to(self._places(1, self._new_tokens), [self._batch]))
+        spec = SamplingSpec(self._batch, int(words), dtype_of(logits), counts=True)
+        sampled = sampling_function(spec, self._options.target).with_attr("op_pattern", OPAQUE)
+        name = self.builder_.add_func(sampled.without_attr("global_symbol"), "sample")
+        given = [logits, self._state[SAMPLING], self._state[SEED], place, self._state[COUNTS]]
+        types = [given[4].ty, *(relax.TensorType(list(shape), dtype) for _, shape, dtype in spec.outputs)]
+        call = emit(relax.op.call_tir_inplace(name, relax.Tuple(given), [4, -1, -1, -1], types))
+        return emit(relax.TupleGetItem(call, 1))
+
     def _advanced(self, token: relax.Var) -> relax.Var:
         """Write the token, then the position; return it."""
-        kept = [self._position, self._history, self._tokens]
-        name = self.builder_.add_func(
-            advance(self._batch, self._new, self._options.capacity, on_gpu=self._options.on_gpu), "advance"
-        )
-        places = [0, 1, *([2] if self._new == 1 else [])]
+        kept = [self._position, self._state[PLACE], self._state[HISTORY], self._tokens]
+        on_gpu = self._options.target.kind == "cuda"
+        name = self.builder_.add_func(advance(self._batch, self._new, self._options.capacity, on_gpu=on_gpu), "advance")
+        places = [0, 1, 2, *([3] if self._new == 1 else [])]
         types = [kept[place].ty for place in places]
         call = self.builder_.emit(relax.op.call_tir_inplace(name, relax.Tuple([*kept, token]), places, types))
         return self.builder_.emit(relax.TupleGetItem(call, 0))
@@ -315,7 +347,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         """Return 1 for each of the T places that holds a token."""
         emit, op = self.builder_.emit, relax.op
         place, before = (emit(op.expand_dims(one, [0])) for one in self._filled())
-        after = emit(op.greater_equal(place, emit(op.expand_dims(self._padding, [1]))))
+        after = emit(op.greater_equal(place, emit(op.expand_dims(self._state[PADDING], [1]))))
         return self._as(emit(op.logical_and(before, after)), dtype)
 
     def _hidden(self, scores: tvm.ir.Expr) -> relax.Var:
@@ -327,7 +359,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         """Return the place of each new token among those of its sequence."""
         emit, op = self.builder_.emit, relax.op
         places = emit(op.expand_dims(self._places(self._new), [0]))
-        own = emit(op.subtract(places, emit(op.expand_dims(self._padding, [1]))))
+        own = emit(op.subtract(places, emit(op.expand_dims(self._state[PADDING], [1]))))
         return self._as(emit(op.maximum(own, relax.const(0, INDEX))), dtype)
 
     def _places(self, count: int | tirx.Expr, start: tirx.Expr | int = 0) -> relax.Var:

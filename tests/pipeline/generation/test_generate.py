@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relaxtune import Module, UsageError
+from relaxtune import Module, Sampling, UsageError
 from tests.command_line import Ended
 from tests.pipeline.generation.conftest import CAPACITY
 from tests.pipeline.generation.reference import greedy
@@ -29,6 +29,37 @@ def test_tokens_equal_the_models_own_when_the_prompt_is_cut(module: Module, deco
 def test_batch_of_several_lengths_equals_the_models_own(module: Module, decoder: Path, chunk: int) -> None:
     rows = list(module.generate_batch(PROMPTS, max_new_tokens=100, chunk=chunk))
     assert np.transpose(rows).tolist() == greedy(decoder, PROMPTS, 100)
+
+
+def test_same_seed_draws_the_same_tokens(module: Module) -> None:
+    drawn = [list(module.generate(PROMPT, max_new_tokens=40, sampling=Sampling(1.0, seed=seed))) for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert drawn[0] == list(module.generate(PROMPT, max_new_tokens=40, sampling=Sampling(1.0, seed=7), chunk=2))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0, top_k=3), Sampling(2.0, top_k=1), Sampling(1.0, top_p=1e-6)])
+def test_draw_of_the_likeliest_token_alone_is_greedy(module: Module, sampling: Sampling) -> None:
+    greedy_tokens = list(module.generate(PROMPT, max_new_tokens=30))
+    assert list(module.generate(PROMPT, max_new_tokens=30, sampling=sampling)) == greedy_tokens
+
+
+@pytest.mark.parametrize("chunk", [512, 2])
+def test_penalties_keep_tokens_of_the_text_away(module: Module, chunk: int) -> None:
+    once = list(module.generate(PROMPT, max_new_tokens=100, sampling=Sampling(presence_penalty=1e6), chunk=chunk))
+    assert len(set(once)) == 100
+    rows = module.generate_batch(
+        [PROMPT, PROMPTS[2]], max_new_tokens=80, sampling=Sampling(repetition_penalty=1e6), chunk=chunk
+    )
+    for prompt, tokens in zip([PROMPT, PROMPTS[2]], np.transpose(list(rows)).tolist(), strict=True):
+        assert not set(prompt) & set(tokens)
+        assert len(set(tokens)) == 80
+
+
+def test_wrong_sampling_is_refused() -> None:
+    with pytest.raises(UsageError, match="expected 0 to 1"):
+        Sampling(top_p=1.5)
+    with pytest.raises(UsageError, match="repetition_penalty above 0"):
+        Sampling(repetition_penalty=0.0)
 
 
 def test_next_text_is_not_touched_by_what_the_caches_hold(module: Module) -> None:
@@ -81,6 +112,9 @@ def test_command_writes_tokens(artifact: Path, module: Module, relaxtune: Callab
     assert [int(token) for token in shown.stdout.split()] == expected
     assert "12 tokens: the first after" in shown.stderr
     assert relaxtune(*words, "--format", "json").data["tokens"] == expected
+    drawn = list(module.generate(PROMPT, max_new_tokens=12, sampling=Sampling(0.9, top_k=40, seed=3)))
+    options = ("--temperature", 0.9, "--top-k", 40, "--seed", 3)
+    assert relaxtune(*words, *options, "--format", "json").data["tokens"] == drawn
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,13 @@ from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes.generation.entries import generation_graphs, visible_lengths
 from relaxtune.pipeline.passes.generation.step import StepOptions, as_step
 from relaxtune.pipeline.passes.kit.ir import bindings_of, is_op, main_of
-from relaxtune.pipeline.prepare import ModelRequest
+from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.prepare import ModelRequest, prepare_model
+from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.generation.conftest import FREE
 from tests.pipeline.importer.onnx_cases import make_model
 
+CPU = resolve_target("llvm")
 HEADS, WIDTH, WORDS = 2, 4, 16
 CACHE = ("batch", HEADS, "past", WIDTH)
 GROWN = ("batch", HEADS, "past + new", WIDTH)
@@ -60,7 +63,7 @@ def layer(*, weights: str = "weights", past: tuple[int | str, ...] = CACHE, **in
 
 
 def step_of(model: OnnxModel) -> ImportedGraph:
-    return as_step(import_model(model), StepOptions(32))
+    return as_step(import_model(model), StepOptions(32, CPU))
 
 
 @pytest.fixture(scope="module")
@@ -69,22 +72,24 @@ def llama() -> ImportedGraph:
 
 
 def test_step_has_state_in_the_place_of_caches_masks_and_positions(llama: ImportedGraph) -> None:
-    step = as_step(llama, StepOptions(64, half="float16"))
+    step = as_step(llama, StepOptions(64, CPU, "float16"))
     named = {spec.name: (spec.dtype, spec.shape) for spec in step.inputs}
-    assert list(named)[:4] == ["tokens", "position", "padding", "history"]
+    assert list(named)[:5] == ["tokens", "position", "place", "padding", "history"]
     assert named["history"] == ("int64", (65, "batch"))
-    assert set(list(named.values())[4:]) == {("float16", ("visible", "batch", 2, 32))}
+    assert set(list(named.values())[8:]) == {("float16", ("visible", "batch", 2, 32))}
     assert [spec.name for spec in step.outputs] == ["logits", "position"]
     assert step.outputs[0].shape == ("batch", 1024)
 
 
 def test_step_of_known_sizes_has_no_symbolic_axis(llama: ImportedGraph) -> None:
-    step = as_step(llama, StepOptions(64), {"batch": 2, "sequence": 1, VISIBLE: 32})
+    step = as_step(llama, StepOptions(64, CPU), {"batch": 2, "sequence": 1, VISIBLE: 32})
     assert all(spec.is_static for spec in (*step.inputs, *step.outputs))
 
 
 def test_logits_are_computed_for_the_last_token_alone(llama: ImportedGraph) -> None:
-    products = [one for one in bindings_of(main_of(as_step(llama, StepOptions(64)).mod)) if is_op(one.value, "matmul")]
+    products = [
+        one for one in bindings_of(main_of(as_step(llama, StepOptions(64, CPU)).mod)) if is_op(one.value, "matmul")
+    ]
     last = products[-1].var.ty.shape.values
     assert int(last[1]) == 1
 
@@ -95,7 +100,23 @@ def test_caches_are_written_and_none_is_given_back(llama: ImportedGraph) -> None
         for binding in bindings_of(main_of(step_of(llama.model).mod))
         if is_op(binding.value, "call_tir_inplace")
     ]
-    assert len(written) == len(llama.inputs) - 3 + 1  # each cache, and the tokens
+    assert len(written) == len(llama.inputs) - 3 + 2  # each cache, the counts, and the tokens
+
+
+def test_layer_of_a_decode_step_is_six_launches_on_a_gpu() -> None:
+    request = ModelRequest(
+        "llama-tiny-with-past", target="cuda:sm_90a", lowering=LoweringOptions("fp16"), generate=True, max_length=256
+    )
+    prepared = prepare_model(request)
+    (bucket,) = prepared.buckets
+    assert dict(bucket.bucket.sizes) == {"batch": 1, "sequence": 1, VISIBLE: 256}
+    for lowered in (prepared.lowered, bucket.lowered):
+        attention = next(report for report in lowered.reports if report.name == "recognise_attention")
+        assert attention.notes == ("2 attentions recognised",)
+    step = main_of(bucket.lowered.mod)
+    launches = [one for one in bindings_of(step) if is_op(one.value, "call_tir", "call_tir_inplace")]
+    # Embedding, mask, angle, its sine and cosine, first norm; two layers; head, draw, state.
+    assert len(launches) == 6 + 2 * 6 + 3
 
 
 @pytest.mark.parametrize(
@@ -115,13 +136,13 @@ def test_graph_that_generation_cannot_take_is_refused(model, said: str) -> None:
 def test_longer_sequences_than_the_tables_hold_are_refused() -> None:
     graph = import_model(load_model("gpt2-tiny-with-past", shapes=FREE))
     with pytest.raises(UsageError, match="reach 512 tokens"):
-        generation_graphs(graph, 513, None, {}, on_gpu=False)
-    step, decode = generation_graphs(graph, None, None, {"batch": [1, 4]}, on_gpu=False)
+        generation_graphs(graph, 513, None, {}, CPU)
+    step, decode = generation_graphs(graph, None, None, {"batch": [1, 4]}, CPU)
     assert step.generation is not None
     assert step.generation.capacity == 512
     assert [bucket.name for bucket, _ in decode] == ["batch=1,sequence=1", "batch=4,sequence=1"]
     with pytest.raises(UsageError, match="--bucket sequence"):
-        generation_graphs(graph, None, None, {"sequence": [8]}, on_gpu=False)
+        generation_graphs(graph, None, None, {"sequence": [8]}, CPU)
 
 
 def test_decode_steps_look_at_half_as_many_places_again() -> None:
