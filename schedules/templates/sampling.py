@@ -24,7 +24,7 @@ from relaxtune.schedules.functions import sampling as what
 from relaxtune.schedules.functions.sampling import SamplingSpec
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import cuda_limits
-from relaxtune.schedules.templates.emit.device_function import device_call
+from relaxtune.schedules.templates.emit.device_function import device_call, load_source
 from relaxtune.schedules.templates.emit.kernel_frame import (
     EmitBody,
     build_function,
@@ -32,7 +32,7 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     shared_pool,
     wait_for_predecessor,
 )
-from relaxtune.schedules.tir.blocks import Size, narrow
+from relaxtune.schedules.tir.blocks import Size, element_bytes, narrow
 
 _THREADS, _LIST_THREADS, _PEERS, _LIST = 1024, 256, 8, 2048
 # Of a block's memory, all but its x.
@@ -58,12 +58,12 @@ __forceinline__ __device__ unsigned long long relaxtune_sampling_peer(const void
   return (unsigned long long)at;
 }
 """
+# From `bits`, an unsigned integer of the logits' width.
 _LOGITS = {
-    "float16": "__half2float(__ushort_as_half(*((const volatile unsigned short*)logits + at)))",
-    "bfloat16": "__uint_as_float((unsigned)*((const volatile unsigned short*)logits + at) << 16)",
-    "float32": "*((const volatile float*)logits + at)",
+    "float16": "__half2float(__ushort_as_half(bits))",
+    "bfloat16": "__uint_as_float((unsigned)bits << 16)",
+    "float32": "__uint_as_float(bits)",
 }
-# Inputs are read as volatile: other loads may be moved above the wait for the kernel before.
 _SOURCE = """
 namespace PARTS {MEETING
 __forceinline__ __device__ void relaxtune_sampling_meet() {
@@ -77,7 +77,7 @@ __forceinline__ __device__ void relaxtune_sampling_sync(int threads) {
 typedef unsigned long long relaxtune_u64;
 struct relaxtune_Sampling {
   relaxtune_u64 warp_best[32], best[PEERS], parts[32], sums[2][PEERS], below, weight, goal;
-  float warp_top[32], warp_mass[32], top[PEERS], mass[PEERS];
+  float filters[4], warp_top[32], warp_mass[32], top[PEERS], mass[PEERS];
   unsigned digits[2][2][256];  // The lower and the upper halves of sums; two of each, used by turns.
   double random;
   int counts[PEERS], digit, listed;
@@ -170,10 +170,10 @@ __forceinline__ __device__ relaxtune_u64 relaxtune_sampling_sum(
 }
 // The token of a sequence that is not greedy, in the first block; -1 in others. Each stage selects a key.
 __forceinline__ __device__ int relaxtune_sampling_draw(
-    relaxtune_Sampling& s, const float* scores, const float* given, float largest, float best, int count, int rank,
-    int thread) {
+    relaxtune_Sampling& s, const float* scores, float largest, float best, int count, int rank, int thread) {
   enum { BY_BIN, TOP_K, TOP_P, TIES, TYPICAL, DRAW };
-  float top_k = given[1], top_p = given[2], min_p = given[3], typical_p = given[4], mean = 0.0f;
+  const float &top_k = s.filters[0], &top_p = s.filters[1], &min_p = s.filters[2], &typical_p = s.filters[3];
+  float mean = 0.0f;
   bool limits = top_k >= 1.0f && top_k < (float)VOCABULARY;
   relaxtune_Tokens t = {scores, nullptr, count, rank * CHUNK, PEERS, THREADS};
   if (limits && top_k <= THREADS) {
@@ -317,7 +317,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
   if (t.peers > 1) relaxtune_sampling_meet();
   return rank ? -1 : (int)(found >> V_SHIFT);
 }
-__forceinline__ __device__ float relaxtune_sampling_logit(const void* logits, long long at) {
+__forceinline__ __device__ float relaxtune_sampling_logit(BITS bits) {
   float x = LOGIT;
   return x == x ? x : NOTHING;
 }
@@ -328,51 +328,61 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   // A block's memory may be written once it has begun.
   relaxtune_sampling_arrive();
   relaxtune_Sampling& s = *(relaxtune_Sampling*)memory;
-  float given[8];
-  for (int at = 0; at < 8; ++at) given[at] = ((const volatile float*)parameters)[row * 8 + at];
-  int64_t own_seed = ((const volatile int64_t*)seed)[row], own_position = ((const volatile int64_t*)position)[row];
-  float temperature = given[0], repetition = given[5], presence = given[6], frequency = given[7];
+  float temperature, repetition, presence, frequency;
+  parameters += row * 8;
+  relaxtune_load_4(&temperature, parameters);
+  relaxtune_load_4(&repetition, parameters + 5);
+  relaxtune_load_4(&presence, parameters + 6);
+  relaxtune_load_4(&frequency, parameters + 7);
+  if (thread < 4) relaxtune_load_4(s.filters + thread, parameters + 1 + thread);
+  int64_t own_seed, own_position;
+  relaxtune_load_8(&own_seed, seed + row);
+  relaxtune_load_8(&own_position, position + row);
   bool greedy = temperature < what_GREEDY_BELOW;
-  bool penalised = repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+  bool penalised = counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
   long long start = (long long)row * VOCABULARY;
   int first = rank * CHUNK, count = min(CHUNK, max(0, VOCABULARY - first));
+  const BITS* own_logits = (const BITS*)logits + start + first;
   float* scores = SCORES;
   if (thread < 512) s.digits[0][thread / 256][thread % 256] = 0;
   if (thread == 0) s.listed = 0;
   float top = NOTHING, mass = 0.0f, best_x = NOTHING, reciprocal = __frcp_rn(temperature);
   int best_v = first + thread;
   for (int group = thread; group < count; group += GROUP * THREADS) {
+    // All is read before any is used: a use waits for what was read last. Behind the last token it is read again.
+    BITS bits[GROUP];
     float logits_of[GROUP], biases[GROUP], top_before = top;
     int words[GROUP], masks[GROUP];
 #pragma unroll
     for (int lane = 0; lane < GROUP; ++lane) {
-      int at = group + lane * THREADS, v = first + at;
-      bool is = at < count;
-      logits_of[lane] = is ? relaxtune_sampling_logit(logits, start + v) : NOTHING;
-      words[lane] = counts && penalised && is ? ((const volatile int*)counts)[start + v] : 0;
-      biases[lane] = bias && is ? ((const volatile float*)bias)[start + v] : 0.0f;
-      masks[lane] = mask && is ? ((const volatile int*)mask)[(long long)row * WORDS + v / 32] : -1;
+      int at = min(group + lane * THREADS, count - 1), v = first + at;
+      relaxtune_load_SIZE(bits + lane, own_logits + at);
+      if (counts) relaxtune_load_4(words + lane, counts + start + v);
+      if (bias) relaxtune_load_4(biases + lane, bias + start + v);
+      if (mask) relaxtune_load_4(masks + lane, mask + (long long)row * WORDS + v / 32);
     }
 #pragma unroll
-    for (int lane = 0; lane < GROUP; ++lane) top = fmaxf(top, logits_of[lane]);
+    for (int lane = 0; lane < GROUP; ++lane) {
+      logits_of[lane] = group + lane * THREADS < count ? relaxtune_sampling_logit(bits[lane]) : NOTHING;
+      top = fmaxf(top, logits_of[lane]);
+    }
     mass *= __expf(relaxtune_sampling_difference(top_before, top));
 #pragma unroll
     for (int lane = 0; lane < GROUP; ++lane) {
       int at = group + lane * THREADS, v = first + at;
       float x = logits_of[lane];
       mass += __expf(relaxtune_sampling_difference(x, top));
-      if (at >= count) continue;
-      if (words[lane]) {
+      if (penalised && words[lane]) {
         float generated = (float)(words[lane] & 0x7fffffff);
         x = __fmaf_rn(-frequency, generated, x < 0.0f ? __fmul_rn(x, repetition) : __fdiv_rn(x, repetition));
         if (generated > 0.0f) x = __fadd_rn(x, -presence);
       }
       if (bias) x = __fadd_rn(x, biases[lane]);
-      if (!(masks[lane] >> v % 32 & 1)) x = NOTHING;
+      if (mask && !(masks[lane] >> v % 32 & 1)) x = NOTHING;
       if (!greedy) x = relaxtune_sampling_quotient(x, temperature, reciprocal);
       x = x == x ? (x == 0.0f ? 0.0f : x) : NOTHING;
-      scores[at] = x;
-      if (x > best_x) best_x = x, best_v = v;
+      if (at < count) scores[at] = x;
+      if (at < count && x > best_x) best_x = x, best_v = v;
     }
   }
   if (thread == THREADS - 1) s.random = relaxtune_sampling_random(own_seed, own_position);
@@ -413,7 +423,7 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   float largest = relaxtune_sampling_number((unsigned)(best >> 32));
   int found = rank ? -1 : (int)~(unsigned)best;
   if (!greedy && largest != NOTHING)
-    found = relaxtune_sampling_draw(s, scores, given, largest, best_x, count, rank, thread);
+    found = relaxtune_sampling_draw(s, scores, largest, best_x, count, rank, thread);
   if (found < 0 || thread) return;
   top = s.top[0];
   mass = s.mass[0];
@@ -422,7 +432,9 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
     scale_to(highest);
     mass += s.mass[other] * __expf(relaxtune_sampling_difference(s.top[other], highest));
   }
-  float d = relaxtune_sampling_difference(relaxtune_sampling_logit(logits, start + found), top);
+  BITS bits;
+  relaxtune_load_SIZE(&bits, own_logits + found);
+  float d = relaxtune_sampling_difference(relaxtune_sampling_logit(bits), top);
   token[row] = found;
   log_probability[row] = largest == NOTHING ? largest : d - logf(mass);
   if (counts) counts[start + found] += 1;
@@ -457,7 +469,9 @@ def sampling_kernel(spec: SamplingSpec, target: ResolvedTarget) -> tirx.PrimFunc
 def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
     """Return the functions of a kernel, in a namespace of their own: a module may have several."""
     kinds = {"float32": "float", "int32": "int", "int64": "int64_t"}
+    size = element_bytes(spec.dtype)
     names = [(name, kinds.get(dtype, "void")) for name, _, dtype in [*spec.inputs, *spec.outputs]]
+    optional = len(names) - 7
     absent = {"counts": "int", "bias": "float", "mask": "int"}.items() - set(names)
     name = "_".join(["relaxtune_sampling", spec.dtype, str(spec.vocabulary), *(name for name, _ in names[4:-3])])
     constants = {
@@ -465,6 +479,8 @@ def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
         "ABSENT": " ".join(f"{kind}* {name} = nullptr;" for name, kind in sorted(absent)),
         "SCORES": f"(float*)((char*)memory + {_SHARED_BYTES})" if held else "scratch + start + first",
         "LOGIT": _LOGITS[spec.dtype],
+        "BITS": "unsigned" if size == 4 else "unsigned short",
+        "relaxtune_load_SIZE": f"relaxtune_load_{size}",
         "NAME": name,
         "PARTS": f"{name}_parts",
         "NOTHING": "__int_as_float(0xff800000)",  # -inf
@@ -477,10 +493,11 @@ def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
         "LIST_THREADS": _LIST_THREADS,
         "LIST": _LIST,
         # Logits of a thread that are on their way together.
-        "GROUP": min(16 if peers > 1 else 8, 16 // (len(names) - 6)),
+        "GROUP": 12 // (optional + 1) if optional else 16 if peers > 1 else 8,
         "SHARED_BYTES": _SHARED_BYTES,
     }
-    text = _SOURCE.replace("MEETING", _CLUSTER if peers > 1 else _ONE_BLOCK)
+    loads = "".join(load_source(each) for each in sorted({size, 4, 8}))
+    text = _SOURCE.replace("MEETING", loads + (_CLUSTER if peers > 1 else _ONE_BLOCK))
     text = re.sub(rf"\b({'|'.join(constants)})\b", lambda found: str(constants[found.group(1)]), text)
     return re.sub(r"\bwhat_(\w+)", lambda found: _literal(getattr(what, found.group(1))), text)
 

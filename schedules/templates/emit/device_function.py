@@ -65,14 +65,18 @@ _STORES = {
 
 def load_bytes(to: tirx.Expr, source: tirx.Expr, size: int) -> None:
     """Emit a load of 1, 2, 4, 8 or 16 bytes (the address a multiple of it) from global memory to registers."""
-    _emit(f"relaxtune_load_{size}", _LOADS[size], to, source)
+    T.evaluate(device_call(load_source(size), to, source))
+
+
+def load_source(size: int) -> str:
+    """Return the function `relaxtune_load_SIZE(to, from)` of `load_bytes`."""
+    return _function(f"relaxtune_load_{size}", _LOADS[size])
 
 
 def store_bytes(to: tirx.Expr, source: tirx.Expr, size: int) -> None:
     """Emit a store of 1, 2, 4, 8 or 16 bytes (the address a multiple of it) from registers to global memory."""
-    _emit(f"relaxtune_store_{size}", _STORES[size], to, source)
+    T.evaluate(device_call(_function(f"relaxtune_store_{size}", _STORES[size]), to, source))
 
 
-def _emit(name: str, body: str, to: tirx.Expr, source: tirx.Expr) -> None:
-    code = f"\n__forceinline__ __device__ void {name}(void* to, const void* from) {{\n  {body}\n}}\n"
-    T.evaluate(device_call(code, to, source))
+def _function(name: str, body: str) -> str:
+    return f"\n__forceinline__ __device__ void {name}(void* to, const void* from) {{\n  {body}\n}}\n"
