@@ -37,8 +37,8 @@ _TUNED = "tuned, not shipped"
 _LONGER = 8
 #: Seconds that the comparison may take, of all arms together.
 COMPARE_S = 8.0
-# The part of it that is for peers, which nothing is decided by, and the fewest and most runs of each.
-_PEERS_SHARE, _PEER_RUNS = 0.25, (3, 50)
+# The part of it that is for peers, which nothing is decided by, and the most runs of each.
+_PEERS_SHARE, _PEER_RUNS = 0.25, 50
 # Seconds that it takes at least, however late it is.
 _LEAST_S = 2.0
 # A tuned model that ships may be no faster with a probability of 2 %.
@@ -161,11 +161,12 @@ def _timed_peers(arms: Mapping[str, Arm], seconds: float) -> tuple[ArmResult, ..
     """Return the latencies of peers that take turns for so many seconds, after the model's own."""
     if not arms:
         return ()
-    first = measure(arms, runs=1, warmup=1)
-    least, most = _PEER_RUNS
+    began = time.monotonic()
+    first = measure(arms, runs=1, warmup=1, settle=False).arms
+    left_s = seconds - (time.monotonic() - began)
     # A timed run has an untimed one before it.
-    runs = int(seconds / sum(2 * arm.run_ms / 1e3 for arm in first.arms))
-    return measure(arms, runs=min(most, max(least, runs)), warmup=0).arms
+    runs = min(_PEER_RUNS, int(left_s / sum(2 * arm.run_ms / 1e3 for arm in first)))
+    return measure(arms, runs=runs, warmup=0).arms if runs > 1 else first
 
 
 def find_peers(prepared: PreparedModel, threads: int | None = None) -> Peers:

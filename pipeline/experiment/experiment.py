@@ -89,6 +89,8 @@ _MOST_RUNS = 200
 # A round that takes less than this part of the seconds is tried with untimed runs, as its blocks will be.
 _QUICK = 0.02
 _WARMUP = 2
+# An experiment ends when it has taken this part of its seconds, after the fewest blocks.
+_LATE = 1.1
 _QUANTILE = 0.25
 # How often the detectable difference would be found.
 _POWER = 0.95
@@ -187,7 +189,7 @@ def run_experiment(load: Callable[[], Mapping[str, Arm]], question: Question, *,
 
     # The machine may become slower than the plan supposes.
     contrasts, looks = decide(
-        block, plan.looks, question, out_of_time=lambda: time.monotonic() - began > 2 * question.seconds
+        block, plan.looks, question, out_of_time=lambda: time.monotonic() - began > _LATE * question.seconds
     )
     return Experiment(
         contrasts=contrasts,
