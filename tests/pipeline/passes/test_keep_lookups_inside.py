@@ -76,11 +76,13 @@ LOOKUPS: Mapping[tuple[str, str], Callable[[np.ndarray], OnnxModel]] = {
     ("com.microsoft", "GroupQueryAttention"): grouped,
     ("com.microsoft", "RotaryEmbedding"): rotary("com.microsoft"),
 }
-# Operators that read places which follow from sizes alone. A new converter belongs here, in `FORMS` or in `LOOKUPS`.
+# Operators that read places which follow from sizes alone, or that keep lengths within the sizes (recurrent layers).
+# A new converter belongs here, in `FORMS` or in `LOOKUPS`.
 NO_LOOKUPS = frozenset(
     {
-        ".Attention", ".Constant", ".ConstantOfShape", ".ConvInteger", ".ConvTranspose", ".DFT", ".EyeLike",
-        ".QLinearConv", ".QLinearMatMul", ".Range", ".Resize", ".STFT", ".SimplifiedLayerNormalization",
+        ".Attention", ".Constant", ".ConstantOfShape", ".ConvInteger", ".ConvTranspose", ".DFT", ".EyeLike", ".GRU",
+        ".LSTM", ".QLinearConv", ".QLinearMatMul", ".RNN", ".Range", ".Resize", ".STFT",
+        ".SimplifiedLayerNormalization",
         ".SpaceToDepth", "com.microsoft.Attention", "com.microsoft.BiasGelu", "com.microsoft.DequantizeLinear",
         "com.microsoft.DynamicQuantizeMatMul", "com.microsoft.FastGelu", "com.microsoft.FusedConv",
         "com.microsoft.FusedGemm", "com.microsoft.FusedMatMul", "com.microsoft.Gelu",

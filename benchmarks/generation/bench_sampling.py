@@ -2,7 +2,7 @@
 
 Logits are normal with a standard deviation of 3, as a decoder's are about. Needs torch for a GPU.
 
-    python -m benchmarks.kernels.bench_sampling [--target cuda] [--vocabulary 128256] [--batches 1,16]
+    python -m benchmarks.generation.bench_sampling [--target cuda] [--vocabulary 128256] [--batches 1,16]
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Tokens: sampling, and generation as a user calls it."""
