@@ -51,10 +51,15 @@ def dtype_name(element_type: int, what: str) -> str:
         For strings, complex numbers and types a model's signature cannot have; `what` names the tensor.
     """
     name = _DTYPE_NAMES.get(element_type)
+    if element_type == onnx.TensorProto.STRING:
+        raise UnsupportedModelError(
+            f"{what} holds text (STRING), which is not supported; make numbers of it before the model (tokenise), and "
+            "export the model without that part"
+        )
     if name is None:
         raise UnsupportedModelError(
             f"{what} has element type {element_type_name(element_type)}, which is not supported; expected one of "
-            f"{', '.join(sorted(_DTYPE_NAMES.values()))}. Move the conversion (tokenising, for strings) out of it."
+            f"{', '.join(sorted(_DTYPE_NAMES.values()))}. Move the conversion out of the model."
         )
     return name
 

@@ -27,9 +27,14 @@ def signature_of(values: Sequence[onnx.ValueInfoProto], kind: str) -> tuple[Tens
 
 def _shape_of(value: onnx.ValueInfoProto) -> tuple[Dim, ...]:
     return tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or f"{value.name}_{axis}"
+        dim.dim_value if dim.HasField("dim_value") else _known_name(dim.dim_param) or f"{value.name}_{axis}"
         for axis, dim in enumerate(value.type.tensor_type.shape.dim)
     )
+
+
+def _known_name(text: str) -> str:
+    """Return the name or the size of an axis; nothing for a name that onnx made up, or a size in its own notation."""
+    return "" if re.match(r"unk__\d", text) or "floor(" in text else text
 
 
 def name_unknown_axes(graph: onnx.GraphProto) -> None:

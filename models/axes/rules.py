@@ -384,6 +384,12 @@ def _squeeze(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) ->
     return [Known(tuple(size for axis, size in enumerate(shape) if axis not in axes))]
 
 
+def _frames(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
+    """STFT: a signal is as long as a frame at least."""
+    length = elements_of(inputs[3])[0] if len(inputs) > 3 and inputs[3].data is not None else sizes_of(inputs[2])[0]
+    facts.require(node, 0, sizes_of(inputs[0])[1], length)
+
+
 def _recurrent(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> None:
     """LSTM, GRU and RNN: the first states have the batch of the input."""
     batch = sizes_of(inputs[0])[1 - attribute_of(node, "layout", 0)]
@@ -427,6 +433,7 @@ RULES: Mapping[str, Rule] = {
     "Pad": _pad,
     "Range": _range,
     "Reshape": _reshape,
+    "STFT": _frames,
     "Shape": _shape,
     "Slice": _slice,
     "Squeeze": _squeeze,

@@ -12,7 +12,7 @@ import tvm
 from onnx import numpy_helper
 from tvm import relax
 
-from relaxtune.pipeline.importer.sizes import KnownSizes
+from relaxtune.pipeline.importer.sizes import KnownSizes, size_text
 
 Attribute: TypeAlias = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
 
@@ -171,7 +171,8 @@ def sizes_of(expr: tvm.ir.Expr) -> list[tvm.tirx.Expr]:
     """
     shape = expr.ty.shape
     if not isinstance(shape, relax.ShapeExpr):
-        raise ValueError(f"expected a tensor of known shape, got {expr.ty}")  # noqa: TRY004
+        msg = f"expected a tensor of known sizes, got one of {int(expr.ty.ndim)} axes whose sizes a call computes"
+        raise ValueError(msg)  # noqa: TRY004
     return list(shape.values)
 
 
@@ -191,5 +192,5 @@ def static_size(expr: tvm.ir.Expr, axis: int) -> int:
     """
     size = sizes_of(expr)[axis]
     if not isinstance(size, tvm.tirx.IntImm):
-        raise ValueError(f"expected axis {axis} to have a fixed size, got {size}")  # noqa: TRY004
+        raise ValueError(f"expected axis {axis} to have a fixed size, got {size_text(size)}")  # noqa: TRY004
     return int(size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -14,6 +15,11 @@ from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer.nearest import nearest_supported, supported_operators
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
+from relaxtune.polynomials import read_size
+
+# The notation of TVM's expressions and of Python's values.
+_NOTATION = re.compile(r"\b[TRI]\.\w|metadata|Metadata|<class|object at 0x|argument must be|NoneType|\w+\(\[")
+_AXIS_MAX = 40
 
 
 def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
@@ -27,6 +33,12 @@ def check_operators(model: OnnxModel, graph: NormalisedGraph) -> None:
     unsupported = [node for node in list_nodes(graph.proto.graph) if not has_converter(node)]
     if not unsupported:
         return
+    classical = sorted({node.op_type for node in unsupported if node.domain == "ai.onnx.ml"})
+    if classical:
+        raise ImportFailedError(
+            f"model {model.name!r} computes with {', '.join(classical)} of ai.onnx.ml (decision trees and the like), "
+            "which is not supported; run it in ONNX Runtime, and compile the models around it"
+        )
     first = unsupported[0]
     counts = Counter(_operator(node, graph) for node in unsupported)
     listed = ", ".join(f"{operator} x{count}" for operator, count in sorted(counts.items()))
@@ -82,10 +94,12 @@ def reason_of(cause: BaseException, unknown: Sequence[str] = ()) -> str:
     """Return an exception on one line, or whose sizes are not known."""
     if unknown:
         return f"the sizes of {', '.join(unknown)} are not known; expected sizes that follow from the inputs' axes"
-    if not isinstance(cause, ValueError | TypeError | NotImplementedError):  # a slip inside of a converter says nothing
-        return "the converter has no case for inputs of these types and sizes"
     lines = str(cause).strip().splitlines()
-    return f"{type(cause).__name__}: {lines[-1] if lines else 'no message'}"
+    # A slip inside of a converter says nothing, nor do types of TVM.
+    clear = (
+        isinstance(cause, ValueError | TypeError | NotImplementedError) and lines and not _NOTATION.search(lines[-1])
+    )
+    return lines[-1] if clear else "the converter has no case for inputs of these types and sizes"
 
 
 def list_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
@@ -118,8 +132,14 @@ def _type_text(value_type: onnx.TypeProto) -> str:
     if not tensor.HasField("shape"):
         return f"{_dtype(tensor.elem_type)}[unknown rank]"
     return _dtype(tensor.elem_type) + _shape(
-        [axis.dim_value if axis.HasField("dim_value") else axis.dim_param or "?" for axis in tensor.shape.dim]
+        [axis.dim_value if axis.HasField("dim_value") else _axis_text(axis.dim_param) for axis in tensor.shape.dim]
     )
+
+
+def _axis_text(name: str) -> str:
+    """Return the name of an axis, or a short sum of names; `?` for what onnx made up."""
+    short = len(name) < _AXIS_MAX and read_size(name) is not None
+    return "?" if not short or re.match(r"unk__\d", name) else name
 
 
 def _dtype(elem_type: int) -> str:

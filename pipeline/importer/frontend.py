@@ -14,7 +14,9 @@ from tvm import relax
 from tvm.relax.frontend.onnx import onnx_frontend
 
 from relaxtune.models import OnnxModel
+from relaxtune.models.dims import may_be_empty
 from relaxtune.models.onnx_model import read_tensor
+from relaxtune.models.spec import AxisRelation
 from relaxtune.pipeline.errors import ImportFailedError
 from relaxtune.pipeline.importer.converter_input import constant, constant_value, has_known_sizes, static_size
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
@@ -33,6 +35,7 @@ _SIZE_OPERANDS: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
     "Expand": (1,),
     "OneHot": (1,),
+    "Pad": (1,),
     "Range": (0, 1, 2),
     "Reshape": (1,),
     "Resize": (3,),
@@ -70,7 +73,10 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
         self._graph = graph
         axes = (axis for spec in model.inputs for axis in spec.shape if isinstance(axis, str))
         names = frozenset(name for axis in axes for name in re.findall(r"[A-Za-z_]\w*", axis))
-        self._sizes = KnownSizes(names, model.relations)
+        empty_axes = {axis for spec in model.inputs for place, axis in enumerate(spec.shape)
+                      if may_be_empty(len(spec.shape), place)}  # fmt: skip
+        filled = [AxisRelation(name, ">=", "1") for name in sorted(names) if name not in empty_axes]
+        self._sizes = KnownSizes(names, (*model.relations, *filled))
         self.marks: list[tuple[str, str]] = []
         # Result of a comparison -> what it compares.
         self._equals: dict[str, Sequence[str]] = {}
@@ -294,6 +300,8 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
             inputs.append(expr if index in sizes_at else self._as_tensor(expr, narrow=narrow))
         if not _domain(node) and node.op_type in BROADCASTING:
             inputs[:] = self._sizes.broadcast(self.bb, inputs)
+        if not _domain(node) and node.op_type == "Concat":
+            inputs[:] = self._sizes.joined(self.bb, inputs, next(int(item.i) for item in node.attribute))
         own = CONVERTERS.get((_domain(node), node.op_type))
         result = own(self._converter_input(node, inputs)) if own is not None else None
         if result is not None:

@@ -62,10 +62,13 @@ class KnownSizes:
         copy._gaps, copy._numbers = self._gaps, dict(self._numbers)
         return copy
 
-    def keep(self, gap: Size) -> bool:
-        """Return whether a difference of sizes is 0 or more in every call, by one of the limits."""
+    def holds(self, gap: Size) -> bool:
+        """Return whether a difference of sizes is 0 or more in every call, at sight or by one of the limits."""
+        gap = simplify(gap)
+        if is_never_negative(gap):
+            return True
         known = polynomial_of(gap, compute)
-        return known is not None and any((known - one).is_positive for one in self._gaps)
+        return known is not None and any(_is_size(known - one) for one in self._gaps)
 
     def broadcast(self, builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | None]) -> list[tvm.ir.Expr | None]:
         """Return operands of a broadcast in which a computed size beside one of the graph's above one is that one.
@@ -97,6 +100,30 @@ class KnownSizes:
                 for size, number in zip(shape, sizes, strict=True):
                     self.learn(size, number)
         return checked
+
+    def joined(
+        self, builder: relax.BlockBuilder, inputs: Sequence[tvm.ir.Expr | None], axis: int
+    ) -> list[tvm.ir.Expr | None]:
+        """Return operands of a Concat in which sizes that have to be equal are one; a call checks what is not known."""
+        given = [expr for expr in inputs if expr is not None and isinstance(expr.ty, relax.TensorType)]
+        if len(given) < len(inputs) or not all(isinstance(expr.ty.shape, relax.ShapeExpr) for expr in given):
+            return list(inputs)
+        shapes = [list(expr.ty.shape) for expr in given]
+        if len({len(shape) for shape in shapes}) != 1:
+            return list(inputs)
+        joined = axis % len(shapes[0])
+        for place, column in enumerate(zip(*shapes, strict=True)):
+            # A number says most, then what is shortest.
+            known = min(column, key=lambda size: (not isinstance(size, tirx.IntImm), len(str(size))))
+            for shape, size in zip(shapes, column, strict=True):
+                if place != joined and _is_computed(size) and not _is_zero(size - known):
+                    self.learn(size, known)
+                    shape[place] = known
+        return [
+            expr if all(map(structural_equal, shape, expr.ty.shape))
+            else builder.match_cast(expr, relax.TensorType(shape, expr.ty.dtype))
+            for expr, shape in zip(given, shapes, strict=True)
+        ]  # fmt: skip
 
     def learn(self, size: tirx.Expr, number: tirx.Expr) -> None:
         """Remember what a size says that is checked to be a number, if a quotient is all that is unknown in it."""
@@ -173,6 +200,12 @@ def is_shape_value(expr: tvm.ir.Expr | None) -> bool:
     return isinstance(expr, relax.ShapeExpr) or (expr is not None and bool(tvm.ir.is_prim_expr(expr)))
 
 
+def size_text(size: Size) -> str:
+    """Return a size as messages say it."""
+    known = polynomial_of(size, compute)
+    return "one that a call computes" if known is None else str(known)
+
+
 def _is_clipped(size: tirx.Expr, plain: tirx.Expr) -> bool:
     """Return whether a size is another one clipped to bounds that it keeps, as it is the size of a tensor too."""
     if not find_all(size, tirx.Max) or structural_equal(size, plain):
@@ -180,6 +213,17 @@ def _is_clipped(size: tirx.Expr, plain: tirx.Expr) -> bool:
     analyzer = tvm.sym.Analyzer()
     with analyzer.constraint_scope(tirx.GE(plain, tirx.IntImm("int64", 0))):
         return bool(analyzer.can_prove_equal(size, plain))
+
+
+def _is_size(known: Polynomial) -> bool:
+    """Return whether a polynomial is never negative, the names that are computed in it neither."""
+    computed = (name for name in known.names if isinstance(name, Computed))
+    return known.is_positive and all(_is_size(name.left) and _is_size(name.right) for name in computed)
+
+
+def _is_zero(size: Size) -> bool:
+    found = simplify(size)
+    return isinstance(found, int) and found == 0
 
 
 def _is_computed(size: tirx.Expr) -> bool:

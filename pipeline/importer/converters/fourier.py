@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, te
 
 from relaxtune.pipeline.importer.converter_input import (
     ConverterInput,
@@ -24,6 +24,7 @@ from relaxtune.pipeline.importer.converter_input import (
     sizes_of,
     static_size,
 )
+from relaxtune.schedules.sizes import simplify
 
 
 @converts("DFT")
@@ -49,9 +50,19 @@ def convert_stft(node: ConverterInput) -> tvm.ir.Expr:
     emit, signal, window = node.builder.emit, node.input(0), node.optional(2)
     step = _number(node, 1, "frame_step", 0)
     length = _number(node, 3, "frame_length", 0 if window is None else static_size(window, 0))
-    frames = (static_size(signal, 1) - length) // step + 1
-    places = np.arange(frames)[:, None] * step + np.arange(length)[None, :]
-    cut = emit(relax.op.take(signal, constant(places.astype("int64")), axis=1))
+    if int(signal.ty.ndim) == 2:  # as ONNX Runtime takes it
+        signal = emit(relax.op.expand_dims(signal, 2))
+    frames = simplify((sizes_of(signal)[1] - length) // step + 1)
+    if isinstance(frames, int):
+        places = np.arange(frames)[:, None] * step + np.arange(length)[None, :]
+        cut = emit(relax.op.take(signal, constant(places.astype("int64")), axis=1))
+    else:
+
+        def framed(x: te.Tensor) -> te.Tensor:
+            shape = (x.shape[0], frames, length, x.shape[2])
+            return te.compute(shape, lambda b, frame, place, part: x[b, frame * step + place, part], name="frames")
+
+        cut = node.builder.emit_te(framed, signal, primfunc_name_hint="frames")
     if window is not None:
         cut = emit(relax.op.multiply(cut, emit(relax.op.reshape(window, (length, 1)))))
     onesided = bool(node.integer("onesided", 1))

@@ -184,12 +184,12 @@ def _key_mask(node: ConverterInput, mask: tvm.ir.Expr | None, key: tvm.ir.Expr, 
     if len(shape) == 1:
         keys = sizes_of(key)[2]
         if not tvm_ffi.structural_equal(shape[0], sizes_of(key)[0]):
-            raise ValueError(f"mask of shape {shape}: expected (batch), (batch, keys) or (batch, queries, keys)")
+            raise ValueError(f"mask of {len(shape)} axes: expected (batch), (batch, keys) or (batch, queries, keys)")
         at = emit(relax.op.expand_dims(emit(relax.op.arange(0, keys, 1, "int32")), 0))
         counts = emit(relax.op.expand_dims(emit(relax.op.astype(mask, "int32")), 1))
         mask, shape = emit(relax.op.less(at, counts)), [shape[0], keys]
     if len(shape) not in (2, 3):
-        raise ValueError(f"mask of shape {shape}: expected (batch), (batch, keys) or (batch, queries, keys)")
+        raise ValueError(f"mask of {len(shape)} axes: expected (batch), (batch, keys) or (batch, queries, keys)")
     axes = [1, 2] if len(shape) == 2 else [1]
     return [emit(relax.op.expand_dims(hide_where_zero(node, mask, hidden), axes))]
 

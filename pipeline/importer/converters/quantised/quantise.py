@@ -28,6 +28,7 @@ from relaxtune.pipeline.importer.converter_input import (
     dtype_of,
     sizes_of,
 )
+from relaxtune.pipeline.importer.sizes import size_text
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def spread_blocks(node: ConverterInput, values: tvm.ir.Expr, axis: int, block: i
         The size is not a number.
     """
     if not isinstance(size, tirx.IntImm):
-        raise ValueError(f"blocks along axis {axis}: expected an axis of fixed size, got {size}")  # noqa: TRY004
+        raise ValueError(f"blocks along axis {axis}: expected an axis of fixed size, got {size_text(size)}")  # noqa: TRY004
     value = constant_value(values)
     if value is not None:
         return constant(np.take(np.repeat(value, block, axis), range(int(size)), axis))

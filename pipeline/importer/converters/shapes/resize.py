@@ -28,6 +28,7 @@ from relaxtune.pipeline.importer.converter_input import (
     static_size,
 )
 from relaxtune.pipeline.importer.shape_values import size_list
+from relaxtune.pipeline.importer.sizes import size_text
 from relaxtune.schedules.sizes import Size, simplify
 
 # The attributes that shape the weights of one axis; their meaning has not changed since opset 11.
@@ -135,7 +136,8 @@ def _axes_of_sizes(
 
 def _known(size: Size) -> int:
     if not isinstance(size, int | tirx.IntImm):
-        raise ValueError(f"attribute 'keep_aspect_ratio_policy': expected 'stretch' for sizes such as {size}")  # noqa: TRY004
+        msg = f"attribute 'keep_aspect_ratio_policy': expected 'stretch' for sizes such as {size_text(size)}"
+        raise ValueError(msg)  # noqa: TRY004
     return int(size)
 
 

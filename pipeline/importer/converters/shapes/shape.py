@@ -184,7 +184,7 @@ def convert_slice(node: ConverterInput) -> tvm.ir.Expr | None:
         return data
     given = len(cut) == len(numbers) and not any(is_shape_value(item) for item in node.inputs[1:])
     numbers, sizes, starts, ends = ([items[place] for place in cut] for items in (numbers, sizes, starts, ends))
-    inside = _inside_all(sizes, starts, ends)
+    inside = _inside_all(node.sizes, sizes, starts, ends)
     if inside is not None:
         return relax.op.strided_slice(data, numbers, *inside, [1] * len(numbers), assume_inbound=True)
     if given:
@@ -217,17 +217,14 @@ def _kept(
 ) -> tuple[list[Size], list[Size]]:
     """Return the bounds of a slice counted from the front; those that may lie outside of an axis are clipped to it."""
 
-    def holds(gap: Size) -> bool:
-        return is_never_negative(simplify(gap)) or known.keep(simplify(gap))
-
     def inside(bound: Size, size: Size) -> Size:
         place = _bound(bound, size)
-        kept = holds(place) and holds(size - place)
+        kept = known.holds(place) and known.holds(size - place)
         return place if kept else _clipped(place, size, negative=not isinstance(bound, int))
 
     begin, end = (list(map(inside, bounds, sizes)) for bounds in (starts, ends))
     pairs = zip(begin, end, strict=True)
-    return begin, [last if holds(last - first) else simplify(tirx.max(first, last)) for first, last in pairs]
+    return begin, [last if known.holds(last - first) else simplify(tirx.max(first, last)) for first, last in pairs]
 
 
 def _clipped(place: Size, size: Size, *, negative: bool) -> Size:
@@ -250,7 +247,7 @@ def _is_whole(data: tvm.ir.Expr, axis: int, start: Size, end: Size) -> bool:
 
 
 def _inside_all(
-    sizes: Sequence[Size], starts: Sequence[Size], ends: Sequence[Size]
+    known: KnownSizes, sizes: Sequence[Size], starts: Sequence[Size], ends: Sequence[Size]
 ) -> tuple[list[Size], list[Size]] | None:
     """Return bounds that are numbers, counted from the front; None where one may lie outside a symbolic axis.
 
@@ -261,22 +258,22 @@ def _inside_all(
     begin: list[Size] = []
     end: list[Size] = []
     for size, start, stop in zip(sizes, starts, ends, strict=True):
-        first, last = _inside(start, size), _inside(stop, size)
-        if first is None or last is None or not is_never_negative(simplify(last - first)):
+        first, last = _inside(known, start, size), _inside(known, stop, size)
+        if first is None or last is None or not known.holds(last - first):
             return None
         begin.append(first)
         end.append(last)
     return begin, end
 
 
-def _inside(bound: Size, size: Size) -> Size | None:
+def _inside(known: KnownSizes, bound: Size, size: Size) -> Size | None:
     """Return a bound given as a number, counted from the front; None where it may lie outside the axis."""
     if not isinstance(bound, int):
         return None
     if bound >= TO_THE_END:
         return size
     front = bound if bound >= 0 else simplify(size + bound)
-    return front if is_never_negative(simplify(size - bound) if bound >= 0 else front) else None
+    return front if known.holds(size - bound if bound >= 0 else front) else None
 
 
 def _may_be_empty(size: Size, start: Size, stop: Size) -> bool:

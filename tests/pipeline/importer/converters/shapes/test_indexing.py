@@ -85,7 +85,7 @@ def test_slice_to_the_end_leaves_a_symbolic_axis_its_size(ends: tuple[int, ...],
     ("start", "end", "known"),
     [
         *((0, -1, True), (1, -1, True), (2, 2**63 - 1, True), (0, 2, True), (-2, -1, True), (-1, 2**63 - 1, True)),
-        *((0, 3, False), (-3, -1, False), (3, 2**63 - 1, False), (0, -3, False)),
+        *((0, 3, True), (0, 4, False), (-4, -1, False), (4, 2**63 - 1, False), (0, -4, False)),
     ],
 )
 def test_bounds_that_are_inside_at_all_sizes_leave_a_sum_of_sizes(start: int, end: int, known: bool) -> None:
