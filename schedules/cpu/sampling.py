@@ -18,7 +18,7 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, wide
-from relaxtune.schedules.functions import sampling as what
+from relaxtune.schedules.functions import sampling as rules
 from relaxtune.schedules.functions.sampling import SamplingSpec
 from relaxtune.schedules.marks import SCHEDULED_ATTR
 
@@ -55,7 +55,7 @@ class _Loops:
     def emit(self) -> None:
         jobs = wide(self._spec.batch) * self._chunks
         self._largest, self._largest_logit, self._sums = (_array("float32", jobs) for _ in range(3))
-        self._bins = _array("int64", jobs * what.BINS)
+        self._bins = _array("int64", jobs * rules.BINS)
         # Each chunk's own part of the lists, and how many tokens it has there.
         self._list, self._masses = (_array("int32", jobs * _CHUNK) for _ in range(2))
         self._listed = _array("int64", jobs)
@@ -76,8 +76,8 @@ class _Loops:
     def _begin_row(self, b: tirx.Expr) -> None:
         self._b = b
         given = self._buffers["parameters"]
-        self._parameter = {name: T.Bind(given[b, wide(at)]) for at, name in enumerate(what.PARAMETERS)}
-        self._greedy = self._parameter["temperature"] < _float(what.GREEDY_BELOW)
+        self._parameter = {name: T.Bind(given[b, wide(at)]) for at, name in enumerate(rules.PARAMETERS)}
+        self._greedy = self._parameter["temperature"] < _float(rules.GREEDY_BELOW)
         top_k = self._parameter["top_k"]
         self._limits_count = tirx.all(top_k >= _float(1), top_k < _float(self._columns))
 
@@ -157,10 +157,10 @@ class _Loops:
             T.buffer_store(places, _bin(d), [v - self._first])
 
         self._each(place)
-        with T.serial(0, wide(what.BINS)) as number:
-            T.buffer_store(bins, _long(0), [job * what.BINS + number])
+        with T.serial(0, wide(rules.BINS)) as number:
+            T.buffer_store(bins, _long(0), [job * rules.BINS + number])
         with T.serial(0, self._count) as at:
-            to = T.Bind(job * what.BINS + wide(places[at]))
+            to = T.Bind(job * rules.BINS + wide(places[at]))
             T.buffer_store(bins, bins[to] + wide(weights[at]), [to])
 
     def _fill_list(self, job: tirx.Expr) -> None:
@@ -177,13 +177,13 @@ class _Loops:
 
     def _last_bin(self) -> tuple[tirx.Expr, tirx.Expr]:
         """Return the last bin that the first filter may keep tokens of, and what that has to reach."""
-        sums, total = _filled("int64", what.BINS, 0), _filled("int64", 1, 0)
-        with T.serial(0, wide(self._chunks)) as chunk, T.serial(0, wide(what.BINS)) as number:
-            weight = self._bins[(self._b * self._chunks + chunk) * what.BINS + number]
+        sums, total = _filled("int64", rules.BINS, 0), _filled("int64", 1, 0)
+        with T.serial(0, wide(self._chunks)) as chunk, T.serial(0, wide(rules.BINS)) as number:
+            weight = self._bins[(self._b * self._chunks + chunk) * rules.BINS + number]
             T.buffer_store(sums, sums[number] + weight, [number])
-        with T.serial(0, wide(what.BINS)) as number:
+        with T.serial(0, wide(rules.BINS)) as number:
             T.buffer_store(total, total[0] + sums[number], [0])
-        parameter, last, reached = self._parameter, _filled("int64", 1, what.BINS - 1), _filled("int64", 1, 0)
+        parameter, last, reached = self._parameter, _filled("int64", 1, rules.BINS - 1), _filled("int64", 1, 0)
         top_k, top_p = tirx.Cast("int64", parameter["top_k"]), _share(parameter["top_p"], total[0])
         goal = T.Bind(tirx.Select(self._limits_count, top_k, top_p))
         with T.If(tirx.any(self._limits_count, parameter["top_p"] < _float(1))):
@@ -195,7 +195,7 @@ class _Loops:
                     T.buffer_store(reached, reached[0] + sums[last[0]], [0])
             with T.Else(), T.If(parameter["min_p"] > _float(0)), T.Then():
                 # One more, for the logarithm's rounding.
-                d = tirx.min(tirx.log(parameter["min_p"]), _float(0)) - _float(1 / what.STEPS)
+                d = tirx.min(tirx.log(parameter["min_p"]), _float(0)) - _float(1 / rules.STEPS)
                 T.buffer_store(last, wide(_bin(d)), [0])
         return T.Bind(last[0]), goal
 
@@ -212,7 +212,7 @@ class _Loops:
         with T.serial(0, wide(self._chunks)) as chunk:
             T.buffer_store(total, total[0] + self._sums[self._b * self._chunks + chunk], [0])
         d = _difference(self._logit(token[0]), self._row_max(self._largest_logit))
-        found = d - tirx.log(total[0] * _float(2.0**-what.MASS_BITS))
+        found = d - tirx.log(total[0] * _float(2.0**-rules.MASS_BITS))
         nothing = largest == _float(-_INFINITY)
         T.buffer_store(buffers["log_probability"], tirx.Select(nothing, _float(-_INFINITY), found), [self._b])
         if self._spec.counts:
@@ -241,7 +241,7 @@ class _Loops:
         with T.If(parameter["top_p"] < _float(1)), T.Then():
             self._keep_top_p(T.Bind(goal[0]))
         with T.If(parameter["min_p"] > _float(0)), T.Then():
-            least = tirx.Cast("float64", parameter["min_p"]) * tirx.const(2.0**what.MASS_BITS, "float64")
+            least = tirx.Cast("float64", parameter["min_p"]) * tirx.const(2.0**rules.MASS_BITS, "float64")
             self._keep(lambda at: tirx.Cast("float64", self._mass_of(at)) >= least)
         with T.If(tirx.all(parameter["typical_p"] > _float(0), parameter["typical_p"] < _float(1))), T.Then():
             self._keep_typical(largest)
@@ -348,11 +348,11 @@ class _Loops:
         low, half = whole(2**32 - 1), whole(32)
         position, seed = (T.Bind(tirx.Cast("uint64", self._buffers[name][self._b])) for name in ("position", "seed"))
         words, key = [position & low, position >> half, whole(0), whole(0)], [seed & low, seed >> half]
-        for _ in range(what.PHILOX_ROUNDS):
-            one, other = (T.Bind(words[2 * at] * whole(factor)) for at, factor in enumerate(what.PHILOX_MULTIPLIERS))
+        for _ in range(rules.PHILOX_ROUNDS):
+            one, other = (T.Bind(words[2 * at] * whole(factor)) for at, factor in enumerate(rules.PHILOX_MULTIPLIERS))
             mixed = [(other >> half) ^ words[1] ^ key[0], other & low, (one >> half) ^ words[3] ^ key[1], one & low]
             words = [T.Bind(word) for word in mixed]
-            key = [T.Bind((own + whole(added)) & low) for own, added in zip(key, what.PHILOX_KEYS, strict=True)]
+            key = [T.Bind((own + whole(added)) & low) for own, added in zip(key, rules.PHILOX_KEYS, strict=True)]
         bits = (words[0] >> whole(5)) * whole(2**26) + (words[1] >> whole(6))
         return tirx.Cast("float64", tirx.Cast("int64", bits)) * tirx.const(2.0**-53, "float64")
 
@@ -403,16 +403,16 @@ def _difference(x: tirx.Expr, largest: tirx.Expr) -> tirx.Expr:
 
 def _mass(d: tirx.Expr) -> tirx.Expr:
     """Return 2**MASS_BITS * exp(d), in the same operations on all devices."""
-    d = T.Bind(tirx.max(d, _float(what.LOWEST)))
-    rounded = T.Bind(_multiply_add(d, _float(what.LOG2_E), _float(what.ROUNDER)))
-    n = T.Bind(rounded - _float(what.ROUNDER))
-    r = T.Bind(_multiply_add(n, _float(-what.LN2_LOW), _multiply_add(n, _float(-what.LN2_HIGH), d)))
-    polynomial = _float(what.EXP_COEFFICIENTS[-1])
-    for coefficient in reversed(what.EXP_COEFFICIENTS[:-1]):
+    d = T.Bind(tirx.max(d, _float(rules.LOWEST)))
+    rounded = T.Bind(_multiply_add(d, _float(rules.LOG2_E), _float(rules.ROUNDER)))
+    n = T.Bind(rounded - _float(rules.ROUNDER))
+    r = T.Bind(_multiply_add(n, _float(-rules.LN2_LOW), _multiply_add(n, _float(-rules.LN2_HIGH), d)))
+    polynomial = _float(rules.EXP_COEFFICIENTS[-1])
+    for coefficient in reversed(rules.EXP_COEFFICIENTS[:-1]):
         polynomial = _multiply_add(polynomial, r, _float(coefficient))
     exponential = _multiply_add(polynomial, r * r, r) + _float(1)
-    (start,) = struct.unpack("<i", struct.pack("<f", what.ROUNDER))
-    power = tirx.reinterpret("int32", rounded) - tirx.const(start - 127 - what.MASS_BITS, "int32")
+    (start,) = struct.unpack("<i", struct.pack("<f", rules.ROUNDER))
+    power = tirx.reinterpret("int32", rounded) - tirx.const(start - 127 - rules.MASS_BITS, "int32")
     return exponential * tirx.reinterpret("float32", power << 23)
 
 
@@ -421,7 +421,7 @@ def _whole_mass(d: tirx.Expr) -> tirx.Expr:
 
 
 def _bin(d: tirx.Expr) -> tirx.Expr:
-    return tirx.Cast("int32", tirx.min((_float(0) - d) * _float(what.STEPS), _float(what.BINS - 1)))
+    return tirx.Cast("int32", tirx.min((_float(0) - d) * _float(rules.STEPS), _float(rules.BINS - 1)))
 
 
 def _share(part: tirx.Expr, total: tirx.Expr) -> tirx.Expr:

@@ -20,7 +20,7 @@ import re
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.functions import sampling as what
+from relaxtune.schedules.functions import sampling as rules
 from relaxtune.schedules.functions.sampling import SamplingSpec
 from relaxtune.schedules.targets import Feature, ResolvedTarget
 from relaxtune.schedules.templates.base import cuda_limits
@@ -86,14 +86,14 @@ struct relaxtune_Sampling {
 };
 static_assert(sizeof(relaxtune_Sampling) <= SHARED_BYTES, "SHARED_BYTES");
 __forceinline__ __device__ float relaxtune_sampling_mass(float d) {
-  const float coefficients[] = what_EXP_COEFFICIENTS;
-  d = d > what_LOWEST ? d : what_LOWEST;
-  float rounded = __fmaf_rn(d, what_LOG2_E, what_ROUNDER), n = __fadd_rn(rounded, -what_ROUNDER);
-  float r = __fmaf_rn(n, -what_LN2_LOW, __fmaf_rn(n, -what_LN2_HIGH, d)), e = coefficients[4];
+  const float coefficients[] = rules_EXP_COEFFICIENTS;
+  d = d > rules_LOWEST ? d : rules_LOWEST;
+  float rounded = __fmaf_rn(d, rules_LOG2_E, rules_ROUNDER), n = __fadd_rn(rounded, -rules_ROUNDER);
+  float r = __fmaf_rn(n, -rules_LN2_LOW, __fmaf_rn(n, -rules_LN2_HIGH, d)), e = coefficients[4];
 #pragma unroll
   for (int at = 3; at >= 0; --at) e = __fmaf_rn(e, r, coefficients[at]);
   e = __fadd_rn(__fmaf_rn(e, __fmul_rn(r, r), r), 1.0f);
-  int power = __float_as_int(rounded) - __float_as_int(what_ROUNDER) + 127 + what_MASS_BITS;
+  int power = __float_as_int(rounded) - __float_as_int(rules_ROUNDER) + 127 + rules_MASS_BITS;
   return __fmul_rn(e, __int_as_float(power << 23));
 }
 __forceinline__ __device__ unsigned relaxtune_sampling_whole(float d) {
@@ -103,8 +103,8 @@ __forceinline__ __device__ float relaxtune_sampling_difference(float x, float la
   return x == largest ? 0.0f : __fadd_rn(x, -largest);
 }
 __forceinline__ __device__ unsigned relaxtune_sampling_bin(float distance) {
-  float at = __fmul_rn(distance, what_STEPS);
-  return at < what_BINS - 1.0f ? (unsigned)at : what_BINS - 1;
+  float at = __fmul_rn(distance, rules_STEPS);
+  return at < rules_BINS - 1.0f ? (unsigned)at : rules_BINS - 1;
 }
 // The bits of x, so ordered that a larger x is a larger number; and x of such bits.
 __forceinline__ __device__ unsigned relaxtune_sampling_ascending(float x) {
@@ -125,10 +125,10 @@ __forceinline__ __device__ relaxtune_u64 relaxtune_sampling_share(double part, r
   return share < 1.0 ? 1 : (relaxtune_u64)share;
 }
 __forceinline__ __device__ double relaxtune_sampling_random(long long seed, long long position) {
-  const unsigned factors[] = what_PHILOX_MULTIPLIERS, added[] = what_PHILOX_KEYS;
+  const unsigned factors[] = rules_PHILOX_MULTIPLIERS, added[] = rules_PHILOX_KEYS;
   unsigned word[4] = {(unsigned)position, (unsigned)(position >> 32), 0, 0};
   unsigned key[2] = {(unsigned)seed, (unsigned)(seed >> 32)};
-  for (int round = 0; round < what_PHILOX_ROUNDS; ++round) {
+  for (int round = 0; round < rules_PHILOX_ROUNDS; ++round) {
     relaxtune_u64 one = (relaxtune_u64)word[0] * factors[0], other = (relaxtune_u64)word[2] * factors[1];
     word[0] = (unsigned)(other >> 32) ^ word[1] ^ key[0];
     word[1] = (unsigned)other;
@@ -190,7 +190,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
     bool by_v = stage == TIES || stage == DRAW;
     bool counted = stage == TOP_K || stage == TIES || (stage == BY_BIN && limits);
     int shift = stage == BY_BIN ? 0 : by_v ? 16 : t.v ? 24 : 32;
-    unsigned last_bin = what_BINS - 1;
+    unsigned last_bin = rules_BINS - 1;
     auto item = [&](int at, relaxtune_u64* key, unsigned* weight, float* d) {
       float x = t.x[at];
       int v = t.v ? t.v[at] : t.first + at;
@@ -206,7 +206,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
     };
     if (stage == BY_BIN && !limits && top_p >= 1.0f) {
       // One more, for the logarithm's rounding.
-      if (min_p > 0.0f) last_bin = relaxtune_sampling_bin(fmaxf(0.0f, -logf(min_p)) + 1.0f / what_STEPS);
+      if (min_p > 0.0f) last_bin = relaxtune_sampling_bin(fmaxf(0.0f, -logf(min_p)) + 1.0f / rules_STEPS);
       shift = -1;
     }
     if ((stage == TOP_K && !limits) || ((stage == TOP_P || stage == TIES) && top_p >= 1.0f)) continue;
@@ -218,7 +218,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
       if (ties * one >= s.weight) continue;
     }
     if (stage == TYPICAL) {
-      least = min_p > 0.0f ? (unsigned)ceil((double)min_p * (1 << what_MASS_BITS)) : 0;
+      least = min_p > 0.0f ? (unsigned)ceil((double)min_p * (1 << rules_MASS_BITS)) : 0;
       if (!(typical_p > 0.0f && typical_p < 1.0f)) continue;
       long long weighted = 0;
       relaxtune_u64 masses = 0, key;
@@ -283,7 +283,7 @@ __forceinline__ __device__ int relaxtune_sampling_draw(
       goal_p = s.goal;
       t.x = scores;
       t.count = count;
-      if (VOCABULARY > LIST && (last_bin == what_BINS - 1 || (limits && below + s.weight > LIST))) continue;
+      if (VOCABULARY > LIST && (last_bin == rules_BINS - 1 || (limits && below + s.weight > LIST))) continue;
       bool has = relaxtune_sampling_bin(-relaxtune_sampling_difference(best, largest)) <= last_bin;
       for (int at = thread; has && at < count && *(volatile int*)&s.listed <= LIST; at += THREADS) {
         float x = scores[at];
@@ -338,7 +338,7 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
   int64_t own_seed, own_position;
   relaxtune_load_8(&own_seed, seed + row);
   relaxtune_load_8(&own_position, position + row);
-  bool greedy = temperature < what_GREEDY_BELOW;
+  bool greedy = temperature < rules_GREEDY_BELOW;
   bool penalised = counts && (repetition != 1.0f || presence != 0.0f || frequency != 0.0f);
   long long start = (long long)row * VOCABULARY;
   int first = rank * CHUNK, count = min(CHUNK, max(0, VOCABULARY - first));
@@ -381,7 +381,7 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
       if (mask && !(masks[lane] >> v % 32 & 1)) x = NOTHING;
       if (!greedy) x = relaxtune_sampling_quotient(x, temperature, reciprocal);
       x = x == x ? (x == 0.0f ? 0.0f : x) : NOTHING;
-      if (at < count) scores[at] = x;
+      if (at < count && !greedy) scores[at] = x;
       if (at < count && x > best_x) best_x = x, best_v = v;
     }
   }
@@ -499,7 +499,7 @@ def _source(spec: SamplingSpec, peers: int, chunk: int, held: bool) -> str:
     loads = "".join(load_source(each) for each in sorted({size, 4, 8}))
     text = _SOURCE.replace("MEETING", loads + (_CLUSTER if peers > 1 else _ONE_BLOCK))
     text = re.sub(rf"\b({'|'.join(constants)})\b", lambda found: str(constants[found.group(1)]), text)
-    return re.sub(r"\bwhat_(\w+)", lambda found: _literal(getattr(what, found.group(1))), text)
+    return re.sub(r"\brules_(\w+)", lambda found: _literal(getattr(rules, found.group(1))), text)
 
 
 def _literal(value: int | float | tuple[int | float, ...]) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relaxtune.schedules.functions import sampling as what
+from relaxtune.schedules.functions import sampling as rules
 
 Array = np.ndarray
 
@@ -24,7 +24,7 @@ class Row:
     parameters: dict[str, float] = field(default_factory=dict)
 
     def parameter(self, name: str) -> np.float32:
-        return np.float32(self.parameters.get(name, what.NEUTRAL[what.PARAMETERS.index(name)]))
+        return np.float32(self.parameters.get(name, rules.NEUTRAL[rules.PARAMETERS.index(name)]))
 
 
 def fused(a: Array, b: Array | float, c: Array | float) -> Array:
@@ -34,14 +34,14 @@ def fused(a: Array, b: Array | float, c: Array | float) -> Array:
 
 
 def mass(d: Array) -> Array:
-    d = np.maximum(d, np.float32(what.LOWEST))
-    n = fused(d, what.LOG2_E, what.ROUNDER) - np.float32(what.ROUNDER)
-    r = fused(n, -what.LN2_LOW, fused(n, -what.LN2_HIGH, d))
-    polynomial = np.full_like(d, what.EXP_COEFFICIENTS[-1])
-    for coefficient in reversed(what.EXP_COEFFICIENTS[:-1]):
+    d = np.maximum(d, np.float32(rules.LOWEST))
+    n = fused(d, rules.LOG2_E, rules.ROUNDER) - np.float32(rules.ROUNDER)
+    r = fused(n, -rules.LN2_LOW, fused(n, -rules.LN2_HIGH, d))
+    polynomial = np.full_like(d, rules.EXP_COEFFICIENTS[-1])
+    for coefficient in reversed(rules.EXP_COEFFICIENTS[:-1]):
         polynomial = fused(polynomial, r, coefficient)
     exponential = fused(polynomial, r * r, r) + np.float32(1)
-    return np.floor(np.ldexp(exponential, n.astype(int) + what.MASS_BITS) + np.float32(0.5)).astype("int64")
+    return np.floor(np.ldexp(exponential, n.astype(int) + rules.MASS_BITS) + np.float32(0.5)).astype("int64")
 
 
 def processed(row: Row) -> Array:
@@ -59,7 +59,7 @@ def processed(row: Row) -> Array:
             x = x + row.bias
         if row.allowed is not None:
             x = np.where(row.allowed, x, np.float32(-np.inf))
-        if temperature >= np.float32(what.GREEDY_BELOW):
+        if temperature >= np.float32(rules.GREEDY_BELOW):
             x = x / temperature
     return np.where(np.isnan(x), np.float32(-np.inf), x).astype("float32") + np.float32(0)
 
@@ -80,7 +80,7 @@ def kept(row: Row) -> Array:
         needed = max(1, int(np.ceil(np.float64(top_p) * np.float64(sums[-1]))))
         tokens = np.sort(descending[: int(np.searchsorted(sums, needed)) + 1])
     if min_p > 0:
-        tokens = tokens[masses[tokens] >= np.float64(min_p) * 2.0**what.MASS_BITS]
+        tokens = tokens[masses[tokens] >= np.float64(min_p) * 2.0**rules.MASS_BITS]
     if 0 < typical_p < 1:
         own = masses[tokens]
         weighted = np.trunc(own * np.where(own > 0, d[tokens], 0).astype("float64") * 1024).astype("int64").sum()
@@ -108,7 +108,7 @@ def sample(row: Row) -> tuple[int, float]:
     x, logits = processed(row), np.where(np.isnan(row.logits), -np.inf, row.logits).astype("float64")
     if x.max() == -np.inf:
         return 0, -np.inf
-    if row.parameter("temperature") < np.float32(what.GREEDY_BELOW):
+    if row.parameter("temperature") < np.float32(rules.GREEDY_BELOW):
         token = int(np.argmax(x))
     else:
         tokens, masses = kept(row)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tvm
 
-from relaxtune.schedules.functions import sampling as what
+from relaxtune.schedules.functions import sampling as rules
 from relaxtune.schedules.targets import resolve_target
 from tests.schedules import sampling_cases as cases
 from tests.schedules.sampling_reference import mass
@@ -44,6 +44,6 @@ def test_token_of_a_row_depends_on_no_other(run: cases.Run) -> None:
 
 def test_mass_is_the_exponential() -> None:
     d = -np.linspace(0, 40, 100_001).astype("float32")
-    exact = np.exp(d.astype("float64")) * 2.0**what.MASS_BITS
-    assert mass(np.zeros(1, "float32")) == 2**what.MASS_BITS
+    exact = np.exp(d.astype("float64")) * 2.0**rules.MASS_BITS
+    assert mass(np.zeros(1, "float32")) == 2**rules.MASS_BITS
     np.testing.assert_allclose(mass(d), exact, rtol=2e-7, atol=0.51)
