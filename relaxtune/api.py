@@ -1,4 +1,7 @@
-"""The public API, one function for each word of the command line; `import relaxtune` has all of it."""
+"""The public API, one function for each word of the command line; `import relaxtune` has all of it.
+
+Names imported `as` themselves are public too.
+"""
 
 from __future__ import annotations
 
@@ -10,108 +13,60 @@ from typing import TypedDict, Unpack
 
 import numpy as np
 
-from relaxtune.loading import load
-from relaxtune.models import ModelError, OnnxModel, list_models, load_model, random_inputs
+from relaxtune.loading import load as load
+from relaxtune.models import (
+    ModelError as ModelError,
+    OnnxModel as OnnxModel,
+    list_models as list_models,
+    load_model as load_model,
+    random_inputs as random_inputs,
+)
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import profile_of, read_histogram
-from relaxtune.pipeline.artifact.generation.sampling import Sampling
-from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.batch.driver import BatchRun
-from relaxtune.pipeline.batch.events import BatchEvent, BatchResult, CandidateEvent, CellEvent
-from relaxtune.pipeline.batch.plan import nearest, read_plan
-from relaxtune.pipeline.bench.measure import BenchmarkReport
-from relaxtune.pipeline.bench.request import BenchRequest
-from relaxtune.pipeline.errors import (
-    ArtifactError,
-    ImportFailedError,
-    LoweringError,
-    NothingMeasuredError,
-    PipelineError,
-    UsageError,
-    ValidationFailedError,
+from relaxtune.pipeline.artifact.generation.sampling import Sampling as Sampling
+from relaxtune.pipeline.artifact.module import Module as Module
+from relaxtune.pipeline.batch.driver import BatchRun as BatchRun
+from relaxtune.pipeline.batch.events import (
+    BatchEvent as BatchEvent,
+    BatchResult as BatchResult,
+    CandidateEvent as CandidateEvent,
+    CellEvent as CellEvent,
 )
-from relaxtune.pipeline.gate.call_recorder import CallRecorder
-from relaxtune.pipeline.gate.gate import GateLimits, GateReport, run_gate
-from relaxtune.pipeline.gate.latency import LatencyLimit
+from relaxtune.pipeline.batch.plan import nearest, read_plan
+from relaxtune.pipeline.bench.measure import BenchmarkReport as BenchmarkReport
+from relaxtune.pipeline.bench.request import BenchRequest as BenchRequest
+from relaxtune.pipeline.errors import (
+    ArtifactError as ArtifactError,
+    ImportFailedError as ImportFailedError,
+    LoweringError as LoweringError,
+    NothingMeasuredError as NothingMeasuredError,
+    PipelineError as PipelineError,
+    UsageError as UsageError,
+    ValidationFailedError as ValidationFailedError,
+)
+from relaxtune.pipeline.gate.call_recorder import CallRecorder as CallRecorder
+from relaxtune.pipeline.gate.gate import GateLimits as GateLimits, GateReport as GateReport, run_gate
+from relaxtune.pipeline.gate.latency import LatencyLimit as LatencyLimit
 from relaxtune.pipeline.jobs.artifacts import ValidationRequest, bench_artifact, validate_artifact
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model, tune_model
-from relaxtune.pipeline.jobs.explain import Explanation, explain_model
-from relaxtune.pipeline.jobs.inspect import Inspection, inspect_model
-from relaxtune.pipeline.jobs.values import CompileResult, TuneRequest, TuneResult
+from relaxtune.pipeline.jobs.explain import Explanation as Explanation, explain_model
+from relaxtune.pipeline.jobs.inspect import Inspection as Inspection, inspect_model
+from relaxtune.pipeline.jobs.values import CompileResult as CompileResult, TuneRequest, TuneResult as TuneResult
 from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest
-from relaxtune.pipeline.registry.refit import Refit, refit_artifact
-from relaxtune.pipeline.registry.registry import Registry
-from relaxtune.pipeline.report.report import Report, report_artifact
+from relaxtune.pipeline.registry.refit import Refit as Refit, refit_artifact
+from relaxtune.pipeline.registry.registry import Registry as Registry
+from relaxtune.pipeline.report.report import Report as Report, report_artifact
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES
-from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort, options_for
+from relaxtune.pipeline.tuning.options import SEARCHED_ROUTES, Effort as Effort, options_for
 from relaxtune.pipeline.validate.builds import compare_builds
-from relaxtune.pipeline.validate.comparison import Comparison
-from relaxtune.pipeline.validate.report import ValidationReport
-from relaxtune.schedules.errors import ScheduleError
-from relaxtune.tuning_db.errors import TuningDatabaseError
-from relaxtune.tuning_db.records import Mode, RecordFilter, Route
-from relaxtune.tuning_db.store import TuningDatabase
+from relaxtune.pipeline.validate.comparison import Comparison as Comparison
+from relaxtune.pipeline.validate.report import ValidationReport as ValidationReport
+from relaxtune.schedules.errors import ScheduleError as ScheduleError
+from relaxtune.tuning_db.errors import TuningDatabaseError as TuningDatabaseError
+from relaxtune.tuning_db.records import Mode as Mode, RecordFilter as RecordFilter, Route as Route
+from relaxtune.tuning_db.store import TuningDatabase as TuningDatabase
 from relaxtune.tuning_db.urls import DatabaseUrl
-
-__all__ = [
-    "ArtifactError",
-    "BatchEvent",
-    "BatchResult",
-    "BatchRun",
-    "BenchRequest",
-    "BenchmarkReport",
-    "CallRecorder",
-    "CandidateEvent",
-    "CellEvent",
-    "Comparison",
-    "CompileResult",
-    "Effort",
-    "Explanation",
-    "GateLimits",
-    "GateReport",
-    "ImportFailedError",
-    "Inspection",
-    "LatencyLimit",
-    "LoweringError",
-    "Mode",
-    "ModelError",
-    "ModelOptions",
-    "Module",
-    "NothingMeasuredError",
-    "OnnxModel",
-    "PipelineError",
-    "RecordFilter",
-    "Refit",
-    "Registry",
-    "Report",
-    "Route",
-    "Sampling",
-    "ScheduleError",
-    "TuneResult",
-    "TuningDatabase",
-    "TuningDatabaseError",
-    "UsageError",
-    "ValidationFailedError",
-    "ValidationReport",
-    "batch",
-    "bench",
-    "compare",
-    "compile",
-    "explain",
-    "gate",
-    "inspect",
-    "list_models",
-    "load",
-    "load_model",
-    "open_database",
-    "open_registry",
-    "random_inputs",
-    "refit",
-    "report",
-    "tune",
-    "validate",
-]
 
 
 class ModelOptions(TypedDict, total=False):

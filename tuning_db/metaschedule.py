@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import tvm
 import tvm_ffi
-from tvm.s_tir import Schedule, Trace
-from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir import Schedule, Trace, meta_schedule as ms
 from tvm.s_tir.schedule import InstructionKind
 from tvm.target import Target
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax import backend
-from tvm.relax import transform as relax_pass
+from tvm.relax import backend, transform as relax_pass
 from tvm.runtime import Tensor
 from tvm.runtime.vm import VirtualMachine
 from tvm_ffi import StructuralKey

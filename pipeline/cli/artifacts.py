@@ -97,8 +97,7 @@ def validate_command(
     By default the tolerance follows from dtype and precision.
     """
     from relaxtune.pipeline.artifact.directory import record_validation
-    from relaxtune.pipeline.bisect import check_kernels
-    from relaxtune.pipeline.bisect import render as render_bisection
+    from relaxtune.pipeline.bisect import check_kernels, render as render_bisection
     from relaxtune.pipeline.jobs.artifacts import validate_artifact
     from relaxtune.pipeline.validate.report import render, render_drift
 

@@ -9,8 +9,7 @@ from tvm.ir.expr import TensorLoad
 from relaxtune.pipeline.passes.kit.ir import with_functions
 from relaxtune.pipeline.passes.kit.rewrite import INJECTIVE, pattern_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.tir.blocks import list_blocks, same_sizes
-from relaxtune.schedules.tir.blocks import shape_of as sizes_of
+from relaxtune.schedules.tir.blocks import list_blocks, same_sizes, shape_of as sizes_of
 from relaxtune.schedules.tir.expressions import find_all
 
 

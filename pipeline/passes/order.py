@@ -12,8 +12,7 @@ from enum import StrEnum
 
 import tvm
 from tvm import relax
-from tvm.relax import backend
-from tvm.relax import transform as relax_pass
+from tvm.relax import backend, transform as relax_pass
 
 from relaxtune.pipeline.passes.annotate_patterns import annotate_patterns
 from relaxtune.pipeline.passes.attention.append_caches import append_caches

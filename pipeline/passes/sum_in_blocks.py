@@ -17,8 +17,7 @@ from relaxtune.pipeline.passes.kit.ir import with_functions
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.tir.blocks import Block, list_blocks
 from relaxtune.schedules.tir.contraction import find_operands
-from relaxtune.schedules.tir.scheduled_blocks import block_facts, is_canonical
-from relaxtune.schedules.tir.scheduled_blocks import list_blocks as list_scheduled
+from relaxtune.schedules.tir.scheduled_blocks import block_facts, is_canonical, list_blocks as list_scheduled
 
 # Terms that may be added up one after another. Of terms of one sign, 1,024 cost 5e-6 of the sum.
 _TERMS_MAX = 1024

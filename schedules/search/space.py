@@ -6,8 +6,7 @@ import logging
 
 import tvm
 from tvm.ir import IRModule
-from tvm.s_tir import Schedule
-from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir import Schedule, meta_schedule as ms
 from tvm.s_tir.meta_schedule import _ffi_api
 from tvm.s_tir.meta_schedule.logging import get_logging_func
 from tvm.target import Target

@@ -8,8 +8,7 @@ import tvm
 from tvm import relax
 from tvm.ir import IRModule
 from tvm.s_tir import Schedule
-from tvm.script import ir as I
-from tvm.script import tirx as T
+from tvm.script import ir as I, tirx as T
 
 from relaxtune.schedules import fallback
 from relaxtune.schedules.cpu.generic import elementwise

@@ -6,8 +6,7 @@ import pickle
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.jobs import Job, JobTask

@@ -12,8 +12,7 @@ from time import monotonic, sleep
 from typing import Self, TypeVar
 
 from sqlalchemy import Engine
-from sqlalchemy.exc import DBAPIError, MultipleResultsFound
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.exc import DBAPIError, MultipleResultsFound, TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
 from relaxtune.tuning_db.errors import (

@@ -166,8 +166,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the records to remove.")] = False,
 ) -> None:
     """Remove records by age, count, or because newer ones are faster. The best of each task and route stays."""
-    from relaxtune.tuning_db.exchange.pruning import PruneRules
-    from relaxtune.tuning_db.exchange.pruning import prune as prune_records
+    from relaxtune.tuning_db.exchange.pruning import PruneRules, prune as prune_records
     from relaxtune.tuning_db.store import TuningDatabase
 
     before = None if older_than_days is None else datetime.now(UTC) - timedelta(days=older_than_days)

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import tvm
-from tvm.s_tir import Schedule, Trace
-from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir import Schedule, Trace, meta_schedule as ms
 
 from relaxtune.pipeline.tuning.candidates import Candidate
 from relaxtune.pipeline.tuning.measure.backend import BusyClock

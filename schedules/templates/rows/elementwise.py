@@ -23,8 +23,7 @@ waits for it before it reads what is not known to be constant, and before it wri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar

@@ -14,8 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import tvm
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from onnx import helper
 
 from relaxtune.models import TensorSpec

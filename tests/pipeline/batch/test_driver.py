@@ -25,8 +25,7 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.spans import VARIABLE, read_spans
 from relaxtune.pipeline.tuning.options import LEVELS, Effort
 from relaxtune.pipeline.validate.acceptance import Limits
-from relaxtune.tuning_db.batches import get_batch, list_attempts
-from relaxtune.tuning_db.batches import list_cells as stored_cells
+from relaxtune.tuning_db.batches import get_batch, list_attempts, list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.questions.insights import coverage
 from relaxtune.tuning_db.records import RecordFilter, Status, utc_now

@@ -34,8 +34,14 @@ from relaxtune.pipeline.cli.app import main
 from relaxtune.pipeline.jobs import compile_and_tune as jobs
 from relaxtune.pipeline.validate.report import ValidationReport
 from relaxtune.pipeline.workers.fork_server import ForkServer
-from relaxtune.tuning_db.batches import batch_key, get_batch, list_attempts, move_cell, start_batch
-from relaxtune.tuning_db.batches import list_cells as stored_cells
+from relaxtune.tuning_db.batches import (
+    batch_key,
+    get_batch,
+    list_attempts,
+    list_cells as stored_cells,
+    move_cell,
+    start_batch,
+)
 from relaxtune.tuning_db.cell_states import CellState, Driver
 from relaxtune.tuning_db.records import Route
 from relaxtune.tuning_db.store import TuningDatabase

@@ -21,8 +21,7 @@ from relaxtune.pipeline.tuning.ray.cluster import MeasuringPlace, Reservation, n
 from relaxtune.pipeline.tuning.ray.machine import RayCluster
 from relaxtune.pipeline.tuning.ray.node_side import own_gpu
 from relaxtune.schedules.targets import resolve_target
-from relaxtune.tuning_db.batches import get_batch
-from relaxtune.tuning_db.batches import list_cells as stored_cells
+from relaxtune.tuning_db.batches import get_batch, list_cells as stored_cells
 from relaxtune.tuning_db.cell_states import CellState
 from relaxtune.tuning_db.store import TuningDatabase
 from tests.pipeline.batch.plan_cases import dense

@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relaxtune.pipeline.artifact.directory import load_manifest
 from relaxtune.pipeline.dashboard import pages, server
-from relaxtune.pipeline.dashboard.artifact_pages import artifact as artifact_page
-from relaxtune.pipeline.dashboard.artifact_pages import compare, gate, gates
+from relaxtune.pipeline.dashboard.artifact_pages import artifact as artifact_page, compare, gate, gates
 from relaxtune.pipeline.dashboard.job_pages import job, task
 from relaxtune.pipeline.dashboard.markup import Page
 from relaxtune.pipeline.dashboard.pages import overview

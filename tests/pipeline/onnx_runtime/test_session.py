@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto as T
-from onnx import helper
+from onnx import TensorProto as T, helper
 
 from relaxtune.models import load_model
 from relaxtune.pipeline.bench.measure import Call, onnxruntime_peer

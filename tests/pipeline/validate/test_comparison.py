@@ -7,8 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from rich.console import Console
 
 from relaxtune.pipeline.artifact.directory import load_manifest

@@ -6,8 +6,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto as T
-from onnx import helper
+from onnx import TensorProto as T, helper
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.inputs import random_inputs

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto as T
-from onnx import helper
+from onnx import TensorProto as T, helper
 
 import relaxtune
 from relaxtune.models import OnnxModel, load_model

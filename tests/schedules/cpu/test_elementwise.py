@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tvm import te, tirx, topi
 
 from relaxtune.schedules.cpu.base import narrow_partitioned

@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 import tvm_ffi
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tvm import te, tirx
 from tvm.s_tir import SBlock, Schedule, transform
 

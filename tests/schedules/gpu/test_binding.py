@@ -6,8 +6,7 @@ import pytest
 import tvm
 from tvm import s_tir, te, tirx, topi
 from tvm.s_tir import dlight
-from tvm.script import ir as I
-from tvm.script import tirx as T
+from tvm.script import ir as I, tirx as T
 
 from relaxtune.schedules.errors import UnscheduledError
 from relaxtune.schedules.fallback import apply_fallback, fallback_with_rules

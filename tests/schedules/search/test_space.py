@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import tvm
 from tvm import tirx
-from tvm.s_tir import Schedule
-from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir import Schedule, meta_schedule as ms
 from tvm.s_tir.schedule import Trace
 
 from relaxtune.schedules.errors import TargetError

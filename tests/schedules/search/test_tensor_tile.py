@@ -7,8 +7,7 @@ import struct
 import pytest
 import tvm
 from tvm import te, tirx
-from tvm.s_tir import Schedule
-from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir import Schedule, meta_schedule as ms
 from tvm.s_tir.schedule import Trace
 
 from relaxtune.pipeline.codegen.finish import device_toolchain, finish_kernels

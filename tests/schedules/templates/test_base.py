@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from relaxtune.schedules.templates.base import Parameters, TemplateError, added, template_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from relaxtune.tuning_db.errors import InvalidRecordError
 from relaxtune.tuning_db.exchange.archive import import_archive, merge, read_archive

@@ -10,8 +10,7 @@ from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
-from relaxtune.pipeline.passes.attention import recognise_attention
+from relaxtune.pipeline.passes.attention import kernel as attention_kernel, recognise_attention
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.targets import resolve_target

@@ -5,8 +5,7 @@ import pytest
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import append_in_attention, recognise_attention
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
+from relaxtune.pipeline.passes.attention import append_in_attention, kernel as attention_kernel, recognise_attention
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import spec_of
 from relaxtune.schedules.targets import resolve_target

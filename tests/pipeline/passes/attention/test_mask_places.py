@@ -12,8 +12,7 @@ from tvm import relax
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
-from relaxtune.pipeline.passes.attention import recognise_attention
+from relaxtune.pipeline.passes.attention import kernel as attention_kernel, recognise_attention
 from relaxtune.pipeline.passes.attention.kernel_mask import Masking
 from relaxtune.pipeline.passes.attention.read_mask import Condition
 from relaxtune.pipeline.passes.symbolic import functions_of_positions

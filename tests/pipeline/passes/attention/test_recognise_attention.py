@@ -12,8 +12,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
-from relaxtune.pipeline.passes.attention import recognise_attention
+from relaxtune.pipeline.passes.attention import kernel as attention_kernel, recognise_attention
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.tasks.routes import DEFAULT_ROUTES

@@ -7,8 +7,7 @@ from relaxtune.models import OnnxModel
 from relaxtune.models.inputs import random_inputs
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
-from relaxtune.pipeline.passes.attention import recognise_attention
+from relaxtune.pipeline.passes.attention import kernel as attention_kernel, recognise_attention
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import run_reference

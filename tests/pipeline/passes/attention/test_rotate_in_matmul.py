@@ -9,8 +9,7 @@ from relaxtune.models.inputs import random_inputs
 from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
-from relaxtune.pipeline.passes.attention import recognise_attention, rotate_in_matmul
+from relaxtune.pipeline.passes.attention import kernel as attention_kernel, recognise_attention, rotate_in_matmul
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.targets import resolve_target
 from tests.pipeline.importer.onnx_cases import run_reference

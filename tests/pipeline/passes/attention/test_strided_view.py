@@ -4,8 +4,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from relaxtune.pipeline.passes.attention.strided_view import StridedView, whole
 

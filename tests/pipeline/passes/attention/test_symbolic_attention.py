@@ -11,8 +11,7 @@ from relaxtune.models.inputs import random_inputs
 from relaxtune.models.zoo.presets import get_preset
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
-from relaxtune.pipeline.passes.attention import append_in_attention, recognise_attention
-from relaxtune.pipeline.passes.attention import kernel as attention_kernel
+from relaxtune.pipeline.passes.attention import append_in_attention, kernel as attention_kernel, recognise_attention
 from relaxtune.schedules.functions.attention import spec_of
 from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.pass_cases import LLVM, assert_agrees, compiled, run_compiled

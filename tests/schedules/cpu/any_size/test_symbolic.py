@@ -12,12 +12,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tvm
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from tvm import te, tirx, topi
 from tvm.ir import Call
-from tvm.script import ir as I
-from tvm.script import tirx as T
+from tvm.script import ir as I, tirx as T
 
 from relaxtune.schedules.cpu.any_size import matmul as any_size_matmul
 from relaxtune.schedules.cpu.any_size.row_tiles import parts_of_rows

@@ -11,8 +11,7 @@ import pytest
 import tvm
 from tvm import te, tirx, topi
 
-from relaxtune.schedules.cpu.any_size import matmul as any_size_matmul
-from relaxtune.schedules.cpu.any_size import tile_kernel
+from relaxtune.schedules.cpu.any_size import matmul as any_size_matmul, tile_kernel
 from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import resolve_target
