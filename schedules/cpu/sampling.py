@@ -177,14 +177,13 @@ class _Loops:
 
     def _last_bin(self) -> tuple[tirx.Expr, tirx.Expr]:
         """Return the last bin that the first filter may keep tokens of, and what that has to reach."""
-        sums, total = _filled("int64", rules.BINS, 0), _filled("int64", 1, 0)
+        sums = _filled("int64", rules.BINS, 0)
         with T.serial(0, wide(self._chunks)) as chunk, T.serial(0, wide(rules.BINS)) as number:
             weight = self._bins[(self._b * self._chunks + chunk) * rules.BINS + number]
             T.buffer_store(sums, sums[number] + weight, [number])
-        with T.serial(0, wide(rules.BINS)) as number:
-            T.buffer_store(total, total[0] + sums[number], [0])
+        total = _sum(wide(rules.BINS), lambda number: sums[number])
         parameter, last, reached = self._parameter, _filled("int64", 1, rules.BINS - 1), _filled("int64", 1, 0)
-        top_k, top_p = tirx.Cast("int64", parameter["top_k"]), _share(parameter["top_p"], total[0])
+        top_k, top_p = tirx.Cast("int64", parameter["top_k"]), _share(parameter["top_p"], total)
         goal = T.Bind(tirx.Select(self._limits_count, top_k, top_p))
         with T.If(tirx.any(self._limits_count, parameter["top_p"] < _float(1))):
             with T.Then():
@@ -208,11 +207,9 @@ class _Loops:
             with T.Else():
                 self._draw(token, largest)
         T.buffer_store(buffers["token"], token[0], [self._b])
-        total = _filled("float32", 1, 0.0)
-        with T.serial(0, wide(self._chunks)) as chunk:
-            T.buffer_store(total, total[0] + self._sums[self._b * self._chunks + chunk], [0])
+        total = _sum(wide(self._chunks), lambda chunk: self._sums[self._b * self._chunks + chunk], "float32")
         d = _difference(self._logit(token[0]), self._row_max(self._largest_logit))
-        found = d - tirx.log(total[0] * _float(2.0**-rules.MASS_BITS))
+        found = d - tirx.log(total * _float(2.0**-rules.MASS_BITS))
         nothing = largest == _float(-_INFINITY)
         T.buffer_store(buffers["log_probability"], tirx.Select(nothing, _float(-_INFINITY), found), [self._b])
         if self._spec.counts:
@@ -268,16 +265,18 @@ class _Loops:
         self._keep(stays)
 
     def _keep_typical(self, largest: tirx.Expr) -> None:
-        weighted, ten_bits = _filled("int64", 1, 0), tirx.const(1024.0, "float64")
+        ten_bits = tirx.const(1024.0, "float64")
 
         def d_of(at: tirx.Expr) -> tirx.Expr:
             return _difference(self._buffers["scratch"][self._b, self._token_of(at)], largest)
 
-        with T.serial(0, self._held[0]) as at, T.If(self._mass_of(at) > 0), T.Then():
-            product = tirx.Cast("float64", self._mass_of(at)) * tirx.Cast("float64", d_of(at))
-            T.buffer_store(weighted, weighted[0] + tirx.Cast("int64", product * ten_bits), [0])
-        total = T.Bind(self._total())
-        mean = tirx.Cast("float64", weighted[0]) / ten_bits / tirx.Cast("float64", total)
+        def weighted(at: tirx.Expr) -> tirx.Expr:
+            # What has no mass may be -inf.
+            d = tirx.max(d_of(at), _float(rules.LOWEST))
+            return tirx.Cast("int64", tirx.Cast("float64", self._mass_of(at)) * tirx.Cast("float64", d) * ten_bits)
+
+        total = self._total()
+        mean = tirx.Cast("float64", _sum(self._held[0], weighted)) / ten_bits / tirx.Cast("float64", total)
         mean = T.Bind(tirx.Cast("float32", mean))
 
         def distance(at: tirx.Expr) -> tirx.Expr:
@@ -305,10 +304,7 @@ class _Loops:
         return tirx.reinterpret("uint32", tirx.const(2**31 - 1, "int32") ^ turned)
 
     def _total(self) -> tirx.Expr:
-        total = _filled("int64", 1, 0)
-        with T.serial(0, self._held[0]) as at:
-            T.buffer_store(total, total[0] + self._mass_of(at), [0])
-        return total[0]
+        return _sum(self._held[0], self._mass_of)
 
     def _select(
         self, key: Callable[[tirx.Expr], tirx.Expr], weight: Callable[[tirx.Expr], tirx.Expr], target: tirx.Expr
@@ -370,6 +366,13 @@ def _filled(dtype: str, size: int, value: tirx.Expr | float) -> tirx.Var:
         with T.serial(0, wide(size)) as at:
             T.buffer_store(array, value, [at])
     return array
+
+
+def _sum(count: tirx.Expr, term: Callable[[tirx.Expr], tirx.Expr], dtype: str = "int64") -> tirx.Expr:
+    total = _filled(dtype, 1, 0)
+    with T.serial(0, count) as at:
+        T.buffer_store(total, total[0] + term(at), [0])
+    return T.Bind(total[0])
 
 
 def _float(value: float) -> tirx.Expr:
