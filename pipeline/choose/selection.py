@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -218,15 +218,13 @@ def _lines(
     def doubt(of: SizeOfTable, task: TuningTask, record: TuningRecord) -> str | None:
         return _doubt(task, record, target, table.refusal(func, target, record.decision, of.place))
 
-    chosen = {
-        of: _fastest(
-            lookup.judge(task),
-            own.at(of.place),
-            partial(doubt, of, task),
-            None if decision is None else decision.preferred(task.workload_hash),
-        )
-        for of, task in sorted(places, key=lambda one: one[0].place)
-    }
+    chosen: dict[SizeOfTable, Choice] = {}
+    used: set[str] = set()
+    for of, task in sorted(places, key=lambda one: one[0].place):
+        preferred = None if decision is None else decision.preferred(task.workload_hash)
+        kept = used | {own.at(of.place)}
+        chosen[of] = _fastest(lookup.judge(task), kept, partial(doubt, of, task), preferred)
+        used |= {one.decision for one in (chosen[of].record,) if one is not None}
     trace = tuple(entry for one in chosen.values() for entry in one.trace)
     found = {of: choice.record for of, choice in chosen.items() if choice.record is not None}
     measured = ", ".join(f"{of.text} (record {record.id})" for of, record in found.items())
@@ -262,7 +260,7 @@ def _for_all_sizes(
             found = {**{text: (task, one) for text, one in of_size.items()}, **found}
     together = [replace(one, latencies_us=(default_us - saved_us[text],)) for text, (_, one) in found.items()]
     ranked = Judged(tuple(sorted(together, key=lambda one: one.latency_us or 0.0)), trace)
-    best = _fastest(ranked, own, lambda record: _doubt(found[record.decision][0], record, target))
+    best = _fastest(ranked, {own}, lambda record: _doubt(found[record.decision][0], record, target))
     rows = ", ".join(of.text for of, _ in places)
     if best.record is None or best.record.decision == own:
         return None, "", best.trace
@@ -284,16 +282,21 @@ def _doubt(
 
 
 def _fastest(
-    judged: Judged, own: str, doubt: Callable[[TuningRecord], str | None], preferred: Preferred | None = None
+    judged: Judged,
+    kept: Collection[str],
+    doubt: Callable[[TuningRecord], str | None],
+    preferred: Preferred | None = None,
 ) -> Choice:
-    """Return the fastest record; the decision without records, `own`, stays where no other is faster by over `_TIE`."""
-    kept = next((one for one in judged.standing if (one.route, one.decision) == (Route.TEMPLATE, own)), None)
-    if kept is not None:
-        least_us = (kept.latency_us or 0.0) / (1 + _TIE)
-        close = [one for one in judged.standing if one is not kept and (one.latency_us or 0.0) >= least_us]
-        passed = tuple(Considered.of(one, f"no more than {_TIE:.0%} faster than the untuned kernel") for one in close)
-        standing = tuple(one for one in judged.standing if one not in close)
-        judged = Judged(standing, (*judged.trace, *passed))
+    """Return the fastest record, or the first of those `kept` where no other is faster by over `_TIE`.
+
+    Kept are the decision without records, and those that the table has at other sizes: each kernel takes time to
+    compile.
+    """
+    ranked = judged.standing
+    place = next((n for n, one in enumerate(ranked) if one.route is Route.TEMPLATE and one.decision in kept), 0)
+    close = [one for one in ranked[:place] if (one.latency_us or 0.0) * (1 + _TIE) >= (ranked[place].latency_us or 0.0)]
+    passed = tuple(Considered.of(one, f"at most {_TIE:.0%} faster than a kernel of the table") for one in close)
+    judged = Judged(tuple(one for one in ranked if one not in close), (*judged.trace, *passed))
     return winner(judged, routes=(Route.TEMPLATE,), preferred=preferred, unusable=doubt)
 
 

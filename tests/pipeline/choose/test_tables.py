@@ -130,7 +130,7 @@ def test_untuned_line_stays_where_nothing_is_surely_faster(prepared: PreparedMod
             database.record_measurement(replace(record, latencies_us=(latency_us,)))
     (choice,) = choose_kernels(prepared, database)
     assert "rows=16 (record 1), rows=128 (record 3), rows=4096 (record 6)" in choice.note
-    assert [one.reason for one in choice.trace if one.id == 2] == ["no more than 1% faster than the untuned kernel"]
+    assert [one.reason for one in choice.trace if one.id == 2] == ["at most 1% faster than a kernel of the table"]
 
 
 def test_size_that_is_slower_in_the_model_keeps_its_untuned_line(prepared: PreparedModel, tmp_path: Path) -> None:
