@@ -90,8 +90,15 @@ def select_kernels(
             trace: Trace = ()
             if lookup is not None and places and Route.TEMPLATE in routes:
                 table, trace = _choose_table(function, func, places, lookup, target, decision)
-            choice = table or _untuned(function, func, target, routes, bool(places))
-            choices.append(replace(choice, trace=trace if table else left_aside(trace, "its table cannot be made")))
+            aside = "its table cannot be made" if target.kind == "cuda" else "the default schedule is as fast"
+            if not places:
+                reason = "not tunable: it has no tuning task"
+            elif lookup is None:
+                reason = why
+            else:
+                reason = aside if any(one.taken for one in trace) else "no record of any size"
+            choice = table or _untuned(function, func, target, routes, reason)
+            choices.append(replace(choice, trace=trace if table else left_aside(trace, aside)))
         elif lookup is None:
             fallback = KernelChoice(function, task.name, Route.FALLBACK)
             choices.append(_noted(_unmeasured(fallback, task, target, routes), why))
@@ -164,13 +171,13 @@ def _choose(
 
 
 def _untuned(
-    function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route], is_table: bool
+    function: str, func: tirx.PrimFunc, target: ResolvedTarget, routes: frozenset[Route], reason: str
 ) -> KernelChoice:
     """Return a kernel for a function without a task, or a table of sizes without a record."""
     fallback = KernelChoice(function, None, Route.FALLBACK)
     candidates, _ = list_candidates(func, target) if Route.TEMPLATE in routes and not is_scheduled(func) else ([], [])
     chosen = _default(fallback, func, target, candidates[0]) if candidates else fallback
-    return _noted(chosen, "no record of any size" if is_table else "not tunable: it has no tuning task")
+    return _noted(chosen, reason)
 
 
 def _choose_table(

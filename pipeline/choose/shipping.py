@@ -85,7 +85,7 @@ class Shipping:
         known = f"the noise of this machine is {noise:.1%}" if math.isfinite(noise) else "the runs were too few to know"
         return (
             f"Ships untuned: the search found {gain:+.1%}, and {known} ({runs}); "
-            f"--compare-seconds {_LONGER * self.seconds:g} looks longer."
+            f"--compare-seconds {_LONGER * self.seconds:.0f} looks longer."
         )
 
     def to_json(self) -> dict[str, object]:

@@ -106,3 +106,15 @@ def test_decision_that_saves_most_at_all_sizes_makes_the_kernel(prepared: Prepar
         assert choice.decision == template_candidates(prepared.tasks[0], prepared.target)[1].decision
         assert choice.of_sizes
         assert choice.note == "one kernel, measured at rows=3, rows=17, rows=70 (record 2)"
+
+
+def test_default_stays_where_no_record_is_faster(prepared: PreparedModel, tmp_path: Path) -> None:
+    prepared = replace(prepared, environment=replace(detect_environment(prepared.target), device_name="some CPU"))
+    with TuningDatabase.open(tmp_path / "tuning.db") as database:
+        for task in prepared.tasks:
+            database.record_workload(describe_workload(task))
+            for one, latency_us in zip(template_candidates(task, prepared.target), (10.0, 9.95), strict=False):
+                record = template_record(task, one.decision, prepared.target)
+                database.record_measurement(replace(record, latencies_us=(latency_us,)))
+        (choice,) = choose_kernels(prepared, database)
+    assert (choice.route, choice.note) == (Route.FALLBACK, "the default schedule is as fast")
