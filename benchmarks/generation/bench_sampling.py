@@ -21,6 +21,7 @@ from benchmarks.kernels.bench_symbolic_gemm import captured
 from benchmarks.kernels.cubins import time_by_turns
 from relaxtune.pipeline.codegen.cuda_compiler import cuda_compiler
 from relaxtune.schedules.functions.sampling import NEUTRAL, PARAMETERS, SamplingSpec
+from relaxtune.schedules.marks import LAUNCH_ATTR
 from relaxtune.schedules.sampling import sampling_function
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
 from relaxtune.schedules.templates.lowering import register_mixed_pipeline
@@ -53,13 +54,14 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--batches", default="1,16")
+    parser.add_argument("--independent", action="store_true", help="no launch before the one before it has ended")
     options = parser.parse_args()
     target = resolve_target(options.target)
     with _compiler(target):
         for batch in map(int, options.batches.split(",")):
             for optional in (False, True):
                 spec = SamplingSpec(batch, options.vocabulary, options.dtype, optional, optional, optional)
-                _measure(spec, target)
+                _measure(spec, target, options.independent)
 
 
 @contextmanager
@@ -71,8 +73,10 @@ def _compiler(target: ResolvedTarget) -> Iterator[None]:
         yield
 
 
-def _measure(spec: SamplingSpec, target: ResolvedTarget) -> None:
+def _measure(spec: SamplingSpec, target: ResolvedTarget, independent: bool) -> None:
     func = sampling_function(spec, target).with_attr("global_symbol", "main")
+    if independent:
+        func = func.without_attr(LAUNCH_ATTR)
     library = tvm.tirx.build(tvm.IRModule({"main": func}), target=target.target, pipeline=register_mixed_pipeline())
     arms = {name: _arrays(spec, case) for name, case in _CASES.items() if spec.counts or "repetition" not in case}
     timed = _time_on_gpu(library["main"], arms) if target.kind == "cuda" else _time_on_cpu(library["main"], arms)
