@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.gate import CallsOption, LimitOptions, read_calls
-from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
     DEFAULT_STORE,
@@ -114,10 +114,8 @@ def tag(
     tag: TagName,
     registry: RegistryOptions,
     why: WhyOption = "",
-    artifact: Annotated[
-        str | None, typer.Option("--to", metavar="ARTIFACT", help="A directory, a tag, or the start of a key.")
-    ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag.")] = False,
+    artifact: str | None = option(None, "A directory, a tag, or the start of a key.", "--to", metavar="ARTIFACT"),
+    remove: bool = option(False, "Remove the tag.", "--remove"),
 ) -> None:
     """Set a tag to an artifact without a gate. The artifact is copied into the store."""
     if remove == (artifact is not None):
@@ -174,10 +172,8 @@ def rollback(tag: TagName, registry: RegistryOptions, why: WhyOption = "") -> No
 @takes_groups()
 def gc(
     registry: RegistryOptions,
-    steps: Annotated[int, typer.Option("--steps", min=0, help="Roll-backs of each tag that stay possible.")] = 5,
-    older_than: Annotated[
-        float, typer.Option("--older-than", min=0.0, help="Keep artifacts younger than this many hours.")
-    ] = 24.0,
+    steps: int = option(5, "Roll-backs of each tag that stay possible.", min=0),
+    older_than: float = option(24.0, "Keep artifacts younger than this many hours.", min=0.0),
 ) -> None:
     """Remove artifacts that no tag, and no roll-back of a tag, needs."""
     with registry.open() as opened:
@@ -191,9 +187,7 @@ def gc(
 def rebuild(
     artifact: ArtifactName,
     store: StoreOption = DEFAULT_STORE,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Keep the new artifact here. Default: delete it.")
-    ] = None,
+    out: Path | None = option(None, "Keep the new artifact here. Default: delete it.", metavar="DIR"),
     db: Annotated[DatabaseUrl | None, optional_database("Database with the records of its kernels.")] = None,
     shared_db: SharedDatabasesOption = None,
     model: ReferenceOption = None,
@@ -267,28 +261,14 @@ def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArt
 @takes_groups()
 def refit(
     artifact: ArtifactName,
-    weights: Annotated[
-        str | None,
-        typer.Option("--weights", metavar="NEW.onnx", help="The same graph with other weights, or a zoo name."),
-    ] = None,
-    lora: Annotated[
-        Path | None,
-        typer.Option(
-            "--lora", metavar="ADAPTER", help="A LoRA adapter (a folder or file of PEFT) to merge into the weights."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Directory of the new artifact. Default: replace the old one."),
-    ] = None,
+    weights: str | None = option(None, "The same graph with other weights, or a zoo name.", metavar="NEW.onnx"),
+    lora: Path | None = option(
+        None, "A LoRA adapter (a folder or file of PEFT) to merge into the weights.", metavar="ADAPTER"
+    ),
+    out: Path | None = option(None, "Directory of the new artifact. Default: replace the old one.", metavar="DIR"),
     seed: SeedOption = 0,
-    samples: Annotated[
-        int, typer.Option("--samples", min=0, help="Random inputs to validate with; 0 skips the validation.")
-    ] = 3,
-    sign: Annotated[
-        Path | None,
-        typer.Option("--sign", metavar="KEY", help="Sign the artifact with this Ed25519 private key (PEM)."),
-    ] = None,
+    samples: int = option(3, "Random inputs to validate with; 0 skips the validation.", min=0),
+    sign: Path | None = option(None, "Sign the artifact with this Ed25519 private key (PEM).", metavar="KEY"),
     store: StoreOption = DEFAULT_STORE,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:

@@ -144,13 +144,11 @@ def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="An artifact, or a .npz of outputs that `run` saved.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Another build, or its outputs from another machine.")],
     limits: ToleranceOptions,
-    inputs: Annotated[
-        Path | None, typer.Option("--inputs", metavar="X.npz", help="Inputs of both artifacts. Default: random.")
-    ] = None,
+    inputs: Path | None = option(None, "Inputs of both artifacts. Default: random.", metavar="X.npz"),
     model: ReferenceOption = None,
     samples: SamplesOption = 3,
     seed: SeedOption = 0,
-    exact: Annotated[bool, typer.Option("--exact", help="Exit 3 unless all bits are the same.")] = False,
+    exact: bool = option(False, "Exit 3 unless all bits are the same.", "--exact"),
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
@@ -221,16 +219,11 @@ def bench(
     model: ReferenceOption = None,
     db: OutcomeDatabaseOption = None,
     lengths: LengthsOption = None,
-    batch_sweep: Annotated[
-        str | None, typer.Option("--batch-sweep", metavar="1,2,4,8", help="Sizes of the batch, the inputs' first axis.")
-    ] = None,
-    beside: Annotated[
-        list[Path] | None,
-        typer.Option("--beside", metavar="DIR", help="Another artifact of the model, at these sizes (repeatable)."),
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Where to draw latency and throughput over sizes.")
-    ] = None,
+    batch_sweep: str | None = option(None, "Sizes of the batch, the inputs' first axis.", metavar="1,2,4,8"),
+    beside: list[Path] | None = option(
+        None, "Another artifact of the model, at these sizes (repeatable).", metavar="DIR"
+    ),
+    plot: Path | None = option(None, "Where to draw latency and throughput over sizes.", metavar="FILE.svg"),
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:

@@ -9,8 +9,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_DATABASE,
@@ -128,20 +126,12 @@ def tune(
     artifact: ArtifactOptions,
     db: DatabaseOption = DEFAULT_DATABASE,
     shared_db: SharedDatabasesOption = None,
-    record: Annotated[
-        bool,
-        typer.Option(
-            "--record/--no-record",
-            help="Record artifact, validation and latencies in the database.",
-            rich_help_panel=RECORDS,
-        ),
-    ] = True,
-    bench: Annotated[
-        bool,
-        typer.Option(
-            "--bench/--no-bench", help="Time the tuned and the untuned model and ONNX Runtime.", rich_help_panel=OUTPUT
-        ),
-    ] = True,
+    record: bool = option(
+        True, "Record artifact, validation and latencies in the database.", "--record/--no-record", panel=RECORDS
+    ),
+    bench: bool = option(
+        True, "Time the tuned and the untuned model and ONNX Runtime.", "--bench/--no-bench", panel=OUTPUT
+    ),
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Tune a model on the device of this machine, then compile, compare and validate it."""
@@ -167,14 +157,9 @@ def compile_command(
     artifact: ArtifactOptions,
     db: Annotated[DatabaseUrl | None, optional_database("Tuning database to read.")] = None,
     shared_db: SharedDatabasesOption = None,
-    record: Annotated[
-        bool,
-        typer.Option(
-            "--record/--no-record",
-            help="Record the artifact and its validation in the database.",
-            rich_help_panel=RECORDS,
-        ),
-    ] = False,
+    record: bool = option(
+        False, "Record the artifact and its validation in the database.", "--record/--no-record", panel=RECORDS
+    ),
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Compile a model without measuring, and validate it.

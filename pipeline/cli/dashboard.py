@@ -7,11 +7,9 @@ import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import DEFAULT_DATABASE, DatabaseOption
 from relaxtune.pipeline.cli.output import stderr_console
 from relaxtune.pipeline.errors import UsageError
@@ -20,18 +18,12 @@ TOKEN_VARIABLE = "RELAXTUNE_DASHBOARD_TOKEN"
 _PORT = 8760
 
 
+@takes_groups()
 def dashboard(
     db: DatabaseOption = DEFAULT_DATABASE,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen at; beyond this machine, browsers need a token.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen at; 0 picks a free port.")
-    ] = _PORT,
-    ceilings: Annotated[
-        list[Path] | None,
-        typer.Option("--ceilings", metavar="FILE", help="JSON of a device's measured ceilings (repeatable)."),
-    ] = None,
+    host: str = option("127.0.0.1", "Address to listen at; beyond this machine, browsers need a token."),
+    port: int = option(_PORT, "Port to listen at; 0 picks a free port.", min=0, max=65535),
+    ceilings: list[Path] | None = option(None, "JSON of a device's measured ceilings (repeatable).", metavar="FILE"),
 ) -> None:
     """Serve pages about the database until Ctrl-C: batches, jobs, tasks, artifacts, failures.
 

@@ -1,4 +1,4 @@
-"""Groups of options: a frozen dataclass whose fields are each an `option`; `takes_groups` gives them to a command.
+"""Options of commands: an `option` each, or a frozen dataclass of them; `takes_groups` gives them to a command.
 
 Help shows the options in panels, the rare ones as keys of `--set KEY=VALUE` (`set_option.py`).
 """
@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 
 
 def option(default: Value, text: str, *names: str, panel: str | None = None, rare: bool = False, **more: Any) -> Value:
-    """Return a field of a group: its default, its help, and its names if the field's own name is not enough.
+    """Return a group's field, or a command's parameter: its default, help, and names if its own is not enough.
 
     A rare option is hidden from the help, which names it as a key of `--set`.
     """
@@ -31,7 +31,7 @@ def option(default: Value, text: str, *names: str, panel: str | None = None, rar
 
 
 def takes_groups(*, without: Sequence[str] = ()) -> Callable[[Command], Command]:
-    """Replace each parameter of a command that is a dataclass by the options that its fields are.
+    """Replace each parameter of a command that is a dataclass by the options that its fields are; read each `option`.
 
     The command is called with the dataclass made of them. An option that is left out keeps its default.
 
@@ -45,11 +45,13 @@ def takes_groups(*, without: Sequence[str] = ()) -> Callable[[Command], Command]
         for parameter in inspect.signature(command).parameters.values():
             kind = hints[parameter.name]
             if not dataclasses.is_dataclass(kind):
-                options.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+                options.append(_parameter(parameter.name, kind, parameter.default))
                 continue
-            made = _options(typing.cast(type, kind), without)
-            groups[parameter.name] = typing.cast(type, kind), [option.name for option in made]
-            options += made
+            group = typing.cast(type, kind)
+            of_fields = typing.get_type_hints(group, include_extras=True)
+            fields = [field for field in dataclasses.fields(group) if field.name not in without]
+            groups[parameter.name] = group, [field.name for field in fields]
+            options += [_parameter(field.name, of_fields[field.name], field) for field in fields]
         rare = [one.name.replace("_", "-") for one in options if one.annotation.__metadata__[0].hidden]
         if rare:
             options.append(set_option(rare))
@@ -71,15 +73,9 @@ def takes_groups(*, without: Sequence[str] = ()) -> Callable[[Command], Command]
     return decorate
 
 
-def _options(group: type, without: Sequence[str]) -> list[inspect.Parameter]:
-    hints = typing.get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=Annotated[hints[field.name], field.metadata["option"]] if field.metadata else hints[field.name],
-        )
-        for field in dataclasses.fields(group)
-        if field.name not in without
-    ]
+def _parameter(name: str, kind: Any, given: Any) -> inspect.Parameter:
+    """Return a parameter as Typer reads it; `given` is its default, or the `option` that has it."""
+    if isinstance(given, dataclasses.Field):
+        kind = Annotated[kind, given.metadata["option"]] if given.metadata else kind
+        given = inspect.Parameter.empty if given.default is dataclasses.MISSING else given.default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=kind)

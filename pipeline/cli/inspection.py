@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
 from relaxtune.pipeline.cli.output import OutputFormat, print_json, print_table, stdout_console
 from relaxtune.pipeline.errors import ImportFailedError
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
 @takes_groups(without=("group_size", "bucket", "disable_pass", "dump_ir", "embed_weights", "routes"))
 def inspect(
     model: ModelOptions,
-    code: Annotated[
-        bool, typer.Option("--code", help="Generate the code of the kernels too, as compile does.")
-    ] = False,
+    code: bool = option(False, "Generate the code of the kernels too, as compile does.", "--code"),
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
     """Show inputs, outputs, weights, limits, KV cache and tasks of a model, or every node that cannot be imported.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.db.common import open_for_reading
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import VerifyKeyOption, optional_database, require_signed
 from relaxtune.pipeline.cli.output import print_json, print_table, stdout_console, write_text
 from relaxtune.pipeline.errors import ArtifactError, UsageError
@@ -32,33 +33,25 @@ class ReportFormat(StrEnum):
     JSON = "json"
 
 
+@takes_groups()
 def report(
     directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Artifact directory.")] = None,
     db: Annotated[
         DatabaseUrl | None,
         optional_database("Tuning database with the artifact's records; without DIR, all its models are reported."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE", help="The page. Default: DIR.html, or report.html.")
-    ] = None,
-    profile: Annotated[
-        bool | None,
-        typer.Option(
-            "--profile/--no-profile",
-            help="Time every kernel of DIR on this machine's device. Default: only kernels without a recorded time.",
-        ),
-    ] = None,
-    ceilings: Annotated[
-        Path | None, typer.Option("--ceilings", metavar="FILE", help="JSON of the device's measured ceilings.")
-    ] = None,
-    diff: Annotated[
-        Path | None,
-        typer.Option("--diff", metavar="OLD", help="Another build of the model, to compare kernel by kernel."),
-    ] = None,
+    out: Path | None = option(None, "The page. Default: DIR.html, or report.html.", metavar="FILE"),
+    profile: bool | None = option(
+        None,
+        "Time every kernel of DIR on this machine's device. Default: only kernels without a recorded time.",
+        "--profile/--no-profile",
+    ),
+    ceilings: Path | None = option(None, "JSON of the device's measured ceilings.", metavar="FILE"),
+    diff: Path | None = option(None, "Another build of the model, to compare kernel by kernel.", metavar="OLD"),
     verify_key: VerifyKeyOption = None,
-    output_format: Annotated[
-        ReportFormat, typer.Option("--format", help="html goes to a file, table and json to stdout.")
-    ] = ReportFormat.HTML,
+    output_format: ReportFormat = option(
+        ReportFormat.HTML, "html goes to a file, table and json to stdout.", "--format"
+    ),
 ) -> None:
     """Write a page about an artifact: time, share, rates, route and bottleneck of each kernel."""
     from relaxtune.pipeline.report.diff import diff_reports

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from relaxtune.pipeline.cli.db.common import FilterOptions, TableOptions, app, open_for_reading
-from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.output_file import output_file
 from relaxtune.tuning_db.urls import DatabaseUrl
@@ -89,15 +89,10 @@ def bundle(
 def import_database(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="An archive, or a folder of MetaSchedule's files.")],
     table: TableOptions,
-    measured_for: Annotated[
-        str, typer.Option("--measured-for", metavar="TARGET", help="Target of MetaSchedule's records.")
-    ] = "auto",
-    measured_on: Annotated[
-        str | None,
-        typer.Option(
-            "--measured-on", metavar="DEVICE", help="Device of MetaSchedule's records. Default: this machine's."
-        ),
-    ] = None,
+    measured_for: str = option("auto", "Target of MetaSchedule's records.", metavar="TARGET"),
+    measured_on: str | None = option(
+        None, "Device of MetaSchedule's records. Default: this machine's.", metavar="DEVICE"
+    ),
 ) -> None:
     """Read an archive, or records of stock MetaSchedule, whole or not at all. Nothing in them is executed."""
     from relaxtune.tuning_db.store import TuningDatabase
@@ -148,22 +143,14 @@ def merge(
 def prune(
     filters: FilterOptions,
     table: TableOptions,
-    older_than_days: Annotated[
-        float | None, typer.Option("--older-than-days", min=0, max=100_000, help="Remove records older than this.")
-    ] = None,
-    keep: Annotated[
-        int | None,
-        typer.Option(
-            "--keep", min=1, help="Keep this many of the best and of the last failed records of each task and device."
-        ),
-    ] = None,
-    dominated: Annotated[
-        bool,
-        typer.Option(
-            "--dominated", help="Remove records if a newer record of the same route, task and device is faster."
-        ),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count the records to remove.")] = False,
+    older_than_days: float | None = option(None, "Remove records older than this.", min=0, max=100_000),
+    keep: int | None = option(
+        None, "Keep this many of the best and of the last failed records of each task and device.", min=1
+    ),
+    dominated: bool = option(
+        False, "Remove records if a newer record of the same route, task and device is faster.", "--dominated"
+    ),
+    dry_run: bool = option(False, "Only count the records to remove.", "--dry-run"),
 ) -> None:
     """Remove records by age, count, or because newer ones are faster. The best of each task and route stays."""
     from relaxtune.tuning_db.exchange.pruning import PruneRules, prune as prune_records

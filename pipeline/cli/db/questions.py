@@ -18,7 +18,7 @@ from relaxtune.pipeline.cli.db.common import (
     minute,
     require_known,
 )
-from relaxtune.pipeline.cli.groups import takes_groups
+from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.errors import UsageError
 
 
@@ -145,15 +145,11 @@ def cost(
 def regressions(
     filters: FilterOptions,
     table: TableOptions,
-    split_at: Annotated[
-        datetime | None, typer.Option(help="Compare records before this time (UTC) with records after it.")
-    ] = None,
-    old_tvm: Annotated[str | None, typer.Option(help="Compare records of this TVM version with --new-tvm.")] = None,
-    new_tvm: Annotated[str | None, typer.Option(help="The TVM version to compare with --old-tvm.")] = None,
-    threshold: Annotated[
-        float, typer.Option(help="List tasks that surely take more than this many times as long; 0: all tasks.")
-    ] = 1.05,
-    alpha: Annotated[float, typer.Option(help="Probability of a false alarm among all tasks.")] = 0.05,
+    split_at: datetime | None = option(None, "Compare records before this time (UTC) with records after it."),
+    old_tvm: str | None = option(None, "Compare records of this TVM version with --new-tvm."),
+    new_tvm: str | None = option(None, "The TVM version to compare with --old-tvm."),
+    threshold: float = option(1.05, "List tasks that surely take more than this many times as long; 0: all tasks."),
+    alpha: float = option(0.05, "Probability of a false alarm among all tasks."),
 ) -> None:
     """List tasks that surely became slower between two TVM versions or dates, the worst first.
 
