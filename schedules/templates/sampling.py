@@ -99,8 +99,9 @@ __forceinline__ __device__ float relaxtune_sampling_mass(float d) {
 __forceinline__ __device__ unsigned relaxtune_sampling_whole(float d) {
   return (unsigned)(int)__fadd_rn(relaxtune_sampling_mass(d), 0.5f);
 }
+// At most 0, and 0 for the difference of infinities: fminf takes the number where one is none.
 __forceinline__ __device__ float relaxtune_sampling_difference(float x, float largest) {
-  return x == largest ? 0.0f : __fadd_rn(x, -largest);
+  return fminf(__fadd_rn(x, -largest), 0.0f);
 }
 __forceinline__ __device__ unsigned relaxtune_sampling_bin(float distance) {
   float at = __fmul_rn(distance, rules_STEPS);
@@ -380,7 +381,8 @@ __forceinline__ __device__ void NAME(PARAMETERS, void* memory, int row, int rank
       if (bias) x = __fadd_rn(x, biases[lane]);
       if (mask && !(masks[lane] >> v % 32 & 1)) x = NOTHING;
       if (!greedy) x = relaxtune_sampling_quotient(x, temperature, reciprocal);
-      x = x == x ? (x == 0.0f ? 0.0f : x) : NOTHING;
+      if (counts || bias) x = x == x ? x : NOTHING;
+      x = __fadd_rn(x, 0.0f);  // -0 is 0.
       if (at < count && !greedy) scores[at] = x;
       if (at < count && x > best_x) best_x = x, best_v = v;
     }
