@@ -24,6 +24,7 @@ from relaxtune.pipeline.passes.attention.remove_nan_guards import remove_nan_gua
 from relaxtune.pipeline.passes.attention.rotate_in_matmul import rotate_in_matmul
 from relaxtune.pipeline.passes.fill_empty import fill_empty
 from relaxtune.pipeline.passes.fuse_operations import fuse_operations
+from relaxtune.pipeline.passes.generation.multiply_by_caches import multiply_by_caches
 from relaxtune.pipeline.passes.generation.write_together import write_together
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
@@ -145,6 +146,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "append_in_attention", append_in_attention),
         Step(Phase.PATTERNS, "append_caches", append_caches),
         Step(Phase.PATTERNS, "write_together", write_together),
+        Step(Phase.PATTERNS, "multiply_by_caches", multiply_by_caches),
         Step(Phase.PATTERNS, "write_matmuls_transposed", write_matmuls_transposed),
         Step(Phase.PATTERNS, "norms_of_half", norms_of_half),
         Step(Phase.PATTERNS, "centre_from_pivot", centre_from_pivot),

@@ -101,7 +101,7 @@ def classify(block: ScheduledBlock, left: TensorLoad, right: TensorLoad, column:
     row = max(rows, key=lambda position: (axis_extent(block, position), position), default=None)
     reduce = tuple(index for index, kind in enumerate(block.kinds) if kind == "R")
     panel = find_panel(right, iters[column])
-    contiguous = panel is not None or _stride_is_one(right, iters[column])
+    contiguous = panel is not None or stride_is_one(right, iters[column])
     return TiledContraction(block, left, right, tuple(batch), tuple(rows), column, reduce, row, contiguous, panel)
 
 
@@ -232,7 +232,7 @@ def axis_extent(block: ScheduledBlock, position: int) -> float:
     return math.inf if extent is None else extent
 
 
-def _stride_is_one(load: TensorLoad, var: Var) -> bool:
+def stride_is_one(load: TensorLoad, var: Var) -> bool:
     """Whether the load's last index, and no other, moves with the variable, one element a step."""
     *leading, last = list(load.indices)
     if any(var in used_vars(index) for index in leading) or var not in used_vars(last):

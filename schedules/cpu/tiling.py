@@ -29,6 +29,7 @@ from relaxtune.schedules.cpu.contraction import (
     choose_tile,
     find_matmul,
     needs_padding,
+    stride_is_one,
 )
 from relaxtune.schedules.cpu.generic import schedule_reduction_plainly
 from relaxtune.schedules.errors import Refusal
@@ -72,9 +73,18 @@ def contraction_rule(
 
 
 def find_tiled_matmul(block: ScheduledBlock, limits: CpuLimits) -> Found | None:
-    """Return the roles of a matmul's loops and its tile, None when the block is not one."""
+    """Return the roles of a matmul's loops and its tile, None when the block is not one that a tile is good for.
+
+    Where one row is multiplied by a matrix that lies along the sum (the keys of a cache, any number of them), a panel
+    would be packed for a single use: products along the sum (`cpu.reduction`) take a fraction of that.
+    """
     con = find_matmul(block)
-    return None if con is None else (con, choose_tile(con, limits))
+    if con is None:
+        return None
+    along_sum = not con.contiguous and stride_is_one(con.right, block.axes[con.reduce[-1]])
+    if con.row is None and along_sum and block.extents[con.column] is None:
+        return None
+    return con, choose_tile(con, limits)
 
 
 def normed_matmul(func: PrimFunc, target: Target) -> Schedule | None:

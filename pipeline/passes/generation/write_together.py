@@ -8,7 +8,8 @@ import tvm
 from tvm import relax
 
 from relaxtune.pipeline.passes.attention.append_caches import bind_all
-from relaxtune.pipeline.passes.attention.strided_view import StridedView, view_through, whole
+from relaxtune.pipeline.passes.attention.head_layout import readings_of
+from relaxtune.pipeline.passes.attention.strided_view import StridedView
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import dtype_of, is_op, shape_of
 from relaxtune.pipeline.passes.kit.rewrite import Done, Rewriter, replace_found
@@ -58,27 +59,21 @@ def write_together(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModul
     return replace_found(mod, state, {**gone, **made}, _emit, "kernels write caches")
 
 
+def writes_caches(expr: tvm.ir.Expr, graph: Graph) -> bool:
+    """Return whether a tensor is a cache that a step has written."""
+    value = graph.value(expr)
+    value = graph.value(value.tuple_value) if isinstance(value, relax.TupleGetItem) else value
+    return is_op(value, "call_tir_inplace") and WRITES_CACHES in (graph.mod[value.args[0]].attrs or {})
+
+
 def _write(binding: relax.Binding, graph: Graph) -> _Write | None:
-    value = binding.value
-    if not is_op(value, "call_tir_inplace") or WRITES_CACHES not in (graph.mod[value.args[0]].attrs or {}):
+    if not writes_caches(binding.var, graph) or not is_op(binding.value, "call_tir_inplace"):
         return None
-    cache, new, position = value.args[1].fields
-    base, view = _behind(new, graph, dtype_of(cache))
-    return _Write(binding.var, cache, position, base, view)
-
-
-def _behind(new: relax.Var, graph: Graph, dtype: str) -> tuple[relax.Var, StridedView]:
-    """Return the tensor that a new part lies in, seen through views and through casts that lose nothing of it."""
-    value, sizes = graph.value(new), sizes_of(new)
-    assert sizes is not None
-    if is_op(value, "astype") and isinstance(value.args[0], relax.Var) and dtype_of(new) in (dtype, "float32"):
-        return _behind(value.args[0], graph, dtype)
-    if isinstance(value, relax.Call) and value.args and isinstance(value.args[0], relax.Var):
-        base, inner = _behind(value.args[0], graph, dtype)
-        view = view_through(value, inner)
-        if view is not None and all(len(axis) < 2 for axis in view.axes):
-            return base, view
-    return new, whole(sizes)
+    cache, new, position = binding.value.args[1].fields
+    for reading in readings_of(new, graph, scaled=False):
+        if isinstance(reading.base, relax.Var) and all(len(axis) < 2 for axis in reading.view.axes):
+            return _Write(binding.var, cache, position, reading.base, reading.view)
+    return None
 
 
 def _emit(new: Rewriter, _binding: relax.VarBinding, group: tuple[_Write, ...]) -> tvm.ir.Expr | Done:

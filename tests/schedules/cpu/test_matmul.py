@@ -31,6 +31,10 @@ def test_matmul_matches_numpy_when_right_operand_is_transposed(m, n, k, batch):
     assert run(matmul_case(m, n, k, batch=batch, transposed=True, epilogue="bias")) == "cpu-matmul"
 
 
+def test_row_times_a_matrix_of_any_columns_along_the_sum_is_not_packed():
+    assert run(matmul_case(1, 53, 64, batch=3, transposed=True, epilogue="bias", symbolic="n")) != "cpu-matmul"
+
+
 @pytest.mark.parametrize(
     ("symbolic", "batch", "transposed"),
     [
