@@ -91,7 +91,8 @@ REASONS: Sequence[Reason] = (
     ),
     Reason(
         "float8 and float4 quantisation",
-        "Quantising to float8, float4 and back is not converted: ONNX Runtime's CPU, the reference, lacks most of it.",
+        "Of float8 and float4, only float8 e4m3fn is quantised to and from: ONNX Runtime's CPU, the reference, lacks "
+        "most of the others.",
         Stage.IMPORT,
         ("DequantizeLinear", "QuantizeLinear"),
         error="quantised type: expected one of .* got float[84]",

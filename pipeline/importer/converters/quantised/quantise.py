@@ -7,7 +7,8 @@
 
 To the bit as ONNX Runtime's CPU computes it (core/mlas/lib/quantize.cpp): a true division (TVM turns one by a number
 into a product with the inverse, so scales stay tensors), bounds before rounding, NaN to the lower bound. Integers of 2
-and 4 bits live in tensors of 8. Formulas: ONNX, Operators.md; ONNX Runtime, docs/ContribOperators.md.
+and 4 bits live in tensors of 8. Float8 e4m3 has no zero point: a tensor keeps its dtype between quantise and
+dequantise, and both are exact. Formulas: ONNX, Operators.md; ONNX Runtime, docs/ContribOperators.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from relaxtune.pipeline.importer.converter_input import (
     sizes_of,
 )
 from relaxtune.pipeline.importer.sizes import size_text
+from relaxtune.schedules.functions.float8 import FLOAT8, float8_array, float8_of, number_of
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ _ELEMENT_TYPES: Mapping[str, int] = {
     "int16": TensorProto.INT16,
     "uint16": TensorProto.UINT16,
 }
+# Names of the kernels from and to float32.
+FLOAT8_OF, NUMBER_OF = "float8_of_numbers", "numbers_of_float8"
+_FLOAT8 = IntegerType(-448, 448, FLOAT8)
 _FLOATS: Mapping[int, str] = {
     TensorProto.FLOAT: "float32",
     TensorProto.FLOAT16: "float16",
@@ -68,7 +73,10 @@ def convert_quantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     """Return x quantised; scale and zero point (optional) are one number, one a place of `axis`, or one a block."""
     data, scale, zero = node.input(0), node.input(1), node.optional(2)
     wanted = node.integer("output_dtype", 0)
-    kind = _known_type(wanted) if wanted else integer_type(node, 2)
+    if TensorProto.FLOAT8E4M3FN in (wanted, node.element_type(2)):
+        kind = _FLOAT8
+    else:
+        kind = _known_type(wanted) if wanted else integer_type(node, 2)
     return quantise(node, data, along_axis(node, scale, data), _maybe_along(node, zero, data), kind)
 
 
@@ -79,7 +87,7 @@ def convert_dequantize_linear(node: ConverterInput) -> tvm.ir.Expr:
     wanted = node.integer("output_dtype", 0)
     if wanted and wanted not in _FLOATS:
         raise ValueError(f"attribute 'output_dtype': expected float, float16 or bfloat16, got {_type_name(wanted)}")
-    if dtype_of(data) != "int32":
+    if dtype_of(data) not in ("int32", FLOAT8):
         integer_type(node, 0)
     dtype = _FLOATS[wanted] if wanted else dtype_of(scale)
     result = dequantise(node, data, along_axis(node, scale, data), _maybe_along(node, zero, data))
@@ -126,6 +134,13 @@ def quantise(
         Broadcast against the data from the right, as NumPy does; None for a zero point of 0.
     """
     values, steps = _as(node, data, "float32"), tensor_of(_as(node, scale, "float32"))
+    if kind is _FLOAT8:
+        if zero is not None:
+            raise ValueError("zero point of float8: expected 0")
+        known, by = constant_value(values), constant_value(steps)
+        if known is not None and by is not None:
+            return constant(float8_array(known / by))
+        return emit_elementwise(node, lambda x, s: float8_of(x / s), FLOAT8_OF, values, steps)
     if zero is None or _is_zero(zero):
         return emit_elementwise(node, lambda x, s: _rounded(x / s, None, kind), "quantise", values, steps)
     offsets = tensor_of(_as(node, zero, "int32"))
@@ -151,7 +166,12 @@ def dequantise(node: ConverterInput, data: tvm.ir.Expr, scale: tvm.ir.Expr, zero
     """Return integers as numbers of the scale's dtype; scale and zero point (None for 0) broadcast as NumPy does."""
     emit = node.builder.emit
     dtype = dtype_of(scale)
-    centred = centre(node, data, zero)
+    if dtype_of(data) == FLOAT8:
+        if zero is not None:
+            raise ValueError("zero point of float8: expected 0")
+        centred: tvm.ir.Expr = emit_elementwise(node, number_of, NUMBER_OF, data)
+    else:
+        centred = centre(node, data, zero)
     product = emit(relax.op.multiply(emit(relax.op.astype(centred, "float32")), _as(node, scale, "float32")))
     return product if dtype == "float32" else emit(relax.op.astype(product, dtype))
 

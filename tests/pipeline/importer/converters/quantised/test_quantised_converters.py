@@ -125,14 +125,45 @@ def test_activations_of_four_bits_saturate_at_their_own_bounds() -> None:
     assert_equal(model, {"x": x})
 
 
-def test_float8_is_refused_by_name() -> None:
-    zero = numpy_helper.from_array(np.array(0, ml_dtypes.float8_e4m3fn), "z")
+FLOAT8_SCALES = [np.array(1.0, "float32"), np.array(0.37, "float32"), np.array([0.01, 1.0, 30.0], "float32")]
+
+
+@pytest.mark.parametrize("scale", FLOAT8_SCALES, ids=["one", "tensor", "axis"])
+@pytest.mark.parametrize("constant", [True, False])
+def test_float8_is_exact_at_ties_bounds_and_subnormals(scale: np.ndarray, constant: bool) -> None:
+    every = np.arange(256, dtype="uint8").view(ml_dtypes.float8_e4m3fn).astype("float32")
+    known = np.sort(every[np.isfinite(every)])
+    ties = (known[1:] + known[:-1]) / 2
+    numbers = np.concatenate([EDGES, -EDGES, every, ties, np.nextafter(ties, np.float32(np.inf)), floats(300) * 200])
+    x = np.stack([numbers, numbers * np.float32(1e-3), numbers * 40])
+    inputs = [("x", x), ("s", scale), ("z", np.zeros(scale.shape, ml_dtypes.float8_e4m3fn))]
+    constants = {name: value for name, value in inputs if name == "s" or (constant and name == "x")}
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"], axis=0),
+        helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"], axis=0),
+        helper.make_node("Add", ["y", "t"], ["sum"]),
+    ]
+    shapes = {"t": ("float32", (1,))} if constant else {"x": ("float32", x.shape), "t": ("float32", (1,))}
+    model = make_model(nodes, shapes, {"sum": ("float32", x.shape)}, constants, opset=19)
+    model.proto.graph.initializer.append(numpy_helper.from_array(inputs[2][1], "z"))
+    feeds = {"x": x, "t": np.zeros(1, "float32")}
+    assert_equal(model, {name: feeds[name] for name in shapes})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "message"),
+    [
+        (ml_dtypes.float8_e5m2, 0, r"quantised type: expected one of int2, .*got float8e5m2"),
+        (ml_dtypes.float8_e4m3fn, 1, "zero point of float8: expected 0"),
+    ],
+)
+def test_float8_of_other_kinds_is_refused(dtype: type, zero: int, message: str) -> None:
     node = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["q"])
     back = helper.make_node("DequantizeLinear", ["q", "s", "z"], ["y"])
     shapes = {"x": ("float32", (3,))}, {"y": ("float32", (3,))}
     model = make_model([node, back], *shapes, {"s": np.array(1.0, "float32")}, opset=21)
-    model.proto.graph.initializer.append(zero)
-    with pytest.raises(ImportFailedError, match=r"quantised type: expected one of int2, .*got float8e4m3fn"):
+    model.proto.graph.initializer.append(numpy_helper.from_array(np.array(zero, dtype), "z"))
+    with pytest.raises(ImportFailedError, match=message):
         import_model(model)
 
 
