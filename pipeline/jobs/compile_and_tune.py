@@ -57,8 +57,8 @@ from relaxtune.tuning_db.urls import DatabasePlace
 logger = logging.getLogger(__name__)
 
 # The seconds of the steps after the search but for the comparison, and of those after that, for each second that the
-# untuned model took.
-_AFTER, _VALIDATE = 1.5, 0.25
+# untuned model took; a tuned table has more kernels than an untuned one, up to twice as long to compile.
+_AFTER, _AFTER_TABLES, _VALIDATE = 1.5, 2.0, 0.25
 # Seconds of a comparison at least, where a budget does not leave more.
 _COMPARE_LEAST_S = 2.0
 
@@ -147,7 +147,8 @@ def tune_model(
             before = time.monotonic()
             beforehand = make_beforehand(prepared, tune_request.samples)
             now, compare_s = time.monotonic(), tune_request.compare_s or max(_COMPARE_LEAST_S, budget_s / 6)
-            follows_s = _AFTER * (now - before) + compare_s * tune_request.benchmark
+            after = _AFTER_TABLES if prepared.sizes and prepared.target.kind == "cuda" else _AFTER
+            follows_s = after * (now - before) + compare_s * tune_request.benchmark
             beforehand = replace(beforehand, until=began + budget_s - _VALIDATE * (now - before))
             tuning = replace(tune_request.tuning, reserved_s=now - began + follows_s)
             tune_request = replace(tune_request, tuning=tuning, compare_s=compare_s)
