@@ -21,20 +21,20 @@ def signature_of(values: Sequence[onnx.ValueInfoProto], kind: str) -> tuple[Tens
     specs = []
     for value in values:
         tensor = value.type.tensor_type
-        specs.append(TensorSpec(value.name, dtype_name(tensor.elem_type, f"{kind} {value.name!r}"), _shape_of(value)))
+        specs.append(
+            TensorSpec(value.name, dtype_name(tensor.elem_type, f"{kind} {value.name!r}"), _shape_of(value, kind))
+        )
     return tuple(specs)
 
 
-def _shape_of(value: onnx.ValueInfoProto) -> tuple[Dim, ...]:
-    return tuple(
-        dim.dim_value if dim.HasField("dim_value") else _known_name(dim.dim_param) or f"{value.name}_{axis}"
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim)
-    )
-
-
-def _known_name(text: str) -> str:
-    """Return the name or the size of an axis; nothing for a name that onnx made up, or a size in its own notation."""
-    return "" if re.match(r"unk__\d", text) or "floor(" in text else text
+def _shape_of(value: onnx.ValueInfoProto, kind: str) -> tuple[Dim, ...]:
+    shape: list[Dim] = []
+    for axis, dim in enumerate(value.type.tensor_type.shape.dim):
+        # onnx makes up names of the axes of outputs, and has sizes in its own notation.
+        made_up = kind == "output" and re.match(r"unk__\d|.*floor\(", dim.dim_param)
+        name = "" if made_up else dim.dim_param
+        shape.append(dim.dim_value if dim.HasField("dim_value") else name or f"{value.name}_{axis}")
+    return tuple(shape)
 
 
 def name_unknown_axes(graph: onnx.GraphProto) -> None:
@@ -61,7 +61,7 @@ def name_unknown_axes(graph: onnx.GraphProto) -> None:
     for value in graph.input:
         for axis, dim in enumerate(value.type.tensor_type.shape.dim):
             if not dim.HasField("dim_value") and not dim.dim_param:
-                dim.dim_param = f"{value.name}_{axis}"
+                dim.dim_param = re.sub(r"\W|^(?=\d)", "_", f"{value.name}_{axis}")
                 while dim.dim_param in named:
                     dim.dim_param += "_"
                 named.add(dim.dim_param)

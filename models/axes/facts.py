@@ -42,6 +42,8 @@ class AxisFacts:
     at_least: list[tuple[Polynomial, Polynomial, str]] = field(default_factory=list)
     # Pairs of sizes that are equal, and that no name is solved by.
     equal: list[tuple[Polynomial, Polynomial]] = field(default_factory=list)
+    # Such pairs of the first branches of If, which random inputs run.
+    usual: list[tuple[Polynomial, Polynomial]] = field(default_factory=list)
     constants: dict[str, onnx.TensorProto] = field(default_factory=dict)  # The small constants, by name.
     tables: set[str] = field(default_factory=set)  # Names of all constants.
     # Name of a tensor that says where another is negative -> the name of the other.

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import onnx
-from onnx import checker, defs, helper, inliner, shape_inference
+from onnx import checker, defs, helper, inliner, numpy_helper, shape_inference
+from onnx.reference import ReferenceEvaluator
 
 from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
-from relaxtune.models.axes.facts import INTEGERS, ONE, UNKNOWN, ZERO, AxisFacts, Known, known_constant
+from relaxtune.models.axes.facts import INTEGERS, ONE, UNKNOWN, ZERO, AxisFacts, Known, Shape, known_constant
 from relaxtune.models.axes.rules import MOVES, RULES, moved
-from relaxtune.models.onnx_model import is_short, light_copy
+from relaxtune.models.onnx_model import SHAPE_ELEMENTS_MAX, is_short, light_copy
 from relaxtune.polynomials import Polynomial
 
 
@@ -54,11 +56,11 @@ class AxisFlow(AxisFacts):
         return Known(shape, largest if shape in ((), (ONE,)) else None, largest)
 
     def _follow(self, node: onnx.NodeProto) -> None:
-        outputs = self._follow_branches(node) if node.op_type == "If" else None
+        outputs = self._follow_branches(node) if node.op_type == "If" else self._folded(node)
         rule = RULES.get(node.op_type)
         inputs = [self._known.get(name, UNKNOWN) for name in node.input]
         try:
-            outputs = outputs if rule is None else rule(self, node, inputs)
+            outputs = outputs if rule is None or outputs is not None else rule(self, node, inputs)
         except (IndexError, TypeError, ValueError, AttributeError):  # a rule met a form it does not know
             outputs = None
         if outputs is None:
@@ -69,13 +71,49 @@ class AxisFlow(AxisFacts):
             if name:
                 self._known[name] = known
 
+    def _folded(self, node: onnx.NodeProto) -> list[Known] | None:
+        """Return the result of a node over small constants, and keep it as one: PyTorch computes paddings so."""
+        if not node.input or len(node.output) != 1 or not all(name in self.constants for name in node.input):
+            return None
+        if any(int(np.prod(self.constants[name].dims)) > SHAPE_ELEMENTS_MAX for name in node.input):
+            return None
+        alone = helper.make_model(
+            helper.make_graph(
+                [node], "constants", [], [onnx.ValueInfoProto(name=node.output[0])],
+                [self._named(name) for name in dict.fromkeys(node.input)],
+            ),
+            opset_imports=self._opset_imports,
+        )  # fmt: skip
+        try:
+            (result,) = ReferenceEvaluator(alone).run(None, {})
+        except Exception:  # onnx's reference raises every kind of exception for what it does not know
+            return None
+        if np.asarray(result).size > SHAPE_ELEMENTS_MAX:
+            return None
+        self.constants[node.output[0]] = tensor = numpy_helper.from_array(np.asarray(result), node.output[0])
+        return [known_constant(tensor)]
+
+    def _named(self, name: str) -> onnx.TensorProto:
+        tensor = onnx.TensorProto()
+        tensor.CopyFrom(self.constants[name])
+        tensor.name = name
+        return tensor
+
     def _follow_branches(self, node: onnx.NodeProto) -> list[Known] | None:
         """Follow what the branches ask of sizes; what they find equal holds where they are run, or both are.
 
         Return the shapes of the results, where those of the branches are equal.
         """
-        results, answers = [], []
-        for branch in (item.g for item in node.attribute):
+        chosen = self._chosen(node)
+        if chosen is not None:
+            self.constants |= {tensor.name: tensor for tensor in chosen.initializer}
+            self._known |= {tensor.name: known_constant(tensor) for tensor in chosen.initializer}
+            for inner in chosen.node:
+                self._follow(inner)
+            return [self._known.get(value.name, UNKNOWN) for value in chosen.output]
+        results: list[list[Shape | None]] = []
+        answers: list[dict[str, Polynomial]] = []
+        for branch in (item.g for item in sorted(node.attribute, key=lambda item: item.name, reverse=True)):
             known, solved, constants = dict(self._known), dict(self.solved), dict(self.constants)
             self.constants |= {tensor.name: tensor for tensor in branch.initializer}
             self._known |= {tensor.name: known_constant(tensor) for tensor in branch.initializer}
@@ -88,6 +126,8 @@ class AxisFlow(AxisFacts):
                 (self.resolve(size), self.resolve(least), label + where) for size, least, label in self.at_least[first:]
             ]
             results.append([self._known.get(value.name, UNKNOWN).shape for value in branch.output])
+            if not answers:
+                self.usual += self.equal[equal:]
             del self.equal[equal:]
             answers.append(self.solved)
             self._known, self.solved, self.constants = known, solved, constants
@@ -96,6 +136,18 @@ class AxisFlow(AxisFacts):
         }
         same = len(results) == 2 and results[0] == results[1] and None not in results[0]
         return [Known(shape) for shape in results[0]] if same else None
+
+    def _chosen(self, node: onnx.NodeProto) -> onnx.GraphProto | None:
+        """Return the one branch that calls run: by a condition that is known, or a squeeze of an axis of one place."""
+        branches = {item.name: item.g for item in node.attribute}
+        known = self._known.get(node.input[0], UNKNOWN).data
+        if known is not None and known[0].value is not None:
+            return branches["then_branch" if known[0].value else "else_branch"]
+        operators = [
+            [one.op_type for one in branches[name].node if one.op_type not in ("Constant", "Identity")]
+            for name in ("then_branch", "else_branch")
+        ]
+        return branches["then_branch"] if operators == [["Squeeze"], []] else None
 
     def _infer(self, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
         """Return the shapes that onnx infers for one node, sizes in and out as text."""
@@ -108,9 +160,10 @@ class AxisFlow(AxisFacts):
             sizes = None if known.shape is None else [self.resolve(size) for size in known.shape]
             by_text |= {str(size): size for size in sizes or () if size.value is None}
             dims = None if sizes is None else [str(size) if size.value is None else size.value for size in sizes]
-            types[name] = helper.make_tensor_type_proto(self._types.get(name, onnx.TensorProto.FLOAT), dims)
             if name in self.constants:
                 data[name] = self.constants[name]
+                self._types[name] = data[name].data_type
+            types[name] = helper.make_tensor_type_proto(self._types.get(name, onnx.TensorProto.FLOAT), dims)
         try:
             schema = defs.get_schema(node.op_type, self._opsets.get(node.domain, 1), node.domain)
             found = shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=self._opset_imports)
@@ -118,6 +171,7 @@ class AxisFlow(AxisFacts):
             checker.ValidationError, defs.SchemaError, shape_inference.InferenceError, RuntimeError, ValueError
         ):  # fmt: skip
             found = {}
+        self._types |= {name: kind.tensor_type.elem_type for name, kind in found.items() if name not in self._types}
         return [
             Known(tuple(self._size(dim, by_text) for dim in _dims(found[name])))
             if name in found and found[name].tensor_type.HasField("shape")

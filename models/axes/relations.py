@@ -30,7 +30,7 @@ _BATCH, _LENGTH = 2, 16
 # Sizes that are tried of each axis, and how many combinations of them.
 _SEARCHED, _TRIALS = 65, 20_000
 # The largest stride of an image model that is looked for, and how many sizes are tried.
-_LARGEST_MULTIPLE, _MULTIPLES = 256, 2048
+_LARGEST_MULTIPLE, _TRIED = 256, 2048
 
 
 def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
@@ -55,28 +55,36 @@ def find_relations(model: onnx.ModelProto) -> tuple[AxisRelation, ...]:
     for left, right in flow.equal:
         gap = flow.resolve(left - right)
         axis = next(iter(gap.axes), "")
-        multiple = _multiple_of(gap, axis) if gap.axes == {axis} and axis in places else None
-        if multiple is None:
+        fitting = _fitting_sizes(gap, axis) if gap.axes == {axis} and axis in places else range(0)
+        if not fitting:
             bounds += [(left - right, "the graph"), (right - left, "the graph")]
+        elif fitting.step > 1:
+            multiples[axis] = lcm(multiples.get(axis, 1), fitting.step)
         else:
-            multiples[axis] = lcm(multiples.get(axis, 1), multiple)
+            ends = {">=": fitting[0]} if fitting[-1] == _TRIED else {">=": fitting[0], "<=": fitting[-1]}
+            relations += [
+                AxisRelation(axis, sign, str(size), tuple(places[axis]), "the graph") for sign, size in ends.items()
+            ]
     for axis, number in multiples.items():
-        if number > 1:
-            whole = str(quotient(Polynomial.symbol(axis), Polynomial.number(number)) * number)
-            relations.append(AxisRelation(axis, "<=", whole, tuple(places[axis]), "the graph"))
+        whole = str(quotient(Polynomial.symbol(axis), Polynomial.number(number)) * number)
+        relations.append(AxisRelation(axis, "<=", whole, tuple(places[axis]), "the graph"))
     for gap, table in bounds:
         relations += _inequality(flow.resolve(gap), places, table)
     return tuple(dict.fromkeys(relations))
 
 
-def _multiple_of(gap: Polynomial, axis: str) -> int | None:
-    """Return the least number with whose multiples a difference of sizes is zero; None where there is none.
+def _fitting_sizes(gap: Polynomial, axis: str) -> range:
+    """Return sizes of an axis at which a difference is zero: multiples of a number, or all between two; or none.
 
     Image models join maps of several strides. Sizes that are no multiple of the largest may fit by chance, and code
     for them would compute each size anew.
     """
-    zero = [gap.at({axis: size}) == 0 for size in range(1, _MULTIPLES + 1)]
-    return next((one for one in range(1, _LARGEST_MULTIPLE + 1) if all(zero[one - 1 :: one])), None)
+    zero = [gap.at({axis: size}) == 0 for size in range(1, _TRIED + 1)]
+    step = next((one for one in range(1, _LARGEST_MULTIPLE + 1) if all(zero[one - 1 :: one])), None)
+    if step is not None:
+        return range(step, _TRIED + 1, step)
+    first, many = zero.index(True) if True in zero else 0, sum(zero)
+    return range(first + 1, first + 1 + many) if all(zero[first : first + many]) else range(0)
 
 
 def bindings_of(relations: tuple[AxisRelation, ...]) -> dict[str, int | str]:
@@ -142,6 +150,14 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
     lengths = [name for name in names if sizes[name] == _LENGTH]
     if lengths and has_windows(model.proto):
         sizes = with_room(model.proto, sizes, lengths)
+    if any(node.op_type == "If" for node in model.proto.graph.node):
+        flow = AxisFlow(model.proto)
+        for left, right in flow.usual:
+            gap = flow.resolve(left - right)
+            axis = next(iter(gap.axes), "")
+            fitting = _fitting_sizes(gap, axis) if gap.axes == {axis} and axis in names else range(0)
+            if fitting:
+                sizes[axis] = next((size for size in fitting if size >= sizes[axis]), fitting[-1])
     for relation in model.relations:
         if relation.multiple is not None and relation.axis in names:
             sizes[relation.axis] = -(-sizes[relation.axis] // relation.multiple) * relation.multiple
@@ -155,7 +171,7 @@ def axis_sizes(model: OnnxModel, given: Mapping[str, int] | None = None) -> dict
 def _empty(relation: AxisRelation) -> dict[str, int]:
     """Return 0 for each axis of a sum that has a largest number."""
     bounded = relation.sign == "<=" and relation.size.isdecimal()
-    return dict.fromkeys(_terms(relation.axis) if bounded else (), 0)
+    return {name: 0 for name in _terms(relation.axis) if bounded and not name.isdecimal()}
 
 
 def _terms(size: str) -> list[str]:

@@ -96,6 +96,11 @@ _ON_SIZES: Mapping[str, Callable[..., Polynomial | None]] = {
 }
 
 
+def _opposite(data: Shape | None) -> Shape | None:
+    known = data is not None and all(value in (ZERO, ONE) for value in data)
+    return tuple(ONE - value for value in data or ()) if known else None
+
+
 def _top(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> Shape | None:
     """Return the largest integer of a sum, a product, or indices whose negative values count from the end."""
     if node.op_type == "Less" and inputs[1].data == (ZERO,):
@@ -429,12 +434,13 @@ RULES: Mapping[str, Rule] = {
     "Gather": _gather,
     "GatherND": _gather_nd,
     "MatMul": _matmul,
-    "Not": lambda _, __, inputs: [Known(inputs[0].shape, None, (ONE,))],
+    "Not": lambda _, __, inputs: [Known(inputs[0].shape, _opposite(inputs[0].data), (ONE,))],
     "Pad": _pad,
     "Range": _range,
     "Reshape": _reshape,
     "STFT": _frames,
     "Shape": _shape,
+    "Size": lambda _, __, inputs: [Known((), (_product(sizes_of(inputs[0])),))],
     "Slice": _slice,
     "Squeeze": _squeeze,
     "Tile": _tile,

@@ -68,8 +68,9 @@ def normalise(proto: onnx.ModelProto, data_dir: Path | None = None) -> Normalise
         except _StepFailedError as failed:
             left_out.add(str(failed))
             _LOG.warning(
-                "the graph is imported without the step %r, which fails on it: %s", str(failed), failed.__cause__
+                "the graph is imported without the step %r, which fails on it; results stay right", str(failed)
             )
+            _LOG.debug("%s", failed.__cause__)
 
 
 def _normalised(proto: onnx.ModelProto, data_dir: Path | None, left_out: Collection[str]) -> NormalisedGraph:

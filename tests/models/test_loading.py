@@ -405,3 +405,14 @@ def test_names_of_axes_that_can_stand_in_no_size_get_underscores(tmp_path: Path)
     onnx.save(proto, path)
     model = load_model(path)
     assert (model.inputs[0].shape, model.outputs[0].shape) == (("Dynamic_0", 4), ("Dynamic_0", 4))
+
+
+def test_name_of_an_input_that_tensorflow_made_up_is_kept(tmp_path: Path) -> None:
+    path = save_nodes(tmp_path / "names.onnx", [helper.make_node("Relu", ["x"], ["y"])])
+    proto = onnx.load(path)
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "unk__616"
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(proto, path)
+    model = load_model(path)
+    assert (model.inputs[0].shape, model.outputs[0].shape) == (("unk__616", 4), ("y_0", 4))
+    assert load_model(path, shapes={"unk__616": (3,)}).inputs[0].shape == (3, 4)

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.models import OnnxModel, axis_sizes, get_preset, load_model, random_inputs
+from relaxtune.models.errors import ModelShapeError
 
 FLOAT, INT64, INT32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32
 
@@ -286,3 +287,83 @@ def test_sizes_without_a_solution_are_searched(tmp_path: Path) -> None:
     dims = axis_sizes(model)
     assert 2 * dims["n"] == 3 * dims["m"]
     run(model, dims)
+
+
+def pooled(folder: Path, strides: int) -> OnnxModel:
+    """Pool an axis, and squeeze what is left of it."""
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["h"], kernel_shape=[strides], strides=[strides]),
+        helper.make_node("Squeeze", ["h", "two"], ["y"]),
+    ]
+    path = folder / "pooled.onnx"
+    graph = helper.make_graph(
+        nodes,
+        "pooled",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, "length"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+        [numpy_helper.from_array(np.array([2]), "two")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return load_model(path)
+
+
+def test_sizes_with_one_place_after_a_pooling_are_between_two_numbers(tmp_path: Path) -> None:
+    model = pooled(tmp_path, 5)
+    assert [(one.axis, one.sign, one.size) for one in model.relations] == [
+        ("length", ">=", "5"), ("length", "<=", "9")
+    ]  # fmt: skip
+    assert axis_sizes(model) == {"n": 2, "length": 8}
+    with pytest.raises(ModelShapeError, match="axis 'length' has size 10, the graph takes 9 at most"):
+        load_model(model.path, shapes={"length": (10,)})
+
+
+def test_padding_that_pytorch_computes_from_constants_is_known(tmp_path: Path) -> None:
+    nodes = [
+        helper.make_node("Concat", ["pads", "none"], ["long"], axis=0),
+        helper.make_node("Reshape", ["long", "pairs"], ["table"]),
+        helper.make_node("Transpose", ["table"], ["turned"], perm=[1, 0]),
+        helper.make_node("Reshape", ["turned", "flat"], ["amounts"]),
+        helper.make_node("Cast", ["amounts"], ["whole"], to=TensorProto.INT64),
+        helper.make_node("Pad", ["x", "whole"], ["y"], mode="reflect"),
+    ]
+    constants = {"pads": np.array([3, 5]), "none": np.array([0, 0]), "pairs": np.array([2, 2]), "flat": np.array([-1])}
+    graph = helper.make_graph(
+        nodes,
+        "padded",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["length", "n"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["l", "n"])],
+        [numpy_helper.from_array(array, name) for name, array in constants.items()],
+    )
+    path = tmp_path / "padded.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    assert [str(one) for one in load_model(path).relations] == ["length (x[0]) >= 6, by Pad 'y'"]
+
+
+def test_random_inputs_run_the_first_branch_and_have_its_sizes(tmp_path: Path) -> None:
+    """A rate of samples decides; how many PyTorch reads at once is in the branches."""
+
+    def branch(name: str, size: int) -> onnx.GraphProto:
+        nodes = [
+            helper.make_node("MaxPool", ["x"], [f"h{size}"], kernel_shape=[size], strides=[size]),
+            helper.make_node("Squeeze", [f"h{size}", "two"], [name]),
+        ]
+        return helper.make_graph(nodes, name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)])
+
+    graph = helper.make_graph(
+        [
+            helper.make_node("Equal", ["rate", "wide"], ["is_wide"]),
+            helper.make_node("If", ["is_wide"], ["y"], then_branch=branch("a", 40), else_branch=branch("b", 20)),
+        ],
+        "rates",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, "length"]),
+            helper.make_tensor_value_info("rate", TensorProto.INT64, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 3])],
+        [numpy_helper.from_array(np.array([2]), "two"), numpy_helper.from_array(np.array(16000), "wide")],
+    )
+    path = tmp_path / "rates.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    model = load_model(path)
+    assert model.relations == ()
+    assert axis_sizes(model) == {"n": 2, "length": 40}
