@@ -24,10 +24,7 @@ class AxisProfile:
 def parse_profile(text: str) -> tuple[str, AxisProfile]:
     """Return (axis, profile) of one option such as `sequence=1:128:512`.
 
-    Raises
-    ------
-    ModelShapeError
-        The text has another form, or the sizes do not rise.
+    Raises `ModelShapeError`: the text has another form, or the sizes do not rise.
     """
     axis, equals, listed = text.partition("=")
     sizes = [part.strip() for part in listed.split(":")]
@@ -42,10 +39,7 @@ def parse_profile(text: str) -> tuple[str, AxisProfile]:
 def parse_profiles(texts: Sequence[str]) -> dict[str, AxisProfile]:
     """Return axis -> profile of texts such as `sequence=1:128:512,batch=1:8:32`.
 
-    Raises
-    ------
-    ModelShapeError
-        A text has another form, or an axis is named twice.
+    Raises `ModelShapeError`: a text has another form, or an axis is named twice.
     """
     found: dict[str, AxisProfile] = {}
     for part in (part for text in texts for part in text.split(",")):
@@ -59,10 +53,8 @@ def parse_profiles(texts: Sequence[str]) -> dict[str, AxisProfile]:
 def check_profile(profile: Mapping[str, AxisProfile], model: OnnxModel) -> None:
     """Check that the axes of a profile are symbolic ones of the inputs, and its sizes what the graph takes.
 
-    Raises
-    ------
-    ModelShapeError
-        An axis is not, or a table of the graph is shorter than the largest size, the other axes at their least.
+    Raises `ModelShapeError`: an axis is not, or a table of the graph is shorter than the largest size, the other axes
+    at their least.
     """
     check_axes(profile, model.inputs, "a profile")
     bounds = [relation for relation in model.relations if relation.sign == "<=" and relation.size.isdecimal()]
@@ -74,10 +66,7 @@ def check_profile(profile: Mapping[str, AxisProfile], model: OnnxModel) -> None:
 def sizes_within(model: OnnxModel, maxima: Mapping[str, int], given: Mapping[str, int] | None = None) -> dict[str, int]:
     """Return what `axis_sizes` chooses, no axis larger than its largest size.
 
-    Raises
-    ------
-    ModelShapeError
-        A pooling or a convolution has no room at the sizes that are given, or are the largest.
+    Raises `ModelShapeError`: a pooling or a convolution has no room at the sizes that are given, or are the largest.
     """
     chosen = axis_sizes(model, given)
     capped = {axis: maxima[axis] for axis, size in chosen.items() if size > maxima.get(axis, size)}

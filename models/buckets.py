@@ -48,10 +48,7 @@ class Bucket:
 def parse_bucket(text: str) -> tuple[str, tuple[int, ...]]:
     """Return (axis, sizes) of one option such as `sequence=128,256,512`.
 
-    Raises
-    ------
-    ModelShapeError
-        The text has another form.
+    Raises `ModelShapeError`: the text has another form.
     """
     axis, equals, listed = text.partition("=")
     sizes = [part.strip() for part in listed.split(",")]
@@ -64,10 +61,7 @@ def parse_bucket(text: str) -> tuple[str, tuple[int, ...]]:
 def make_buckets(sizes: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]) -> tuple[Bucket, ...]:
     """Return one bucket for each combination of the sizes of all axes, the smallest first.
 
-    Raises
-    ------
-    ModelShapeError
-        An axis is not a symbolic one of the inputs.
+    Raises `ModelShapeError`: an axis is not a symbolic one of the inputs.
     """
     check_axes(sizes, specs, "a bucket")
     combined = itertools.product(*([(axis, size) for size in sizes[axis]] for axis in sizes))
@@ -77,10 +71,7 @@ def make_buckets(sizes: Mapping[str, Sequence[int]], specs: Sequence[TensorSpec]
 def check_axes(axes: Iterable[str], specs: Sequence[TensorSpec], where: str) -> None:
     """Check that axes are symbolic ones of the inputs; `where` is what messages call their place.
 
-    Raises
-    ------
-    ModelShapeError
-        One is not.
+    Raises `ModelShapeError`: one is not.
     """
     symbols = list_symbols(specs)
     unknown = [axis for axis in axes if axis not in symbols]

@@ -51,10 +51,7 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
     Axes are separated by `x`, and a name is a symbolic axis. A symbolic name that holds an `x` itself needs `*` as the
     separator: `input_ids=max_len*128`.
 
-    Raises
-    ------
-    ModelShapeError
-        The text has another form, or an axis is not a number or a name.
+    Raises `ModelShapeError`: the text has another form, or an axis is not a number or a name.
     """
     name, equals, shape_text = text.strip().rpartition("=")
     name, shape_text = name.strip(), shape_text.strip()
@@ -76,10 +73,7 @@ def parse_shape_override(text: str) -> tuple[str, tuple[Dim, ...]]:
 def parse_dim(text: str) -> tuple[str, int]:
     """Return (axis, size) of one option such as `sequence=128`.
 
-    Raises
-    ------
-    ModelShapeError
-        The text has another form.
+    Raises `ModelShapeError`: the text has another form.
     """
     axis, _, size = (part.strip() for part in text.partition("="))
     if not axis.isidentifier() or not size.isdecimal():

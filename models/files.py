@@ -27,10 +27,7 @@ LFS_POINTER_BYTES = 1024
 def read_proto(path: Path) -> onnx.ModelProto:
     """Return the message in the file, nothing of it checked but that it is one and has a graph.
 
-    Raises
-    ------
-    ModelFileError
-        Not a readable regular file, empty, above 2 GiB, truncated, or not ONNX.
+    Raises `ModelFileError`: not a readable regular file, empty, above 2 GiB, truncated, or not ONNX.
     """
     data = _read_bytes(path)
     if data.startswith(_LFS_POINTER):
@@ -65,10 +62,7 @@ def save_model(model: OnnxModel, path: Path) -> Path:
     Both files are written under temporary names and renamed, the weights first, so that an interrupted write leaves no
     model that looks whole.
 
-    Raises
-    ------
-    ModelFileError
-        The folder does not exist, or cannot be written.
+    Raises `ModelFileError`: the folder does not exist, or cannot be written.
     """
     data_path = path.with_name(path.name + ".data")
     try:

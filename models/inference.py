@@ -34,12 +34,8 @@ _Key = tuple[str, str, str]
 def check_expansion(model: onnx.ModelProto) -> None:
     """Check that a graph stays of a size that can be compiled when its functions are written out.
 
-    Raises
-    ------
-    UnsupportedModelError
-        It has too many nodes then, or functions are nested too deeply.
-    InvalidModelError
-        A function calls itself.
+    Raises `UnsupportedModelError`: it has too many nodes then, or functions are nested too deeply; `InvalidModelError`:
+    a function calls itself.
     """
     bodies = {(one.domain, one.name, one.overload): one.node for one in model.functions}
     known: dict[_Key, tuple[int, int]] = {}
@@ -85,12 +81,8 @@ def _path(calls: Iterable[_Key]) -> str:
 def check_and_infer(model: onnx.ModelProto) -> None:
     """Run the full checker and strict shape inference, and write the inferred shapes into the model.
 
-    Raises
-    ------
-    InvalidModelError
-        onnx's checker refuses the graph, or types and shapes do not agree.
-    ModelShapeError
-        A tensor inside the graph is larger than any machine's memory, or a pooling larger than its input.
+    Raises `InvalidModelError`: onnx's checker refuses the graph, or types and shapes do not agree; `ModelShapeError`: a
+    tensor inside the graph is larger than any machine's memory, or a pooling larger than its input.
     """
     light = _light_copy(model)
     if any(not value.type.tensor_type.HasField("shape") for value in light.graph.output):

@@ -102,6 +102,8 @@ def random_inputs(
 ) -> dict[str, np.ndarray]:
     """Return one random input for every input of the model; the same for the same seed and sample.
 
+    Raises `ModelShapeError`: a symbolic axis has no number in `dims`.
+
     Parameters
     ----------
     model
@@ -110,11 +112,6 @@ def random_inputs(
         Sample 1 has masks of ones only, every other sample has right padding.
     dims
         A number for every symbolic axis, such as `{"batch": 1, "sequence": 128}`; expressions over them are computed.
-
-    Raises
-    ------
-    ModelShapeError
-        A symbolic axis has no number in `dims`.
     """
     shapes = {spec.name: _concrete_shape(spec, dims or {}) for spec in model.inputs}
     rules = describe_inputs(model)

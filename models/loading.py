@@ -34,6 +34,8 @@ def load_model(
 ) -> OnnxModel:
     """Return a model of the zoo, or a user's `.onnx` file, checked and with its shapes pinned.
 
+    Raises `ModelError`: every leaf of `models.errors`.
+
     Parameters
     ----------
     source
@@ -50,11 +52,6 @@ def load_model(
         Seed of a zoo model's weights.
     any_operator
         Whether a file may have operators of unknown domains, as for listing what cannot be imported.
-
-    Raises
-    ------
-    ModelError
-        Every leaf of `models.errors`.
     """
     if _is_path(source):
         return _load_file(Path(source), shapes or {}, any_operator=any_operator)

@@ -45,10 +45,8 @@ _DTYPE_NAMES: dict[int, str] = {
 def dtype_name(element_type: int, what: str) -> str:
     """Return numpy's name of an ONNX element type.
 
-    Raises
-    ------
-    UnsupportedModelError
-        For strings, complex numbers and types a model's signature cannot have; `what` names the tensor.
+    Raises `UnsupportedModelError`: for strings, complex numbers and types a model's signature cannot have; `what` names
+    the tensor.
     """
     name = _DTYPE_NAMES.get(element_type)
     if element_type == onnx.TensorProto.STRING:
@@ -118,12 +116,8 @@ class OnnxModel:
     def array(self, name: str) -> np.ndarray:
         """Return one weight by name, read from the external file when it is there.
 
-        Raises
-        ------
-        ExternalDataError
-            The external file changed since the model was loaded.
-        KeyError
-            No initializer has this name.
+        Raises `ExternalDataError`: the external file changed since the model was loaded; `KeyError`: no initializer has
+        this name.
         """
         return read_tensor(self._initializers[name], self.data_dir)
 
@@ -146,10 +140,7 @@ class OnnxModel:
     def serialize(self) -> bytes:
         """Return the whole model as bytes, weights included.
 
-        Raises
-        ------
-        ModelFileError
-            The weights reach protobuf's limit of 2 GiB.
+        Raises `ModelFileError`: the weights reach protobuf's limit of 2 GiB.
         """
         if not self.fits_protobuf:
             raise ModelFileError(

@@ -72,10 +72,8 @@ def bind_shapes(specs: Sequence[TensorSpec], shapes: Shapes, model: str) -> dict
 
     An override is of an input, or of an axis in all inputs: `{"sequence": (128,)}`; an input of that name goes first.
 
-    Raises
-    ------
-    ModelShapeError
-        An unknown input, another rank, a static dimension given another number, or two overrides that disagree.
+    Raises `ModelShapeError`: an unknown input, another rank, a static dimension given another number, or two overrides
+    that disagree.
     """
     by_name = {spec.name: spec for spec in specs}
     bindings: dict[str, Dim] = {}

@@ -38,10 +38,8 @@ class SizePoint:
 def read_histogram(path: Path) -> tuple[SizePoint, ...]:
     """Return the sizes of a file and their counts, the smallest first; lines of equal sizes are added up.
 
-    Raises
-    ------
-    ModelShapeError
-        The file cannot be read, or is not of the form that the module's text shows; the message names the line.
+    Raises `ModelShapeError`: the file cannot be read, or is not of the form that the module's text shows; the message
+    names the line.
     """
     try:
         lines = list(csv.reader(read_regular(path).decode("utf-8-sig").splitlines()))

@@ -27,10 +27,7 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 
     Build and measuring processes use it: `models.spec.numpy_dtype` would import ONNX there, which takes half a second.
 
-    Raises
-    ------
-    TypeError
-        NumPy has no such dtype, for example a vector such as `float16x2`.
+    Raises `TypeError`: NumPy has no such dtype, for example a vector such as `float16x2`.
     """
     return np.dtype(getattr(ml_dtypes, name, name))
 

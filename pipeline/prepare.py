@@ -123,10 +123,7 @@ class Imported:
 def import_request(request: ModelRequest) -> Imported:
     """Return the model of a request, loaded and imported.
 
-    Raises
-    ------
-    ModelError, PipelineError
-        It cannot be had; see `pipeline.errors`.
+    Raises `ModelError`, `PipelineError`: it cannot be had; see `pipeline.errors`.
     """
     with stage("load"):
         free = ("batch", "sequence", "past_sequence") if request.generate else (*request.buckets, *request.profile)
@@ -143,15 +140,13 @@ def prepare_model(
 ) -> PreparedModel:
     """Return the model of a request, imported, lowered and cut into tuning tasks.
 
+    Raises `ModelError`, `ScheduleError`, `PipelineError`: the model, the target, or the lowering cannot be had; see
+    `pipeline.errors`.
+
     Parameters
     ----------
     importing : callable
         Returns the imported model; what is imported serves all precisions and targets.
-
-    Raises
-    ------
-    ModelError, ScheduleError, PipelineError
-        The model, the target, or the lowering cannot be had; see `pipeline.errors`.
     """
     if request.lowering.unpad and request.buckets:
         raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")

@@ -81,10 +81,7 @@ def shared_folder(name: str) -> Iterator[Path]:
 def shared_path(name: str) -> Path:
     """Return the place of a shared folder, which may not be there.
 
-    Raises
-    ------
-    PipelineError
-        Another user has made it, or may write to it.
+    Raises `PipelineError`: another user has made it, or may write to it.
     """
     return _require_own(Path(tempfile.gettempdir()) / f"{PREFIX}{name}")
 

@@ -30,12 +30,8 @@ logger = logging.getLogger(__name__)
 def apply_fallback(mod: IRModule, target: Target) -> IRModule:
     """Return the module with every unscheduled PrimFunc scheduled by the first rule that takes it.
 
-    Raises
-    ------
-    TargetError
-        There are no default rules for the target's kind.
-    UnscheduledError
-        No rule took a function (on CUDA: a function without blocks, which cannot be bound to threads).
+    Raises `TargetError`: there are no default rules for the target's kind; `UnscheduledError`: no rule took a function
+    (on CUDA: a function without blocks, which cannot be bound to threads).
     """
     return fallback_with_rules(mod, target)[0]
 
@@ -43,10 +39,7 @@ def apply_fallback(mod: IRModule, target: Target) -> IRModule:
 def rules_for(target: Target) -> list[tuple[str, Rule]]:
     """Return the default rules of a target with their names, the most special first.
 
-    Raises
-    ------
-    TargetError
-        There are none for the target's kind.
+    Raises `TargetError`: there are none for the target's kind.
     """
     if target.kind.name == "llvm":
         register_vector_math()
@@ -70,10 +63,7 @@ def rules_for(target: Target) -> list[tuple[str, Rule]]:
 def fallback_with_rules(mod: IRModule, target: Target) -> tuple[IRModule, dict[str, str]]:
     """Return what `apply_fallback` returns, and the name of the rule that took each function, by function name.
 
-    Raises
-    ------
-    TargetError, UnscheduledError
-        As `apply_fallback`.
+    Raises `TargetError`, `UnscheduledError`: as `apply_fallback`.
     """
     names: dict[str, str] = {}
     scheduled: dict[GlobalVar, PrimFunc] = {}
@@ -93,10 +83,7 @@ def fallback_with_rules(mod: IRModule, target: Target) -> tuple[IRModule, dict[s
 def apply_plainest(name: str, func: PrimFunc, target: Target) -> PrimFunc:
     """Return a function scheduled by the last rule of its target, whose code asks for nothing that may be missing.
 
-    Raises
-    ------
-    TargetError, UnscheduledError
-        As `apply_fallback`.
+    Raises `TargetError`, `UnscheduledError`: as `apply_fallback`.
     """
     _, sch = schedule_by_rules(name, func, target, rules_for(target)[-1:])
     return sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
@@ -109,10 +96,7 @@ def schedule_by_rules(
 
     `rules` are those of the target unless others are given.
 
-    Raises
-    ------
-    TargetError, UnscheduledError
-        As `apply_fallback`.
+    Raises `TargetError`, `UnscheduledError`: as `apply_fallback`.
     """
     rules = rules_for(target) if rules is None else rules
     func = with_named_sizes(func)

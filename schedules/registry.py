@@ -89,10 +89,8 @@ def list_refusals(func: PrimFunc, target: ResolvedTarget) -> list[str]:
 def apply_decision(func: PrimFunc, target: ResolvedTarget, decision: str) -> PrimFunc:
     """Return the kernel that a recorded decision makes of an unscheduled function.
 
-    Raises
-    ------
-    TemplateError
-        The decision is of no template or library known here, or does not fit the function or the target.
+    Raises `TemplateError`: the decision is of no template or library known here, or does not fit the function or the
+    target.
     """
     name = template_of(decision)
     makers = {**TEMPLATES, **LIBRARIES}

@@ -67,10 +67,7 @@ def polynomial_of(
 def size_text(size: Size) -> int | str:
     """Return a symbolic size as text, a sum of products such as "64 * past + 64"; a number is itself.
 
-    Raises
-    ------
-    ValueError
-        It is made of more than sums, differences, products and quotients.
+    Raises `ValueError`: it is made of more than sums, differences, products and quotients.
     """
     return _text(_known(size))
 
@@ -89,12 +86,7 @@ def _name(name: str) -> str:
 def parse_size(text: int | str, variables: Mapping[str, Size]) -> Size:
     """Return the size that `size_text` wrote, with the given values of its names.
 
-    Raises
-    ------
-    KeyError
-        It holds a name that no variable has.
-    SyntaxError
-        It is not a text of `size_text`.
+    Raises `KeyError`: it holds a name that no variable has; `SyntaxError`: it is not a text of `size_text`.
     """
     return text if isinstance(text, int) else _evaluated(ast.parse(text, mode="eval").body, variables)
 

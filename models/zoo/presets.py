@@ -168,10 +168,7 @@ def list_models() -> tuple[str, ...]:
 def with_layers(preset: Preset, layers: int) -> Preset:
     """Return a model with so many layers and everything else the same, called `NAME-N-layers`.
 
-    Raises
-    ------
-    ValueError
-        `layers` is below 1, or the preset is not a plain model of the zoo.
+    Raises `ValueError`: `layers` is below 1, or the preset is not a plain model of the zoo.
     """
     kind = next((kind for kind in (1, 2) if preset.name.endswith(_SUFFIXES[kind])), 0)
     name, config = preset.name.removesuffix(_SUFFIXES[kind]), replace(preset.config, layers=layers)
@@ -184,10 +181,7 @@ def with_layers(preset: Preset, layers: int) -> Preset:
 def get_preset(name: str) -> Preset:
     """Return a preset by name; `NAME-N-layers` is the plain model NAME with N layers.
 
-    Raises
-    ------
-    UnknownModelError
-        With the close matches and all the names.
+    Raises `UnknownModelError`: with the close matches and all the names.
     """
     table = _table()
     if name in table:

@@ -124,6 +124,9 @@ def compile_module(
 ) -> CompiledModule:
     """Return the compiled module.
 
+    Raises `LoweringError`: code generation refused the module, and not for kernels that a plain schedule is a remedy
+    for; or the CUDA toolchain is missing.
+
     Parameters
     ----------
     lowered : LoweredModule
@@ -140,12 +143,6 @@ def compile_module(
         Other choices of some functions each; every variant is an entry of its own (`pipeline.artifact.compile`).
     like : CompiledModule or None
         The model with other choices. If these make the same kernels, its code is taken.
-
-    Raises
-    ------
-    LoweringError
-        Code generation refused the module, and not for kernels that a plain schedule is a remedy for; or the CUDA
-        toolchain is missing.
     """
     plain: dict[str, KernelChoice] = {}
     while True:
@@ -225,10 +222,7 @@ def with_variants(
     A variant is the choices in which it differs; they keep the names of `main`'s functions, which are scheduled as they
     were chosen for it. A choice of the fallback starts from the function as it is `unscheduled`.
 
-    Raises
-    ------
-    ValueError
-        A choice is of a function that the module does not have.
+    Raises `ValueError`: a choice is of a function that the module does not have.
     """
     builder = relax.BlockBuilder(mod)
     for number, variant in enumerate(variants):
@@ -254,10 +248,7 @@ def apply_choices(mod: tvm.ir.IRModule, choices: Sequence[KernelChoice]) -> tvm.
 def check_plan(lowered: LoweredModule, target: ResolvedTarget) -> None:
     """Check that the memory and the sizes of a module can be planned, without code for its kernels.
 
-    Raises
-    ------
-    LoweringError
-        They cannot: compiling the module would end with this error.
+    Raises `LoweringError`: they cannot: compiling the module would end with this error.
     """
     target = portable_host(target)
     with pass_context(False), target.target:

@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
     """Return the device that an artifact runs on: the one asked for, such as `cuda:1`, or the first of its kind.
 
-    Raises
-    ------
-    ArtifactError
-        The device is of another kind, not there, or not what the code was made for.
+    Raises `ArtifactError`: the device is of another kind, not there, or not what the code was made for.
     """
     kind = "cuda" if manifest.target.kind == "cuda" else "cpu"
     text = asked or kind

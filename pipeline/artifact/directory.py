@@ -43,6 +43,9 @@ _RENAME_EXCHANGE = 2
 def write_directory(destination: Path, write_files: Callable[[Path], Manifest], beside: Path | None = None) -> Manifest:
     """Write an artifact whole or not at all; return its manifest with the hashes of its files.
 
+    Raises `ArtifactError`: the destination exists and is no artifact, or cannot be written (read-only, disk full).
+    Nothing is left.
+
     Parameters
     ----------
     destination : Path
@@ -51,11 +54,6 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest], 
         Writes every file but the manifest into the directory it is given, and returns the manifest without hashes.
     beside : Path or None
         Another artifact. A file that is only a second name of one there is not read again: its hash is known.
-
-    Raises
-    ------
-    ArtifactError
-        The destination exists and is no artifact, or cannot be written (read-only, disk full). Nothing is left.
     """
     destination = destination.absolute()
     with stage_beside(destination) as staging, _os_errors(destination):
@@ -82,10 +80,7 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest], 
 def copy_artifact(source: Path, destination: Path) -> Manifest:
     """Copy an artifact as it is, signature included, whole or not at all; return its manifest.
 
-    Raises
-    ------
-    ArtifactError
-        It is damaged, or the destination is as `write_directory` refuses it.
+    Raises `ArtifactError`: it is damaged, or the destination is as `write_directory` refuses it.
     """
     destination = destination.absolute()
     with stage_beside(destination) as staging, _os_errors(destination):
@@ -98,10 +93,7 @@ def copy_artifact(source: Path, destination: Path) -> Manifest:
 def check_destination(destination: Path) -> None:
     """Check that an artifact can be written, before hours of work go into it; nothing is left there.
 
-    Raises
-    ------
-    ArtifactError
-        As `write_directory` would raise for the same reason.
+    Raises `ArtifactError`: as `write_directory` would raise for the same reason.
     """
     destination = destination.absolute()
     _check_replaceable(rejected_place(destination))
@@ -121,10 +113,7 @@ def rejected_place(destination: Path) -> Path:
 def accept(artifact: Path, destination: Path) -> None:
     """Move an artifact to its destination, in place of an artifact that is there; log which one was replaced.
 
-    Raises
-    ------
-    ArtifactError
-        The destination has become something else than an artifact meanwhile, or cannot be written.
+    Raises `ArtifactError`: the destination has become something else than an artifact meanwhile, or cannot be written.
     """
     with _os_errors(destination), _locked(destination):
         _check_replaceable(destination)
@@ -150,10 +139,7 @@ def remove_rejected(destination: Path, model_sha256: str) -> None:
 def load_manifest(directory: Path) -> Manifest:
     """Return the manifest of an artifact; the other files are not read.
 
-    Raises
-    ------
-    ArtifactError
-        There is no artifact, or its manifest is damaged or of an unknown format version.
+    Raises `ArtifactError`: there is no artifact, or its manifest is damaged or of an unknown format version.
     """
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
@@ -180,10 +166,8 @@ def load_manifest(directory: Path) -> Manifest:
 def verify_artifact(directory: Path) -> Manifest:
     """Return the manifest after checking every file against its recorded size and sha256.
 
-    Raises
-    ------
-    ArtifactError
-        A file is missing or changed, one is there that the manifest does not know, or the manifest itself is bad.
+    Raises `ArtifactError`: a file is missing or changed, one is there that the manifest does not know, or the manifest
+    itself is bad.
     """
     manifest = load_manifest(directory)
     for name, expected in manifest.files.items():
@@ -211,10 +195,7 @@ def verify_artifact(directory: Path) -> Manifest:
 def record_validation(directory: Path, report: Mapping[str, object]) -> Manifest:
     """Store the result of a validation (plain JSON data) in the manifest, atomically; return the new manifest.
 
-    Raises
-    ------
-    ArtifactError
-        The directory is no artifact, or cannot be written.
+    Raises `ArtifactError`: the directory is no artifact, or cannot be written.
     """
     return _replace_manifest(directory, load_manifest(directory).with_validation(report))
 
@@ -222,10 +203,7 @@ def record_validation(directory: Path, report: Mapping[str, object]) -> Manifest
 def record_padding(directory: Path, padding: tuple[PaddingEntry, ...]) -> Manifest:
     """Store along which axes calls may be padded in the manifest, atomically; return the new manifest.
 
-    Raises
-    ------
-    ArtifactError
-        The directory is no artifact, has no buckets, or cannot be written.
+    Raises `ArtifactError`: the directory is no artifact, has no buckets, or cannot be written.
     """
     manifest = load_manifest(directory)
     if manifest.buckets is None:

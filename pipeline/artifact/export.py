@@ -67,6 +67,9 @@ def write_artifact(
 ) -> Manifest:
     """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
 
+    Raises `ArtifactError`: the destination cannot be written, or exists and is no artifact; `LoweringError`: the C++
+    compiler that links `model.so` is missing or failed.
+
     Parameters
     ----------
     compiled, destination : CompiledModule, Path
@@ -75,13 +78,6 @@ def write_artifact(
         The same model compiled for other shapes: each adds a shared object, and what weights it has of its own.
     beside : CompiledModule and Path, or None
         Another form of the model, and its artifact. If the weights are the same, their file gets a second name.
-
-    Raises
-    ------
-    ArtifactError
-        The destination cannot be written, or exists and is no artifact.
-    LoweringError
-        The C++ compiler that links `model.so` is missing or failed.
     """
 
     def write_files(directory: Path) -> Manifest:

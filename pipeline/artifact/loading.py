@@ -30,10 +30,7 @@ def load_machine(path: Path, device: Device, threads: int) -> tuple[VirtualMachi
     The loader takes a path that it has opened before for the same file, also when another artifact has been written
     there since; so it gets a name that was never used: a second one of the file, or on another file system a copy.
 
-    Raises
-    ------
-    ArtifactError
-        The file is missing or damaged.
+    Raises `ArtifactError`: the file is missing or damaged.
     """
     try:
         with temporary_folder() as directory:
@@ -53,10 +50,7 @@ def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarr
 
     One at a time: together they would take the model's size a second time.
 
-    Raises
-    ------
-    ArtifactError
-        The file is missing or damaged, or lacks some.
+    Raises `ArtifactError`: the file is missing or damaged, or lacks some.
     """
     entries = manifest.buckets.entries if manifest.buckets is not None else ()
     names = dict.fromkeys([*manifest.weights, *(name for entry in entries for name in entry.weights)])

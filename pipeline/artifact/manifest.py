@@ -120,10 +120,7 @@ class Manifest:
 def parse_manifest(text: str, where: str) -> Manifest:
     """Return the manifest of a text; `where` names the file in messages.
 
-    Raises
-    ------
-    ArtifactError
-        The text is not a manifest, has another format version, or was altered.
+    Raises `ArtifactError`: the text is not a manifest, has another format version, or was altered.
     """
     try:
         data = json.loads(text, parse_constant=_refuse_constant)

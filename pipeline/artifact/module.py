@@ -133,6 +133,9 @@ class Module:
     ) -> Module:
         """Return the module of an artifact directory, its weights on the device.
 
+        Raises `ArtifactError`: the artifact is missing, damaged, not signed by `verify_key`, or for a target that this
+        machine does not have; `UsageError`: `verify_key` is no public key.
+
         Parameters
         ----------
         directory : Path or str
@@ -148,14 +151,6 @@ class Module:
             so is every file's sha256.
         beside : Module or None
             Another form of the model, loaded. If both artifacts have one file of weights, the modules share them.
-
-        Raises
-        ------
-        ArtifactError
-            The artifact is missing, damaged, not signed by `verify_key`, or for a target that this machine does not
-            have.
-        UsageError
-            `verify_key` is no public key.
         """
         directory = Path(directory)
         if verify_key is not None:
@@ -204,10 +199,7 @@ class Module:
     def bucket_module(self, number: int) -> Module:
         """Return the module of one bucket, in the manifest's order, which runs its own sizes only.
 
-        Raises
-        ------
-        PipelineError
-            There is no such bucket.
+        Raises `PipelineError`: there is no such bucket.
         """
         modules = self._buckets_loaded()
         if number >= len(modules):
@@ -221,11 +213,8 @@ class Module:
     def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the outputs, by name, as arrays of their own.
 
-        Raises
-        ------
-        PipelineError
-            An input is missing, unexpected, or of another dtype or shape than the signature says; an axis is beyond
-            the artifact's limits; or a table is looked up outside of it.
+        Raises `PipelineError`: an input is missing, unexpected, or of another dtype or shape than the signature says;
+        an axis is beyond the artifact's limits; or a table is looked up outside of it.
         """
         self._refuse_generation()
         check_inputs(inputs, self.inputs, self.manifest)
@@ -260,6 +249,9 @@ class Module:
     ) -> Iterator[int]:
         """Give the tokens that follow a prompt, each as soon as it is there.
 
+        Raises `UsageError`: the artifact does not generate, the prompt is empty or longer than its caches, or a token
+        is none of the vocabulary.
+
         Parameters
         ----------
         ids : sequence of int
@@ -272,12 +264,6 @@ class Module:
             How tokens are drawn; by default each is the one with the largest logit.
         chunk : int
             Tokens of the prompt that are computed at a time.
-
-        Raises
-        ------
-        UsageError
-            The artifact does not generate, the prompt is empty or longer than its caches, or a token is none of the
-            vocabulary.
         """
         rows = self.generate_batch([ids], max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, chunk=chunk)
         return (token for (token,) in rows if token is not None)
@@ -293,10 +279,8 @@ class Module:
     ) -> Iterator[list[int | None]]:
         """Give the next token of each of several sequences, None behind the end of one; arguments as of `generate`.
 
-        Raises
-        ------
-        UsageError
-            See `generate`; or prompts have several lengths, and the model has no mask that hides padding.
+        Raises `UsageError`: see `generate`; or prompts have several lengths, and the model has no mask that hides
+        padding.
         """
         generator = self.generator
         given = [[int(token) for token in prompt] for prompt in prompts]
@@ -307,10 +291,7 @@ class Module:
     def generator(self) -> Generator:
         """The state and the steps of an artifact that generates.
 
-        Raises
-        ------
-        UsageError
-            The artifact does not.
+        Raises `UsageError`: the artifact does not.
         """
         generation = self.manifest.generation
         if generation is None:
@@ -350,6 +331,10 @@ class Module:
 
         Nothing is copied or waited for. Outputs have `__dlpack__`, for `torch.from_dlpack` and its like.
 
+        Raises `PipelineError`: a tensor of another library is on another device, has gaps, or is not aligned to 64
+        bytes; an axis is smaller or larger than the artifact's limits; a CPU is given a stream; or a stream is being
+        captured.
+
         Parameters
         ----------
         tensors : sequence of tvm_ffi.Tensor or of what has `__dlpack__` (PyTorch, CuPy, NumPy)
@@ -359,12 +344,6 @@ class Module:
         stream : int, an object with `__cuda_stream__`, or None
             The CUDA stream that the work goes to, such as `torch.cuda.current_stream()`; None takes the current one of
             `tvm_ffi`. The inputs must be ready there.
-
-        Raises
-        ------
-        PipelineError
-            A tensor of another library is on another device, has gaps, or is not aligned to 64 bytes; an axis is
-            smaller or larger than the artifact's limits; a CPU is given a stream; or a stream is being captured.
         """
         self._refuse_generation()
         with on_stream(self.device, stream):
@@ -396,10 +375,7 @@ class Module:
     def instrumented(self, instrument: Instrument) -> Iterator[None]:
         """Have every call of the virtual machine go by `instrument` inside the block; for diagnosis.
 
-        Raises
-        ------
-        PipelineError
-            The module runs as a CUDA graph, whose kernels the machine does not call one by one.
+        Raises `PipelineError`: the module runs as a CUDA graph, whose kernels the machine does not call one by one.
         """
         if self.manifest.target.cuda_graph:
             raise PipelineError(

@@ -31,10 +31,7 @@ _NOT_SIGNED = frozenset({"validation", "manifest_sha256"})
 def read_signing_key(path: Path) -> Ed25519PrivateKey:
     """Return the private key of a PEM file.
 
-    Raises
-    ------
-    UsageError
-        The file is no such key, or the library `cryptography` is missing.
+    Raises `UsageError`: the file is no such key, or the library `cryptography` is missing.
     """
     data = _read_key(path, "--sign")
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -70,10 +67,7 @@ def read_verify_key(path: Path) -> Ed25519PublicKey:
 def sign_artifact(directory: Path, key: Ed25519PrivateKey) -> None:
     """Write the signature of an artifact, in place of an earlier one.
 
-    Raises
-    ------
-    ArtifactError
-        It cannot be written.
+    Raises `ArtifactError`: it cannot be written.
     """
     signature = key.sign(_signed(directory))
     try:
@@ -85,12 +79,8 @@ def sign_artifact(directory: Path, key: Ed25519PrivateKey) -> None:
 def require_signature(directory: Path, verify_key: Path) -> None:
     """Check that the owner of a key signed an artifact's manifest.
 
-    Raises
-    ------
-    ArtifactError
-        The artifact is not signed, or by another key, or was changed since.
-    UsageError
-        `verify_key` is no public key.
+    Raises `ArtifactError`: the artifact is not signed, or by another key, or was changed since; `UsageError`:
+    `verify_key` is no public key.
     """
     from cryptography.exceptions import InvalidSignature
 

@@ -101,10 +101,7 @@ class CompileOptions:
 def compile_with_nvrtc(code: str, arch: str, options: CompileOptions) -> bytes:
     """Return the cubin that NVRTC makes of TVM's CUDA source, for an architecture such as `sm_90a`.
 
-    Raises
-    ------
-    LoweringError
-        NVRTC refused the source; the message has its errors.
+    Raises `LoweringError`: NVRTC refused the source; the message has its errors.
     """
     arguments = [
         f"--gpu-architecture={arch}",
@@ -120,10 +117,7 @@ def compile_with_nvrtc(code: str, arch: str, options: CompileOptions) -> bytes:
 def compile_with_nvcc(code: str, arch: str, nvcc: Path, options: CompileOptions) -> bytes:
     """Return the cubin that nvcc makes of TVM's CUDA source.
 
-    Raises
-    ------
-    LoweringError
-        nvcc refused the source or cannot be run; the message has its errors.
+    Raises `LoweringError`: nvcc refused the source or cannot be run; the message has its errors.
     """
     virtual = virtual_arch(arch)
     form = ["--cubin", f"-arch={arch}"]
@@ -187,10 +181,7 @@ def pack_fat_binary(cubin: bytes, ptx: bytes, arch: str) -> bytes:
     "Just-in-Time Compilation"); it keeps what it translated in a cache of its own. A driver reads the PTX of its own
     release of CUDA and of earlier ones.
 
-    Raises
-    ------
-    LoweringError
-        CUDA's library for it (nvFatbin) is missing, or refuses them.
+    Raises `LoweringError`: CUDA's library for it (nvFatbin) is missing, or refuses them.
     """
     reason = load_library(_FAT_LIBRARY, [*pypi_folders("nvidia-nvfatbin"), *TOOLKIT_FOLDERS])
     if reason is not None:

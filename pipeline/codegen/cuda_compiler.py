@@ -98,11 +98,8 @@ class CubinRequest:
     def compile(self, on_log: OnLog | None = None) -> bytes:
         """Return the cubin, compiled in this process; a fat binary if `portable`.
 
-        Raises
-        ------
-        LoweringError
-            The compiler refused the source (the message has its last lines), or made wrong code of it
-            (`pipeline.codegen.wgmma_check`).
+        Raises `LoweringError`: the compiler refused the source (the message has its last lines), or made wrong code of
+        it (`pipeline.codegen.wgmma_check`).
         """
         arch, toolchain = self.arch, self.toolchain
         root = toolchain.root / "include"
@@ -133,10 +130,7 @@ class CubinRequest:
 def find_toolchain() -> CudaToolchain:
     """Return the CUDA compiler of this machine.
 
-    Raises
-    ------
-    LoweringError
-        There is none; the message says what was looked for and how to install it.
+    Raises `LoweringError`: there is none; the message says what was looked for and how to install it.
     """
     roots = [root for root in (pypi_root("nvidia-cuda-runtime"), TOOLKIT) if root and _has_headers(root)]
     binding = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
@@ -167,10 +161,7 @@ def cuda_compiler(
 
     Gives what it asks of the compiler for each source, without one. `on_log` is called with what ptxas says.
 
-    Raises
-    ------
-    LoweringError
-        The compiler or TVM's CUDA runtime cannot be set up.
+    Raises `LoweringError`: the compiler or TVM's CUDA runtime cannot be set up.
     """
     toolchain = find_toolchain()
     logger.info("CUDA compiler: %s for %s (%s)", toolchain.kind.value, arch, toolchain.source)
@@ -206,10 +197,7 @@ def start() -> Callable[[object], bytes]:
 def compiler_release() -> str:
     """Return the release of CUDA that the compiler of this machine is of, such as 13.0.
 
-    Raises
-    ------
-    LoweringError
-        There is none, or it cannot be run.
+    Raises `LoweringError`: there is none, or it cannot be run.
     """
     toolchain = find_toolchain()
     if toolchain.kind is CompilerKind.NVRTC:
@@ -226,10 +214,7 @@ def compiler_release() -> str:
 def ensure_cuda_runtime() -> None:
     """Load TVM's CUDA runtime, over a stand-in for the driver where this machine has none.
 
-    Raises
-    ------
-    LoweringError
-        It cannot be loaded: CUDA's runtime library or a C compiler is missing.
+    Raises `LoweringError`: it cannot be loaded: CUDA's runtime library or a C compiler is missing.
     """
     reason = load_cuda_runtime()
     if reason is None:

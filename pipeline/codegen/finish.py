@@ -35,10 +35,8 @@ def finish_kernels(scheduled: tvm.ir.IRModule, target: tvm.target.Target) -> tvm
     On a CPU, functions whose loops are to be partitioned get 32-bit indices; exp, erf, tanh and sigmoid become vector
     arithmetic in this process.
 
-    Raises
-    ------
-    LoweringError
-        A kernel has blocks that no GPU thread runs. Only a search's candidate can: fallbacks and templates bind all.
+    Raises `LoweringError`: a kernel has blocks that no GPU thread runs. Only a search's candidate can: fallbacks and
+    templates bind all.
     """
     if target.kind.name != "cuda":
         register_vector_math()
@@ -62,10 +60,7 @@ def device_toolchain(target: tvm.target.Target, on_log: OnLog | None = None) -> 
 
     `on_log` is told the registers, shared memory and spills of the kernels, in ptxas' words.
 
-    Raises
-    ------
-    LoweringError
-        The CUDA toolchain is missing.
+    Raises `LoweringError`: the CUDA toolchain is missing.
     """
     if target.kind.name != "cuda":
         yield

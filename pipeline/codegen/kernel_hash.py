@@ -44,10 +44,7 @@ def kernel_hash(finished: tirx.PrimFunc, kind: str) -> str:
 def made_hash(scheduled: tirx.PrimFunc, target: tvm.target.Target) -> str:
     """Return the hash of the kernel that a scheduled function becomes.
 
-    Raises
-    ------
-    LoweringError
-        See `finish_kernels`.
+    Raises `LoweringError`: see `finish_kernels`.
     """
     return kernel_hash(_finish(scheduled, target), target.kind.name)
 
@@ -58,10 +55,7 @@ def is_kernel(recorded: str, scheduled: tirx.PrimFunc, target: tvm.target.Target
     Earlier records keep the hash of the scheduled function; those of fallbacks, of the finished one. They hold as long
     as code generation is what it was then.
 
-    Raises
-    ------
-    LoweringError
-        See `finish_kernels`.
+    Raises `LoweringError`: see `finish_kernels`.
     """
     finished = _finish(scheduled, target)
     if recorded.startswith(_CODE):

@@ -43,10 +43,7 @@ def list_library_sources(scheduled: Iterable[tvm.ir.BaseFunc], kind: str) -> lis
 def compile_library_objects(sources: Sequence[Path], directory: Path) -> list[Path]:
     """Write the object files of C sources into a directory and return them.
 
-    Raises
-    ------
-    LoweringError
-        There is no compiler, or it failed.
+    Raises `LoweringError`: there is no compiler, or it failed.
     """
     if not sources:
         return []

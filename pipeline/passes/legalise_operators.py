@@ -277,10 +277,7 @@ def legalise_operators(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
 
     Reshapes, concatenations and slices at symbolic places are those of `symbolic_moves`.
 
-    Raises
-    ------
-    LoweringError
-        TVM does not know the sizes of a tensor, though its rank.
+    Raises `LoweringError`: TVM does not know the sizes of a tensor, though its rank.
     """
     made: dict[tuple[object, ...], tvm.ir.Call] = {}
     legalisers = _legalisers()

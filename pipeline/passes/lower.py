@@ -26,15 +26,12 @@ END_AT_FAILED_PASS = False
 def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOptions | None = None) -> LoweredModule:
     """Return the graph as calls of fused, unscheduled PrimFuncs.
 
-    Raises
-    ------
-    UsageError
-        An unknown precision or pass name, a pass that must not be switched off, or padding that cannot be left out.
-    LoweringError
-        A pass failed that the graph, or the precision asked for, cannot do without; the message names it. Any other
-        pass that fails is logged and left out; where a needed pass fails, all optional ones are, before this is raised.
-    MemoryError
-        The memory is full: without a pass, the compile would need no less.
+    Raises `UsageError`: an unknown precision or pass name, a pass that must not be switched off, or padding that cannot
+    be left out.
+    Raises `LoweringError`: a pass failed that the graph, or the precision asked for, cannot do without; the message
+    names it. Any other pass that fails is logged and left out; where a needed pass fails, all optional ones are, before
+    this is raised.
+    Raises `MemoryError`: the memory is full: without a pass, the compile would need no less.
     """
     options = options or LoweringOptions()
     steps = lowering_steps()

@@ -46,10 +46,7 @@ class LoweringOptions:
     def policy(self) -> PrecisionPolicy | None:
         """The policy asked for, None where the graph's own dtypes stay.
 
-        Raises
-        ------
-        UsageError
-            There is none of this name, or not with this group size.
+        Raises `UsageError`: there is none of this name, or not with this group size.
         """
         if self.precision is None:
             if self.group_size is not None:

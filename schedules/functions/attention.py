@@ -200,10 +200,7 @@ class AttentionSpec:
         What is as usual is left out, as older texts do: a `value_dim` that is the `head_dim`, no spans, no guard, a
         mask that begins at the first element.
 
-        Raises
-        ------
-        ValueError
-            A size is no sum, product or quotient of axes.
+        Raises `ValueError`: a size is no sum, product or quotient of axes.
         """
         fields: dict[str, Any] = _document(self)
         if self.value_dim == self.head_dim:
@@ -227,10 +224,7 @@ class AttentionSpec:
     def from_json(cls, text: str, variables: Mapping[str, tirx.Var] | None = None) -> AttentionSpec:
         """Return the specification that `to_json` wrote, its symbolic sizes over the given variables.
 
-        Raises
-        ------
-        AttentionError
-            The text is none, or names another variable.
+        Raises `AttentionError`: the text is none, or names another variable.
         """
         try:
             document = _with_sizes(json.loads(text), variables or {})
@@ -274,10 +268,7 @@ def _with_sizes(document: dict[str, Any], variables: Mapping[str, tirx.Var]) -> 
 def spec_of(func: tirx.PrimFunc) -> AttentionSpec | None:
     """Return the attention that a PrimFunc computes, or None when it is not marked as one.
 
-    Raises
-    ------
-    AttentionError
-        The mark cannot be read.
+    Raises `AttentionError`: the mark cannot be read.
     """
     text = func.attrs.get(ATTENTION_ATTR) if func.attrs else None
     if text is None:

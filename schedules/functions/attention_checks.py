@@ -39,10 +39,7 @@ def refuse_layouts(spec: AttentionSpec, func: tirx.PrimFunc, dtypes: Collection[
 def check_spec(spec: AttentionSpec, params: Sequence[Param]) -> None:
     """Check that an attention's tensors lie within the parameters.
 
-    Raises
-    ------
-    AttentionError
-        They do not; the message says which and what was expected.
+    Raises `AttentionError`: they do not; the message says which and what was expected.
     """
     names = ("batch", "heads", "kv_heads", "queries", "keys", "head_dim", "value_dim")
     sizes = {name: getattr(spec, name) for name in names}

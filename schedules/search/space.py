@@ -127,10 +127,7 @@ def make_space(target: Target, mod: IRModule | None = None) -> ms.SpaceGenerator
     see whether it keeps to the limits of a block: it does, and TVM's check knows the limit of static shared memory
     only, which they do not use.
 
-    Raises
-    ------
-    TargetError
-        The target is neither `llvm` nor `cuda`.
+    Raises `TargetError`: the target is neither `llvm` nor `cuda`.
     """
     kind = str(target.kind.name)
     if kind not in ("llvm", "cuda"):

@@ -94,10 +94,7 @@ _EXACT_FROM = 90
 def capabilities_of(arch: str) -> Capabilities:
     """Return what an architecture such as `sm_90a` offers.
 
-    Raises
-    ------
-    TargetError
-        The architecture is not in the table.
+    Raises `TargetError`: the architecture is not in the table.
     """
     number, suffix = _parts(arch)
     row = _ROWS.get(number)

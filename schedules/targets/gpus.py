@@ -67,10 +67,7 @@ def find_gpu(device_name: str) -> Gpu | None:
 def get_gpu(name: str) -> Gpu:
     """Return the GPU of a name, however it is spaced and whichever its case: `RTX 4090`, `rtx-4090`.
 
-    Raises
-    ------
-    TargetError
-        The table has none of this name.
+    Raises `TargetError`: the table has none of this name.
     """
     found = next((gpu for gpu in GPUS if _plain(gpu.name) == _plain(name)), None)
     if found is None:

@@ -129,18 +129,15 @@ def is_portable(target: Target) -> bool:
 def resolve_target(text: str = "auto", *, portable: bool = False) -> ResolvedTarget:
     """Return the complete target that a text means on this machine.
 
+    Raises `TargetError`: the text has none of the accepted forms, names an unknown kind or processor, or asks for a GPU
+    without saying which on a machine that has none; or PTX is asked for, and that of the target runs on no other GPU.
+
     Parameters
     ----------
     text : str
         One of the forms in `ACCEPTED_FORMS`.
     portable : bool
         Whether PTX is kept beside the machine code; a target given as JSON may ask for it too (`PORTABLE`).
-
-    Raises
-    ------
-    TargetError
-        The text has none of the accepted forms, names an unknown kind or processor, or asks for a GPU without
-        saying which on a machine that has none; or PTX is asked for, and that of the target runs on no other GPU.
     """
     resolved = _resolve(text.strip())
     if not (portable or resolved.portable):
@@ -186,10 +183,7 @@ def _resolve(text: str) -> ResolvedTarget:
 def target_limits(target: Target) -> TargetLimits:
     """Return the limits of a target that was not made by `resolve_target` (no GPU is asked).
 
-    Raises
-    ------
-    TargetError
-        The target is neither `llvm` nor `cuda`, or its CUDA architecture is not in the table.
+    Raises `TargetError`: the target is neither `llvm` nor `cuda`, or its CUDA architecture is not in the table.
     """
     if target.kind.name == "llvm":
         return _cpu_limits(target)
@@ -201,10 +195,7 @@ def target_limits(target: Target) -> TargetLimits:
 def target_features(target: Target) -> frozenset[Feature]:
     """Return what a target's GPU can do beyond the least; nothing for a CPU.
 
-    Raises
-    ------
-    TargetError
-        The CUDA architecture is not in the table.
+    Raises `TargetError`: the CUDA architecture is not in the table.
     """
     return capabilities_of(str(target.attrs["arch"])).features if target.kind.name == "cuda" else frozenset()
 

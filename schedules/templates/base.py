@@ -60,10 +60,8 @@ class Parameters:
     def from_json(cls, text: str) -> Self:
         """Return the parameters that `to_json` wrote.
 
-        Raises
-        ------
-        TemplateError
-            The text is not JSON, is of another template, or has other fields or types than this version's.
+        Raises `TemplateError`: the text is not JSON, is of another template, or has other fields or types than this
+        version's.
         """
         document = cls._document(text)
         expected = {one.name: type(one.default) for one in fields(cls)}
@@ -166,10 +164,7 @@ class KernelTemplate(ABC, Generic[Found, Own]):
     ) -> PrimFunc | Refusal:
         """Return the scheduled PrimFunc (same parameters in the same order), or why it cannot be made.
 
-        Raises
-        ------
-        TemplateError
-            The parameters are another template's.
+        Raises `TemplateError`: the parameters are another template's.
         """
         if not isinstance(parameters, self.parameters):
             raise TemplateError(f"template {self.name} got {parameters!r}; expected {self.parameters.__name__}.")
@@ -221,10 +216,7 @@ Template: TypeAlias = "KernelTemplate[Any, Any]"
 def cuda_limits(target: ResolvedTarget) -> CudaLimits:
     """Return the limits of a CUDA target.
 
-    Raises
-    ------
-    TemplateError
-        The target is another.
+    Raises `TemplateError`: the target is another.
     """
     if not isinstance(target.limits, CudaLimits):
         raise TemplateError(f"kernel templates need a CUDA target, got {target.kind}.")
@@ -261,10 +253,7 @@ def independent(parameters: Own) -> Own:
 def template_of(decision: str) -> str:
     """Return the name of the template that a decision is of.
 
-    Raises
-    ------
-    TemplateError
-        The text is not a template's decision.
+    Raises `TemplateError`: the text is not a template's decision.
     """
     name = _parse(decision).get("template")
     if not isinstance(name, str):

@@ -85,10 +85,7 @@ class RangesParameters(Parameters):
     def from_json(cls, text: str) -> Self:
         """Return the parameters that `to_json` wrote.
 
-        Raises
-        ------
-        TemplateError
-            The text is of another template, or no table of ranges in their order.
+        Raises `TemplateError`: the text is of another template, or no table of ranges in their order.
         """
         entries = cls._document(text).get("ranges")
         listed: list[dict[str, Any]] = entries if isinstance(entries, list) else [{}]

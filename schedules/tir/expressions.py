@@ -58,10 +58,8 @@ def dtype_of(expr: tirx.Expr) -> str:
 def rebuild(expr: tirx.Expr, visit: Callable[[tirx.Expr], tirx.Expr]) -> tirx.Expr:
     """Return a node with its operands replaced by what `visit` makes of them, in their own dtypes.
 
-    Raises
-    ------
-    UnsupportedExpressionError
-        The node is of a kind that no template makes (a call with side effects, a vector, a tensor's address).
+    Raises `UnsupportedExpressionError`: the node is of a kind that no template makes (a call with side effects, a
+    vector, a tensor's address).
     """
     if isinstance(expr, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
         return expr

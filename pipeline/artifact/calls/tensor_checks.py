@@ -77,10 +77,7 @@ def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], mani
 
     With a manifest, axes are within its limits, and integers that are looked up in a table are inside of it.
 
-    Raises
-    ------
-    PipelineError
-        Names every input that does not fit, with expected against got.
+    Raises `PipelineError`: names every input that does not fit, with expected against got.
     """
     if not hasattr(inputs, "keys"):
         _refuse([f"expected arrays by name, got a {type(inputs).__name__}"], specs)
@@ -122,10 +119,7 @@ def check_inputs(inputs: Mapping[str, object], specs: Sequence[TensorSpec], mani
 def check_limits(shapes: Sequence[Sequence[int]], manifest: Manifest) -> None:
     """Check the limits of axes alone, by the shapes of tensors in the model's order.
 
-    Raises
-    ------
-    PipelineError
-        Names every axis that is too small or too large.
+    Raises `PipelineError`: names every axis that is too small or too large.
     """
     sizes: dict[str, tuple[int, str]] = {}
     for shape, spec in zip(shapes, manifest.inputs, strict=False):
@@ -144,10 +138,7 @@ def _refuse(problems: Sequence[str], specs: Sequence[TensorSpec]) -> None:
 def borrowed_input(tensor: SupportsDLPack, name: str, model: str, device: Device) -> Tensor:
     """Return another library's tensor without a copy.
 
-    Raises
-    ------
-    PipelineError
-        It is on another device, has gaps, or is not aligned.
+    Raises `PipelineError`: it is on another device, has gaps, or is not aligned.
     """
     where = f"input {name!r} of {model}"
     if tuple(map(int, tensor.__dlpack_device__())) != (int(device.dlpack_device_type()), int(device.index)):
@@ -165,10 +156,7 @@ def borrowed_input(tensor: SupportsDLPack, name: str, model: str, device: Device
 def check_outputs(outputs: Sequence[Tensor], manifest: Manifest) -> None:
     """Check that the code gives what the manifest states.
 
-    Raises
-    ------
-    ArtifactError
-        It gives another number of outputs, or another dtype or shape.
+    Raises `ArtifactError`: it gives another number of outputs, or another dtype or shape.
     """
     if len(outputs) != len(manifest.outputs):
         raise false_manifest(manifest, f"{len(outputs)} outputs instead of {len(manifest.outputs)}")

@@ -58,10 +58,7 @@ def _runtime() -> ctypes.CDLL:
 def check(status: int, what: str) -> None:
     """Refuse an answer of the driver that is an error.
 
-    Raises
-    ------
-    PipelineError
-        It is one.
+    Raises `PipelineError`: it is one.
     """
     if status:
         text = ctypes.c_char_p()

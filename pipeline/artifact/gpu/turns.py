@@ -100,10 +100,7 @@ class Turns:
     def __enter__(self) -> None:
         """Wait for the turn, and for the module's last call where that went to another stream.
 
-        Raises
-        ------
-        PipelineError
-            The process was forked after the module was loaded.
+        Raises `PipelineError`: the process was forked after the module was loaded.
         """
         self._check_process()
         self._shared.lock.acquire()
@@ -130,10 +127,7 @@ class Turns:
     def refuse_capture(self) -> None:
         """Refuse the current stream where the caller captures it; nothing has been given to it, so the capture goes on.
 
-        Raises
-        ------
-        PipelineError
-            The caller captures it.
+        Raises `PipelineError`: the caller captures it.
         """
         gpu = self._shared.gpu
         if gpu is None or self.stream == DEFAULT_STREAM:
@@ -204,10 +198,7 @@ class Turns:
     def gpu(self) -> Gpu:
         """The GPU.
 
-        Raises
-        ------
-        PipelineError
-            The device is a CPU.
+        Raises `PipelineError`: the device is a CPU.
         """
         if self._shared.gpu is None:
             raise PipelineError(f"{self._device} is no GPU")
@@ -255,10 +246,7 @@ def uncollected() -> Iterator[None]:
 def on_stream(device: Device, stream: int | SupportsCudaStream | None) -> AbstractContextManager[object]:
     """Return a context in which calls go to a stream: by its handle, or an object of its library; None changes nothing.
 
-    Raises
-    ------
-    PipelineError
-        The device is a CPU.
+    Raises `PipelineError`: the device is a CPU.
     """
     if stream is None:
         return nullcontext()

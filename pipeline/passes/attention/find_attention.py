@@ -67,10 +67,7 @@ def is_weighting(softmax: relax.Var, graph: Graph) -> bool:
 def match_attention(softmax: relax.Var, graph: Graph) -> Attention:
     """Return the attention around a softmax.
 
-    Raises
-    ------
-    NotAttentionError
-        It is not one that a kernel can make, and why.
+    Raises `NotAttentionError`: it is not one that a kernel can make, and why.
     """
     call = graph.values[softmax]
     rank = len(sizes_of(softmax) or ())

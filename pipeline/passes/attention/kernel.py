@@ -37,10 +37,7 @@ def kernel_of(
 ) -> AttentionKernel:
     """Return the kernel of an attention and its mask.
 
-    Raises
-    ------
-    NotAttentionError
-        Two axes of the graph have the name of one of its sizes.
+    Raises `NotAttentionError`: two axes of the graph have the name of one of its sizes.
     """
     bases: list[tvm.ir.Expr] = []
 
@@ -109,10 +106,7 @@ class AttentionFunctions:
     def get(self, kernel: AttentionKernel) -> tirx.PrimFunc:
         """Return the PrimFunc of a kernel.
 
-        Raises
-        ------
-        NotAttentionError
-            No template makes it.
+        Raises `NotAttentionError`: no template makes it.
         """
         key = (kernel.spec.to_json(), str(kernel.params))
         if key not in self._made:

@@ -58,10 +58,7 @@ class Masking:
 def masking_of(attention: Attention, graph: Graph) -> Masking:
     """Return the mask of an attention.
 
-    Raises
-    ------
-    NotAttentionError
-        A kernel cannot have it.
+    Raises `NotAttentionError`: a kernel cannot have it.
     """
     if not attention.steps:
         return Masking()

@@ -49,10 +49,7 @@ class Scores:
 def scores_of(expr: tvm.ir.Expr, graph: Graph, factor: float = 1.0, depth: int = 0) -> Scores:
     """Return how scores, which are multiplied by `factor` later on, are made of a product of two activations.
 
-    Raises
-    ------
-    NotAttentionError
-        It is not, or not in a form that is known.
+    Raises `NotAttentionError`: it is not, or not in a form that is known.
     """
     value = graph.value(expr)
     if not isinstance(value, relax.Call) or depth == _DEPTH_MAX:

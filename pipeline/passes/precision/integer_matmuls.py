@@ -55,10 +55,7 @@ def integer_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     operands of 16 bits and scales along K stay as they are; `LoweringState.float_nodes` has the ONNX matmuls of numbers
     that stay, `LoweringState.quantised_nodes` those that are integer.
 
-    Raises
-    ------
-    UsageError
-        There is none: the precision would have no effect.
+    Raises `UsageError`: there is none: the precision would have no effect.
     """
     policy = state.options.policy
     if policy is None or not policy.integer:

@@ -98,6 +98,8 @@ def degraded(axes: Axes) -> Axes:
 def broadcast(name: str, shape: Shape, operands: Sequence[Axes | float | None]) -> Axes:
     """Return the axes of an elementwise operation, or of the leading axes of a product.
 
+    Raises `MixesTokensError`: rows of the batch or places of one operand meet other ones of another operand.
+
     Parameters
     ----------
     name : str
@@ -106,11 +108,6 @@ def broadcast(name: str, shape: Shape, operands: Sequence[Axes | float | None]) 
         Of the result.
     operands : sequence
         Of each operand its axes; a number; or None for a tensor that is the graph's.
-
-    Raises
-    ------
-    MixesTokensError
-        Rows of the batch or places of one operand meet other ones of another operand.
     """
     result = []
     for position, size in enumerate(shape):

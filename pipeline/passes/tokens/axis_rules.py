@@ -78,10 +78,7 @@ class AxisRules:
     def apply(self, value: tvm.ir.Expr, read: Sequence[relax.Var]) -> Axes | None:
         """Return the axes of what an operation makes of some variables, None where it is the graph's everywhere.
 
-        Raises
-        ------
-        MixesTokensError
-            It mixes tokens and padding, or rows, or may do so.
+        Raises `MixesTokensError`: it mixes tokens and padding, or rows, or may do so.
         """
         is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
         rule = self._rules.get(str(value.op.name).removeprefix("relax.")) if is_operator else None

@@ -32,10 +32,7 @@ _FLOATS = ("float32", "float16", "bfloat16", "float64")
 def follow_tokens(graph: Graph, mask: relax.Var) -> Followed:
     """Return what is known of a graph whose input `mask` [rows, places] is 0 at padding and 1 at tokens.
 
-    Raises
-    ------
-    MixesTokensError
-        A binding mixes tokens and padding; the message names it.
+    Raises `MixesTokensError`: a binding mixes tokens and padding; the message names it.
     """
     return _Follower(graph, mask).run()
 

@@ -41,10 +41,7 @@ def unpad(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     What mixes the sequence otherwise has to read numbers there that the mask makes (a mean of what was multiplied by
     the mask). Outputs are 0 at padding.
 
-    Raises
-    ------
-    UsageError
-        The graph has no mask, or an operation mixes tokens and padding; the message names the node.
+    Raises `UsageError`: the graph has no mask, or an operation mixes tokens and padding; the message names the node.
     """
     if not state.options.unpad:
         return mod

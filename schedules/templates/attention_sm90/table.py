@@ -89,10 +89,7 @@ class TableParameters(Parameters):
     def from_json(cls, text: str) -> Self:
         """Return the parameters that `to_json` wrote.
 
-        Raises
-        ------
-        TemplateError
-            The text is of another template, or no such table.
+        Raises `TemplateError`: the text is of another template, or no such table.
         """
         document = cls._document(text)
         try:

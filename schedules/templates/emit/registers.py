@@ -275,10 +275,7 @@ def _storage(dtype: str) -> str:
 def refuse_dtypes(dtypes: Sequence[str]) -> None:
     """Raise where a dtype is none that a kernel loads and stores.
 
-    Raises
-    ------
-    UnsupportedExpressionError
-        A dtype has less than a byte, or CUDA has no scalar of it.
+    Raises `UnsupportedExpressionError`: a dtype has less than a byte, or CUDA has no scalar of it.
     """
     known = ("float16", "bfloat16", "float32", "float64", "bool", "int8", "uint8", "int16", "int32", "uint32", "int64")
     for dtype in dtypes:
