@@ -180,7 +180,13 @@ def refused_tensors(manifest: Manifest, error: Exception, *, static: bool) -> Pi
         return None
     if static:
         return false_manifest(manifest, last_line(error))
-    return PipelineError(f"the code of {manifest.model} refuses these sizes: {last_line(error)}")
+    said = last_line(error)
+    if "match_cast" in said:
+        found = re.search(r"\((\d+) vs\. (\d+)\)", said)
+        said = "sizes inside of the graph do not fit together" + (
+            f": an axis has size {found[1]}, expected {found[2]}" if found else ""
+        )
+    return PipelineError(f"the code of {manifest.model} refuses these sizes: {said}")
 
 
 def _shape_fits(shape: tuple[int, ...], spec: TensorSpec, symbols: dict[str, tuple[int, str]]) -> bool:

@@ -193,3 +193,41 @@ def test_sizes_that_a_graph_compares_are_compared_in_each_call(tmp_path: Path) -
     for count in (2, 5):
         with pytest.raises(PipelineError, match=r"axis 't' has size 6, the graph takes \d+ (at most|or more)"):
             module.run({"x": np.zeros((6, 4), "float32"), "row": np.ones((count, 4), "float32")})
+
+
+def test_image_that_is_no_multiple_and_branch_that_does_not_fit_are_refused(tmp_path: Path) -> None:
+    """Two strides meet where the height is a multiple of 4; a branch squeezes what has one place at a height of 4."""
+    squeezed, kept = (
+        helper.make_graph([node], name, [], [helper.make_tensor_value_info(name, 1, None)])
+        for name, node in (
+            ("one", helper.make_node("Squeeze", ["half_max", "two"], ["one"])),
+            ("all", helper.make_node("ReduceMax", ["half_max", "two"], ["all"], keepdims=0)),
+        )
+    )
+    nodes = [
+        helper.make_node("MaxPool", ["x"], ["half"], kernel_shape=[2], strides=[2]),
+        helper.make_node("MaxPool", ["half"], ["half_max"], kernel_shape=[2], strides=[2]),
+        helper.make_node("Resize", ["half_max", "", "twice"], ["large"], mode="nearest", nearest_mode="floor",
+                         coordinate_transformation_mode="asymmetric"),
+        helper.make_node("Concat", ["half", "large"], ["y"], axis=1),
+        helper.make_node("If", ["narrow"], ["z"], then_branch=squeezed, else_branch=kept),
+    ]  # fmt: skip
+    model = make_model(
+        nodes,
+        {"x": ("float32", (1, 3, "height")), "narrow": ("bool", ())},
+        {"y": ("float32", (1, 6, "h")), "z": ("float32", (1, 3))},
+        {"twice": np.array([1, 1, 2], "float32"), "two": np.array([2])},
+    )
+    onnx.save(model.proto, tmp_path / "image.onnx")
+    module = relaxtune.load(
+        relaxtune.compile(tmp_path / "image.onnx", tmp_path / "out", target="llvm", samples=0).directory
+    )
+
+    def call(height: int, *, narrow: bool) -> dict[str, np.ndarray]:
+        return module.run({"x": np.ones((1, 3, height), "float32"), "narrow": np.array(narrow)})
+
+    assert call(4, narrow=True)["z"].shape == call(8, narrow=False)["z"].shape == (1, 3)
+    with pytest.raises(PipelineError, match="axis 'height' has size 6, the graph takes multiples of 4"):
+        call(6, narrow=False)
+    with pytest.raises(PipelineError, match=r"do not fit together: an axis has size 2, expected 1$"):
+        call(8, narrow=True)
