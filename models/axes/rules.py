@@ -21,6 +21,7 @@ from relaxtune.models.axes.facts import (
     number_of,
     sizes_of,
 )
+from relaxtune.models.axes.image_rules import IMAGE_RULES
 from relaxtune.models.dims import TO_THE_END, reaches_the_end
 from relaxtune.models.onnx_model import SHAPE_ELEMENTS_MAX, attribute_of
 from relaxtune.polynomials import Polynomial, quotient, smaller
@@ -312,73 +313,6 @@ def _pad(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> lis
     return [Known(tuple(shape))]
 
 
-def _window(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """Convolution or pooling: how often a window fits in."""
-    given = {item.name: list(item.ints) for item in node.attribute if item.ints}
-    mode = next((item.s.decode() for item in node.attribute if item.name == "auto_pad"), "") or "NOTSET"
-    data = sizes_of(inputs[0])
-    weights = sizes_of(inputs[1]) if node.op_type == "Conv" else None
-    kernel = given.get("kernel_shape") or [number_of(size) for size in (weights or ())[2:]]
-    if len(kernel) != len(data) - 2:
-        return None
-    count = len(kernel)
-    pads, strides, dilations = (given.get(name, [fill] * many) for name, fill, many in
-                                (("pads", 0, 2 * count), ("strides", 1, count), ("dilations", 1, count)))  # fmt: skip
-    pads = [0] * 2 * count if mode == "VALID" else pads
-    # The room that is left for steps, and what rounds their number up.
-    if mode.startswith("SAME"):
-        room, up = [size - 1 for size in data[2:]], [0] * count
-    else:
-        room = [size + pads[axis] + pads[axis + count] - (dilations[axis] * (kernel[axis] - 1) + 1)
-                for axis, size in enumerate(data[2:])]  # fmt: skip
-        up = [stride - 1 if attribute_of(node, "ceil_mode", 0) else 0 for stride in strides]
-    places = [quotient(size + up[axis], Polynomial.number(strides[axis])) + 1 for axis, size in enumerate(room)]
-    return [Known((data[0], data[1] if weights is None else weights[0], *places))] + [Known()] * (len(node.output) - 1)
-
-
-def _transposed_window(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """ConvTranspose: as far as the last window reaches."""
-    given = {item.name: list(item.ints) for item in node.attribute if item.ints}
-    if "output_shape" in given or any(item.name == "auto_pad" and item.s not in (b"", b"NOTSET")
-                                      for item in node.attribute):  # fmt: skip
-        return None
-    data, weights = sizes_of(inputs[0]), sizes_of(inputs[1])
-    count = len(data) - 2
-    pads, strides, dilations, extra = (
-        given.get(name, [fill] * many)
-        for name, fill, many in
-        (("pads", 0, 2 * count), ("strides", 1, count), ("dilations", 1, count), ("output_padding", 0, count))
-    )  # fmt: skip
-    reach = [dilation * (number_of(size) - 1) + 1 for dilation, size in zip(dilations, weights[2:], strict=True)]
-    sizes = [
-        (size - 1) * Polynomial.number(strides[axis]) + (reach[axis] + extra[axis] - pads[axis] - pads[axis + count])
-        for axis, size in enumerate(data[2:])
-    ]
-    return [Known((data[0], weights[1] * attribute_of(node, "group", 1), *sizes))]
-
-
-def _resize(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known] | None:
-    """Resize and Upsample: the sizes given, or sizes times whole scales or over them."""
-    data = sizes_of(inputs[0])
-    if any(item.name in {"axes", "keep_aspect_ratio_policy"} for item in node.attribute):
-        return None
-    if len(inputs) > 3 and inputs[3].data is not None:
-        return [Known(inputs[3].data)]
-    scales = facts.constants.get(next((name for name in reversed(node.input[1:3]) if name), ""))
-    factors = [] if scales is None else [float(factor) for factor in numpy_helper.to_array(scales).reshape(-1)]
-    if len(factors) != len(data):
-        return None
-    sizes = []
-    for size, factor in zip(data, factors, strict=True):
-        if factor == round(factor):
-            sizes.append(size * round(factor))
-        elif factor > 0 and 1 / factor == round(1 / factor):
-            sizes.append(quotient(size, Polynomial.number(round(1 / factor))))
-        else:
-            return None
-    return [Known(tuple(sizes))]
-
-
 def _squeeze(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) -> list[Known]:
     """Squeeze: the axes named have one place."""
     shape, listed = sizes_of(inputs[0]), [list(item.ints) for item in node.attribute if item.name == "axes"]
@@ -416,18 +350,16 @@ def _extreme(facts: AxisFacts, node: onnx.NodeProto, inputs: Sequence[Known]) ->
 
 RULES: Mapping[str, Rule] = {
     **ATTENTION_RULES,
+    **IMAGE_RULES,
     **dict.fromkeys(_BROADCAST, _arithmetic),
     **dict.fromkeys(
         _SAME_SHAPE, lambda _, node, inputs: [Known(inputs[0].shape)] * len(node.output) if node.domain else None
     ),
     **dict.fromkeys(("ArgMax", "ArgMin"), _extreme),
-    **dict.fromkeys(("AveragePool", "Conv", "LpPool", "MaxPool"), _window),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
-    **dict.fromkeys(("Resize", "Upsample"), _resize),
     "Concat": _concat,
     "Constant": _constant,
     "ConstantOfShape": _constant_of_shape,
-    "ConvTranspose": _transposed_window,
     "CumSum": _cumulative,
     "Expand": lambda facts, _, inputs: [Known(facts.broadcast([sizes_of(inputs[0]), elements_of(inputs[1])]))],
     "Flatten": _flatten,
