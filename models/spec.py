@@ -118,6 +118,7 @@ class DecoderNames:
     positions: str | None
     logits: str
     caches: tuple[tuple[str, str], ...]  # Each as input and as output.
+    inputs: tuple[TensorSpec, ...]  # Its whole signature.
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,12 @@ class Manifest:
     generation: Generation | None = None  # How it generates tokens; None where it is one graph as any other.
 
     @property
+    def model_shapes(self) -> dict[str, tuple[int | str, ...]]:
+        """Shapes of the inputs of the model that it was compiled from."""
+        specs = self.inputs if self.generation is None else self.generation.names.inputs
+        return {spec.name: spec.shape for spec in specs}
+
+    @property
     def needed_files(self) -> frozenset[str]:
         """Names of the files without which it cannot be loaded."""
         buckets = self.buckets.entries if self.buckets is not None else ()

@@ -240,7 +240,10 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
 
 def _print_place(result: CompileResult) -> None:
     directory = result.directory
-    stdout_console().print(f"artifact: {directory}\nnext: relaxtune report {directory}; relaxtune bench {directory}")
+    following = f"relaxtune report {directory}; relaxtune bench {directory}"
+    if result.manifest.generation is not None:
+        following = f"relaxtune generate {directory} --ids ..., or --prompt ... --tokenizer tokenizer.json"
+    stdout_console().print(f"artifact: {directory}\nnext: {following}")
 
 
 def _print_reranked(report: RerankReport) -> None:
@@ -295,7 +298,8 @@ def _print_compiled(result: CompileResult) -> None:
     print_table(TableView.of(title, kernels, columns, caption, optional=("ONNX nodes",)))
     stdout_console().print(_footprint(result.manifest))
     if result.manifest.buckets is not None:
-        print_table(_bucket_table(result.manifest.buckets))
+        generates = result.manifest.generation is not None
+        print_table(_bucket_table(result.manifest.buckets, "steps of one token" if generates else ""))
     if result.validation is not None:
         stdout_console().print(render_validation(result.validation))
 
@@ -318,8 +322,8 @@ def _footprint(manifest: Manifest) -> str:
     return ", ".join(parts)
 
 
-def _bucket_table(buckets: BucketsEntry) -> TableView:
-    """Return the buckets, and under them along which axes smaller calls are padded."""
+def _bucket_table(buckets: BucketsEntry, title: str) -> TableView:
+    """Return the buckets; without a title, it says along which axes smaller calls are padded."""
     rows = []
     for entry in buckets.entries:
         routes = sorted(Counter(kernel.route for kernel in entry.kernels).items())
@@ -331,7 +335,7 @@ def _bucket_table(buckets: BucketsEntry) -> TableView:
         else f"{one.axis} is not padded: {one.reason}"
         for one in buckets.padding
     )
-    title = f"shape buckets; {padding or 'nothing is padded, since it was not tried on this machine'}"
+    title = title or f"shape buckets; {padding or 'nothing is padded, since it was not tried on this machine'}"
     return TableView(title, ("bucket", "kernels", "routes"), tuple(rows))
 
 

@@ -89,8 +89,11 @@ def refit_artifact(
             f"artifact {directory} has no recipe for other weights: relaxtune {manifest.versions['relaxtune']} did not "
             "write one; compile the model once with this version"
         )
-    target = resolve_target(manifest.target.config)
-    shapes = {spec.name: spec.shape for spec in manifest.inputs}
+    if manifest.generation is not None:
+        raise UsageError(
+            f"artifact {directory} generates tokens, and refit does not know such steps yet; compile again"
+        )
+    target, shapes = resolve_target(manifest.target.config), manifest.model_shapes
     if lora is not None:
         base, seed = (manifest.source, manifest.seed or 0) if weights is None else (weights, seed)
         weights = _merged(load_model(base, shapes=shapes, seed=seed), lora, out)

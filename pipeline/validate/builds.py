@@ -30,8 +30,7 @@ def manifest_model(manifest: Manifest, source: str | Path | None = None) -> Onnx
     `source` is where the model is now; None looks where it was.
     Raises `UsageError`: this is another model.
     """
-    shapes = {spec.name: spec.shape for spec in manifest.inputs}
-    model = load_model(source or manifest.source, shapes=shapes, seed=manifest.seed or 0)
+    model = load_model(source or manifest.source, shapes=manifest.model_shapes, seed=manifest.seed or 0)
     if model.sha256 != manifest.model_sha256:
         raise UsageError(
             f"{source or manifest.source} is not the model this artifact was compiled from: expected sha256 "

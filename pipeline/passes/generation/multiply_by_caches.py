@@ -14,7 +14,7 @@ from relaxtune.pipeline.passes.kit.sizes import Size, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
 # Of each axis of a view: its factors, outermost first, as (size, axis of the cache along which it counts, if any).
-_Digits = list[list[tuple[Size, int | None]]]
+_Digits = list[list[tuple[int, int | None]]]
 
 
 def multiply_by_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
@@ -49,21 +49,22 @@ def _leads(expr: tvm.ir.Expr) -> tuple[Size, ...]:
 def _digits(reading: Reading) -> _Digits | None:
     """Return how places of a view count along the axes of its cache; None where they do not."""
     shape = sizes_of(reading.base) or ()
-    axes, stride = {}, 1
+    axes: dict[Size, int] = {}
+    stride: Size = 1
     for axis in reversed(range(len(shape))):
         if shape[axis] != 1:
             axes[stride] = axis
         stride = stride * shape[axis]
-    if reading.view.offset != 0 or len(reading.view.axes[-1]) != 1 or reading.view.axes[-1][0][1] not in axes:
+    view = reading.view
+    if view.offset != 0 or len(view.axes[-1]) != 1 or view.axes[-1][0][1] not in axes:
         return None
     digits: _Digits = []
-    for factors in reading.view.axes:
-        if any(step != 0 and step not in axes for _, step in factors):
-            return None
+    for factors in view.axes:
         # An axis that counts along several others has to do so by numbers.
-        digits.append([(size, axes.get(step)) for size, step in factors])
-        if len(factors) > 1 and not all(isinstance(size, int) for size, _ in factors):
+        sizes = [size if isinstance(size, int) else 0 for size, _ in factors]
+        if any(step != 0 and step not in axes for _, step in factors) or (len(factors) > 1 and 0 in sizes):
             return None
+        digits.append([(size, axes.get(step)) for size, (_, step) in zip(sizes, factors, strict=True)])
     return digits
 
 

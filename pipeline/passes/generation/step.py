@@ -123,7 +123,7 @@ def _names(graph: ImportedGraph, main: relax.Function, decoder: Decoder) -> Deco
     outputs = {field: spec.name for field, spec in zip(result.fields, graph.outputs, strict=True)}
     mask, positions = (None if one is None else inputs[one] for one in (decoder.mask, decoder.positions))
     caches = tuple((inputs[one.param], outputs[one.grown]) for one in decoder.caches)
-    return DecoderNames(inputs[decoder.tokens], mask, positions, outputs[decoder.logits], caches)
+    return DecoderNames(inputs[decoder.tokens], mask, positions, outputs[decoder.logits], caches, graph.inputs)
 
 
 def _axis(param: relax.Var, axis: int) -> int | tirx.Expr:

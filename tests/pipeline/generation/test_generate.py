@@ -137,3 +137,20 @@ def test_command_refuses_a_wrong_prompt(
 def test_manifest_says_how_the_artifact_generates(artifact: Path) -> None:
     generation = json.loads((artifact / "manifest.json").read_text())["generation"]
     assert (generation["capacity"], generation["batch"], generation["new"]) == (CAPACITY, "batch", "sequence")
+
+
+@pytest.mark.parametrize(
+    ("word", "options", "code", "said"),
+    [
+        ("validate", ("--samples", 1), 0, "passed"),
+        ("bench", (), 2, "compile the model without --generate"),
+        ("refit", ("--weights", "other.onnx"), 2, "compile again"),
+    ],
+)
+def test_other_words_know_the_artifact(
+    artifact: Path, relaxtune: Callable[..., Ended], word: str, options: tuple[object, ...], code: int, said: str
+) -> None:
+    words = ("artifact", "refit") if word == "refit" else (word,)
+    ended = relaxtune(*words, artifact, *options, *(() if word == "refit" else ("--db", "none")))
+    assert said in " ".join((ended.stdout + ended.stderr).split())
+    assert ended.code == code
