@@ -87,7 +87,8 @@ class ModelOptions(TypedDict, total=False):
     lengths
         Instead of `profile`: a file with the sizes of real calls, lines of 'sequence,count'.
     precision, group_size
-        `fp32`, `tf32`, `fp16`, `bf16`, `w8a16`, `w4a16` or `int8`; weights that share a scale. Default: the graph's.
+        `fp32`, `tf32`, `fp16`, `bf16`, `fp8`, `w8a16`, `w4a16` or `int8` (default: the graph's); weights that share a
+        scale.
     disabled_passes, dump_ir, embed_weights
         Passes to switch off, a folder for the IR of each phase, whether model.so holds the weights.
     unpad

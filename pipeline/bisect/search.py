@@ -185,10 +185,8 @@ class _Search:
         The reference computes with those, so results before the pass that quantises are to be the same.
         """
         policy = self._subject.module.manifest.policy
-        bits = None if policy is None else policy.weight_bits
-        if policy is None or bits is None:
-            return self._subject.lowered.graph
-        return import_model(with_quantised_weights(self._model, policy.quantised_nodes, bits, policy.group_size or 0))
+        model = with_quantised_weights(self._model, policy)
+        return self._subject.lowered.graph if model is self._model else import_model(model)
 
     # Both
 

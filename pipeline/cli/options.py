@@ -107,7 +107,9 @@ class ModelOptions:
         panel=MODEL,
     )
     precision: str | None = option(
-        None, "Compute or store in fp32, tf32, fp16, bf16, w8a16, w4a16 or int8. Default: the graph's own.", panel=MODEL
+        None,
+        "Compute or store in fp32, tf32, fp16, bf16, fp8, w8a16, w4a16 or int8. Default: the graph's own.",
+        panel=MODEL,
     )
     group_size: int | None = option(
         None, "Weights that share a scale (w8a16, w4a16); 0: a whole column. Default: 128.", metavar="N", rare=True

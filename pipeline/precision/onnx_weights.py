@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 import onnx
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer.normalise import node_label
-from relaxtune.pipeline.precision.quantise import quantise
+from relaxtune.pipeline.precision.policy import PolicyEntry
+from relaxtune.pipeline.precision.quantise import quantise, quantise_float8
 
 _MATMULS = ("MatMul", "Gemm")
 # What may stand between an initialiser and a matmul.
@@ -85,29 +85,85 @@ class MatmulWeights:
         return array
 
 
-def with_quantised_weights(model: OnnxModel, nodes: Iterable[str], bits: int, group_size: int) -> OnnxModel:
-    """Return the model with the weights of some matmuls replaced by what their quantised form stands for.
+def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> OnnxModel:
+    """Return the model with the weights that a policy has quantised replaced by what their quantised form stands for.
 
-    Each weight is first rounded to float16, as the pass that quantises finds it.
-
-    `nodes`: names of matmuls whose right operand is constant.
+    Each weight is first rounded to float16, as the pass that quantises finds it. Under "fp8", rows of what these
+    matmuls read are rounded to float8 too. A model without quantised weights is returned as it is.
     """
+    bits = None if policy is None else policy.weight_bits
+    if policy is None or (bits is None and not policy.float8):
+        return model
     weights = MatmulWeights(model)
     proto = onnx.ModelProto()
     proto.CopyFrom(model.inline_proto())
-    wanted = dict.fromkeys(nodes)
+    wanted = dict.fromkeys(policy.quantised_nodes)
+    opset = next(one.version for one in proto.opset_import if one.domain in ("", "ai.onnx"))
+    nodes: list[onnx.NodeProto] = []
     for node in proto.graph.node:
         label = label_of(node)
+        nodes.append(node)
         if label not in wanted:
             continue
         array = weights.array(label)
-        rounded = quantise(array.astype(np.float16), bits, group_size).dequantised().astype(array.dtype)
+        half = array.astype(np.float16)
+        if bits is not None:
+            rounded = quantise(half, bits, policy.group_size or 0).dequantised().astype(array.dtype)
+        else:
+            levels, scales = quantise_float8(half)
+            rounded = (levels.astype(np.float32) * scales[:, None]).T.astype(array.dtype)
+            nodes[-1:] = [*_rows_in_float8(node, opset), node]
+            node.input[0] = nodes[-2].output[0]
         if weights.is_turned(label):
             rounded = rounded.T
         name = f"{label}__quantised"
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(rounded, order="C"), name))
         node.input[1] = name
+    if bits is None:
+        proto.graph.initializer.extend(
+            numpy_helper.from_array(array, name) for name, array in _FLOAT8_CONSTANTS.items()
+        )
+        del proto.graph.node[:]
+        proto.graph.node.extend(nodes)
     return replace(model, proto=proto, data_dir=None)
+
+
+def _rows_in_float8(matmul: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
+    """Return nodes that round each row of a matmul's left operand to float8 e4m3, in operators of every opset.
+
+    Of a number a, a * c - (a * c - a) with c = 2^20 + 1 has 4 bits of mantissa (T. J. Dekker, "A Floating-Point
+    Technique for Extending the Available Precision", 1971); a + d - d with d = 1.5 * 2^14 is a multiple of 2^-9, the
+    least subnormal.
+    """
+    prefix = f"{label_of(matmul)}__float8_"
+    made: list[onnx.NodeProto] = []
+
+    def add(op: str, *inputs: str, **attributes: object) -> str:
+        made.append(helper.make_node(op, list(inputs), [f"{prefix}{len(made)}"], **attributes))
+        return str(made[-1].output[0])
+
+    data, axis = matmul.input[0], 0 if _integer(matmul, "transA") else -1
+    along = (f"float8__axis_{axis}",) if opset >= 18 else ()
+    largest = add("ReduceMax", add("Abs", data), *along, keepdims=1, **({} if along else {"axes": [axis]}))
+    scale = add("Mul", add("Max", largest, "float8__least"), "float8__unit")
+    value = add("Div", data, scale)
+    split = add("Mul", value, "float8__split")
+    normal = add("Sub", split, add("Sub", split, value))
+    small = add("Sub", add("Add", value, "float8__shift"), "float8__shift")
+    rounded = add("Where", add("Less", add("Abs", value), "float8__normal"), small, normal)
+    add("Mul", rounded, scale)
+    return made
+
+
+_FLOAT8_CONSTANTS = {
+    "float8__axis_0": np.array([0], np.int64),
+    "float8__axis_-1": np.array([-1], np.int64),
+    "float8__least": np.array(1e-30, np.float32),
+    "float8__unit": np.array(1 / 448, np.float32),
+    "float8__split": np.array(2**20 + 1, np.float32),
+    "float8__shift": np.array(1.5 * 2**14, np.float32),
+    "float8__normal": np.array(2**-6, np.float32),
+}
 
 
 def label_of(node: onnx.NodeProto) -> str:

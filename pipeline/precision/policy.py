@@ -14,6 +14,7 @@ bf16          bfloat16             bfloat16             float32
 w8a16         uint8, scales fp16   float16              float32       offset 128, a scale for each group of a column
 w4a16         uint4, scales fp16   float16              float32       offset 8, two in a byte, as above
 int8          int8                 int8 or uint8        int32         of graphs that come quantised, as they come
+fp8           float8_e4m3fn        float8_e4m3fn        float32       a scale a column and a row; the rest as fp16
 ============  ===================  ===================  ============  ================================================
 
 "activations" are what matmuls and convolutions read; norms, softmax and elementwise chains compute in float32 in all.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_GROUP_SIZE = 128
 # The name where a graph's own dtypes stay and are not all float32.
 AS_GIVEN = "as given"
+FLOAT8 = "float8_e4m3fn"
 # A group is read by whole 16-byte loads: 32 weights of 4 bits.
 _GROUP_STEP = 32
 
@@ -55,7 +57,14 @@ class PrecisionPolicy:
     @property
     def half(self) -> str | None:
         """The half-precision dtype that operands of matmuls are rounded to, None for none."""
+        if self.float8:
+            return "float16"
         return self.activations if self.activations in ("float16", "bfloat16") else None
+
+    @property
+    def float8(self) -> bool:
+        """Whether matmuls multiply float8 where the target can, and 16 bits elsewhere."""
+        return self.weights == FLOAT8
 
     @property
     def integer(self) -> bool:
@@ -66,6 +75,11 @@ class PrecisionPolicy:
     def weight_bits(self) -> int | None:
         """Bits of a weight that the policy quantises, None where it leaves weights as they come."""
         return {"uint8": 8, "uint4": 4}.get(self.weights)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether weights of a float graph are held in 8 or 4 bits."""
+        return self.float8 or self.weight_bits is not None
 
 
 @dataclass(frozen=True)
@@ -84,14 +98,19 @@ class PolicyEntry:
     # Names of the ONNX matmuls whose weights are quantised; other weights are held as activations are. Under int8: of
     # those computed in integers.
     quantised_nodes: tuple[str, ...] = ()
-    # Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits);
-    # empty under other policies.
+    # Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits), or
+    # fp8 in 16 bits; empty under other policies.
     float_nodes: tuple[str, ...] = ()
 
     @property
     def weight_bits(self) -> int | None:
         """Bits of a weight that the policy has quantised, None where weights are as they came."""
         return {"uint8": 8, "uint4": 4}.get(self.weights) if self.quantised_nodes else None
+
+    @property
+    def float8(self) -> bool:
+        """Whether some matmuls multiply float8."""
+        return self.weights == FLOAT8 and bool(self.quantised_nodes)
 
 
 _POLICIES = {
@@ -104,6 +123,7 @@ _POLICIES = {
         PrecisionPolicy("w8a16", "uint8", "float16", group_size=DEFAULT_GROUP_SIZE, scale_dtype="float16"),
         PrecisionPolicy("w4a16", "uint4", "float16", group_size=DEFAULT_GROUP_SIZE, scale_dtype="float16"),
         PrecisionPolicy("int8", "int8", "int8 or uint8", accumulators="int32"),
+        PrecisionPolicy("fp8", FLOAT8, FLOAT8, scale_dtype="float32"),
     )
 }
 POLICY_NAMES = tuple(_POLICIES)
@@ -146,6 +166,9 @@ def policy_entry(
     """
     cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
     # Without a matmul in integers (the pass is switched off) the graph is compiled as given.
+    if policy is not None and policy.float8 and not quantised_nodes:
+        half = str(policy.half)
+        return PolicyEntry(policy.name, half, half, policy.accumulators, policy.norms, cache, float_nodes=float_nodes)
     if policy is not None and (quantised_nodes or not policy.integer):
         return PolicyEntry(
             policy.name, policy.weights, policy.activations, policy.accumulators, policy.norms, cache,

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relaxtune.schedules.functions.float8 import FLOAT8_MAX, float8_array
+
 # Rows of the transposed matrix at a time: what is needed beside the results stays small.
 _ROWS = 1024
 
@@ -85,6 +87,14 @@ def holds_scales(weight: np.ndarray, bits: int, group_size: int) -> bool:
         if (np.abs(exact.astype(np.float16).astype(np.float32) - exact) > np.abs(exact) / 256).any():
             return False
     return True
+
+
+def quantise_float8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a [K, N] float matrix in float8 e4m3 [N, K], and a scale for each column, float32 [N]."""
+    rows = weight.T.astype(np.float32)
+    scales = np.abs(rows).max(axis=1, initial=0.0) / np.float32(FLOAT8_MAX)
+    scales[scales == 0] = 1.0
+    return np.ascontiguousarray(float8_array(rows / scales[:, None])), scales
 
 
 def packed_rows(matrix: QuantisedMatrix) -> np.ndarray:

@@ -63,10 +63,9 @@ class Reference:
 
         Raises `PipelineError`: ONNX Runtime does not accept it.
         """
-        bits = None if policy is None else policy.weight_bits
-        self.quantised = policy.name if policy is not None and bits is not None else None
-        if policy is not None and bits is not None:
-            model = with_quantised_weights(model, policy.quantised_nodes, bits, policy.group_size or 0)
+        quantises = policy is not None and (policy.weight_bits is not None or policy.float8)
+        self.quantised = policy.name if policy is not None and quantises else None
+        model = with_quantised_weights(model, policy)
         self.upcast = computes_in_half(model)
         self._given = model
         self._model = model.name

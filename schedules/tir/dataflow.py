@@ -174,11 +174,13 @@ class _Reader:
         self._analyzer = ranged_analyzer((axis.var, axis.size) for axis in axes)
         outputs = []
         for position in written:
-            shape = shape_of(func.params[position])
-            if not same_sizes(shape, largest):
+            shape, places = shape_of(func.params[position]), [axis.var for axis in inner]
+            same = same_sizes(shape, largest)
+            # With reductions, one number for each row of the others.
+            if not same and (not reduced or per_row or not same_sizes(shape, (*largest[:-1], 1))):
                 raise UnsupportedExpressionError(f"its outputs differ in shape: {shape} and {largest}")
-            value = self._value(func.params[position], [axis.var for axis in inner])
-            outputs.append(Output(position, value, per_row))
+            value = self._value(func.params[position], places if same else [*places[:-1], tirx.IntImm("int64", 0)])
+            outputs.append(Output(position, value, per_row or not same))
         flow = Dataflow(
             tuple(axes),
             tuple(self._found.values()),
@@ -266,6 +268,7 @@ def with_multiple_columns(flow: Dataflow, of: int) -> Dataflow:
 
 def _largest(shapes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
     """Return the shape of most elements; a symbolic one is refused beside another."""
+    shapes = [shape for shape in shapes if not shape or not same_sizes(shape[-1:], (1,))] or shapes
     if all(same_sizes(shape, shapes[0]) for shape in shapes):
         return shapes[0]
     if not all(isinstance(size, int) for shape in shapes for size in shape):

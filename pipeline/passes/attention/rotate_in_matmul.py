@@ -64,7 +64,7 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     rotations stay kernels.
     """
     policy = state.options.policy
-    if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
+    if not state.launches_cost or (policy is not None and policy.quantises):
         return mod
     graph = Graph(mod)
     found: dict[relax.Var, _Projection] = {}

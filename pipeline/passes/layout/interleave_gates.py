@@ -61,7 +61,7 @@ def interleave_gates(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     written to memory. gelu in its tanh form (GeGLU) is taken as well. Not where weights are to be quantised.
     """
     policy = state.options.policy
-    if not state.launches_cost or (policy is not None and policy.weight_bits is not None):
+    if not state.launches_cost or (policy is not None and policy.quantises):
         return mod
     graph = Graph(mod)
     found: dict[relax.Var, _Gate] = {}

@@ -1,4 +1,4 @@
-"""Pass: precisions "w8a16" and "w4a16": matmuls by constant matrices read them quantised."""
+"""Pass: precisions "w8a16", "w4a16" and "fp8": matmuls by constant matrices read them quantised."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.weights.turn_weights import turned_matmul
 from relaxtune.pipeline.precision.onnx_weights import MatmulWeights
 from relaxtune.pipeline.precision.policy import PrecisionPolicy
-from relaxtune.pipeline.precision.quantise import QuantisedMatrix, holds_scales, packed_panels, packed_rows, quantise
+from relaxtune.pipeline.precision.quantise import (
+    QuantisedMatrix,
+    holds_scales,
+    packed_panels,
+    packed_rows,
+    quantise,
+    quantise_float8,
+)
 from relaxtune.schedules.cpu.packing import panel_width
+from relaxtune.schedules.functions.float8 import quantise_rows
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import FEATURES, refuse_stored
@@ -37,10 +45,13 @@ logger = logging.getLogger(__name__)
 # rows (h200-stored-gemm.json).
 _STORED_ROWS = 128
 _HALF = "float16"
+# Bytes at which rows of float8 start; K and N below which quantising takes longer than float8 saves.
+_FLOAT8_ALIGNMENT, _FLOAT8_LEAST = 16, 256
+_NO_FLOAT8 = "has no tensor cores of float8 (NVIDIA sm_89, sm_90a, sm_120 and sm_121 have)"
 
 
 def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
-    """Return `mod` with matmuls of float16 tensors by constant [K, N] matrices reading packed 4- or 8-bit weights.
+    """Return `mod` with matmuls of float16 tensors by constant [K, N] matrices reading 4- or 8-bit weights.
 
     On a CPU, and on a GPU for up to 16 rows, dequantisation is a part of the matmul's kernel; on a GPU that multiplies
     by mma.sync for up to 128 rows. Else it is a kernel of its own before a float16 matmul: visible as such, and what
@@ -49,9 +60,15 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     Only weights that an ONNX MatMul or Gemm reads as a constant are quantised, so that validation can quantise the same
     ones in the original graph: tables of embeddings, convolutions and products of activations are not. Weights with an
     odd number of rows stay in float16 with a note.
+
+    For "fp8", a kernel of rows quantises what a matmul reads, once for all its readers, and the matmul scales its sums
+    by a number for each row and one for each column. What stays in 16 bits is noted with the reason.
     """
     policy = state.options.policy
-    if policy is None or policy.weight_bits is None:
+    if policy is None or not policy.quantises:
+        return mod
+    if policy.float8 and not multiplies_float8(state.target):
+        state.note(f"all matmuls stay in {_HALF}: the target {_NO_FLOAT8}")
         return mod
     weights = MatmulWeights(state.graph.model)
     found = {
@@ -69,12 +86,18 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
             policy.name,
         )
         return mod
-    rule = _Quantise(state, policy, found)
+    rule = _Float8(found) if policy.float8 else _Quantise(state, policy, found)
     result = rewrite(mod, state, rule)
     for var in found:
         state.quantised_nodes.update(name for name in state.nodes_of([var.name]) if weights.is_matmul(name))
     state.note(f"{len(found)} weights of {rule.bytes_before} bytes quantised to {rule.bytes_after}")
     return result
+
+
+def multiplies_float8(target: tvm.target.Target) -> bool:
+    """Whether a target multiplies float8 faster than 16 bits."""
+    features = target_features(target)
+    return target.kind.name == "cuda" and bool(features & {Feature.WGMMA, Feature.FLOAT8_CORES})
 
 
 def _stays(binding: relax.VarBinding, weights: MatmulWeights, policy: PrecisionPolicy, state: LoweringState) -> bool:
@@ -84,14 +107,44 @@ def _stays(binding: relax.VarBinding, weights: MatmulWeights, policy: PrecisionP
     shapes = [weights.shape(name) for name in matmuls]
     known = bool(shapes) and all(shape is not None and shape[0] == k for shape in shapes)
     bits, group, reason = policy.weight_bits, policy.group_size, ""
-    assert bits is not None
+    rows = row_count(binding.value.args[0])
     if not known or sum(shape[1] for shape in shapes if shape is not None) != columns or k % 2:
         reason = f"its {k}x{columns} matrix is no constant of ONNX matmuls"
-    elif not holds_scales(array_of(binding.value.args[1]), bits, group or 0):
+    elif policy.float8:
+        if k % _FLOAT8_ALIGNMENT or min(k, columns) < _FLOAT8_LEAST:
+            reason = f"its {k}x{columns} matrix is small, or K is no multiple of {_FLOAT8_ALIGNMENT}"
+        elif rows is not None and rows <= ROWS_MAX:
+            reason = f"{rows} rows are too few to be quantised"
+    elif bits is not None and not holds_scales(array_of(binding.value.args[1]), bits, group or 0):
         reason = f"its weights are so small that their scales have no {_HALF}"
     if reason:
         state.note(f"{binding.var.name} stays in {_HALF}: {reason}")
+        if policy.float8:
+            state.float_nodes.update(matmuls)
     return bool(reason)
+
+
+class _Float8:
+    def __init__(self, found: set[relax.Var]) -> None:
+        self._found = found
+        self._rows: dict[tvm.ir.Expr, tuple[relax.Var, relax.Var]] = {}
+        self.bytes_before = self.bytes_after = 0
+
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var not in self._found:
+            return None
+        left, weight = binding.value.args
+        if left not in self._rows:
+            both = new.emit(new.kernel(quantise_rows, new.of(left), name="quantise_rows", op_pattern=OPAQUE))
+            self._rows[left] = new.emit(relax.TupleGetItem(both, 0)), new.emit(relax.TupleGetItem(both, 1))
+        data, row_scales = self._rows[left]
+        matrix, scales = quantise_float8(array_of(weight))
+        self.bytes_before += array_of(weight).nbytes
+        self.bytes_after += matrix.nbytes + scales.nbytes
+        product = new.emit(new.kernel(turned_matmul("float32"), data, relax.const(matrix), name="matmul"))
+        scaled = relax.op.multiply(new.emit(relax.op.multiply(product, row_scales)), relax.const(scales))
+        dtype = dtype_of(binding.var)
+        return scaled if dtype == "float32" else relax.op.astype(new.emit(scaled), dtype)
 
 
 class _Quantise:

@@ -28,7 +28,8 @@ from relaxtune.schedules.tir.expressions import (
     rebuild,
 )
 
-_HALVES = ("float16", "bfloat16")
+# Computed in float32.
+_HALVES = ("float16", "bfloat16", "float8_e4m3fn")
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE, tirx.And, tirx.Or)
 
 
@@ -277,7 +278,8 @@ def refuse_dtypes(dtypes: Sequence[str]) -> None:
 
     Raises `UnsupportedExpressionError`: a dtype has less than a byte, or CUDA has no scalar of it.
     """
-    known = ("float16", "bfloat16", "float32", "float64", "bool", "int8", "uint8", "int16", "int32", "uint32", "int64")
+    integers = ("bool", "int8", "uint8", "int16", "int32", "uint32", "int64")
+    known = (*_HALVES, "float32", "float64", *integers)
     for dtype in dtypes:
         if dtype not in known:
             raise UnsupportedExpressionError(f"a tensor is of {dtype}, expected one of {', '.join(known)}")

@@ -7,7 +7,9 @@ from onnx import helper, numpy_helper
 
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.precision.onnx_weights import MatmulWeights, with_quantised_weights
-from relaxtune.pipeline.precision.quantise import quantise
+from relaxtune.pipeline.precision.policy import named_policy, policy_entry
+from relaxtune.pipeline.precision.quantise import quantise, quantise_float8
+from relaxtune.schedules.functions.float8 import float8_array
 from tests.pipeline.importer.onnx_cases import run_reference
 from tests.pipeline.passes.pass_cases import make_onnx
 
@@ -48,7 +50,8 @@ def test_the_constant_of_a_matmul_is_found_through_transposes_and_constants() ->
 
 def test_only_the_named_matmuls_multiply_by_quantised_weights() -> None:
     model = graph()
-    made = with_quantised_weights(model, ["plain", "gemm", "transposed", "of_constant"], 4, 32)
+    nodes = ("plain", "gemm", "transposed", "of_constant")
+    made = with_quantised_weights(model, policy_entry(named_policy("w4a16", 32), model, {}, nodes, "float32"))
     rounded = X @ quantise(W.astype(np.float16), 4, 32).dequantised()
     a, b, c, d, scaled, e = run_reference(replace(made, sha256="1"), {"x": X})
     for got in (a, b, c, d):
@@ -57,3 +60,17 @@ def test_only_the_named_matmuls_multiply_by_quantised_weights() -> None:
     np.testing.assert_allclose(e, X @ X.T, rtol=1e-5, atol=1e-5)
     assert np.abs(a - X @ W).max() > 0.1
     assert "plain__quantised" not in {tensor.name for tensor in model.proto.graph.initializer}
+
+
+def test_fp8_rounds_rows_of_activations_too() -> None:
+    model, rng = graph(), np.random.default_rng(4)
+    x = (rng.standard_normal((3, 64)) * np.array([[1e-3], [1.0], [300.0]])).astype("float32")
+    x[0, :4] = [0.0, 1e-6, 2e-6, -1e-5]
+    made = with_quantised_weights(model, policy_entry(named_policy("fp8"), model, {}, ("plain",), "float32"))
+    assert with_quantised_weights(model, None) is model
+    levels, scales = quantise_float8(W.astype(np.float16))
+    steps = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 / 448)
+    rows = float8_array(x / steps).astype("float32") * steps
+    got, *others = run_reference(replace(made, sha256="2"), {"x": x})
+    np.testing.assert_allclose(got, rows @ (levels.astype("float32") * scales[:, None]).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(others[0], x @ W, rtol=1e-4, atol=1e-4)

@@ -24,6 +24,7 @@ def test_every_policy_states_weights_activations_accumulators_and_norms_apart() 
         "w8a16": ("uint8", "float16", "float32", "float32", 128, "float16"),
         "w4a16": ("uint4", "float16", "float32", "float32", 128, "float16"),
         "int8": ("int8", "int8 or uint8", "int32", "float32", None, None),
+        "fp8": ("float8_e4m3fn", "float8_e4m3fn", "float32", "float32", None, "float32"),
     }
 
 
@@ -52,6 +53,14 @@ def test_the_kv_cache_is_recorded_beside_the_policy() -> None:
     entry = policy_entry(named_policy("w4a16", 64), decode, {}, ("node",), "float32")
     assert (entry.kv_cache, entry.weights, entry.group_size, entry.weight_bits) == ("float32", "uint4", 64, 4)
     assert policy_entry(None, load_model("bert-tiny"), {}, (), "float32").kv_cache == "none"
+
+
+def test_fp8_without_a_matmul_in_float8_is_recorded_as_16_bits() -> None:
+    model, policy = load_model("bert-tiny"), named_policy("fp8")
+    assert (policy.half, policy.quantises, policy.weight_bits) == ("float16", True, None)
+    entry = policy_entry(policy, model, {}, (), "float32", ("b",))
+    assert (entry.name, entry.weights, entry.activations, entry.float8) == ("fp8", "float16", "float16", False)
+    assert policy_entry(policy, model, {}, ("a",), "float32").float8
 
 
 def test_int8_without_a_matmul_in_integers_is_not_recorded_as_int8() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tvm
 from onnx import helper
+from tvm import tirx
+from tvm_ffi import structural_map
 
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
+from relaxtune.pipeline.precision.policy import named_policy, policy_entry
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.tasks.extract import extract_tasks
+from relaxtune.schedules.functions.float8 import FLOAT8, float8_of, number_of
 from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
@@ -161,7 +167,8 @@ def test_matmul_without_a_name_is_quantised() -> None:
     done = lower(import_model(product(weight)), LLVM, LoweringOptions(precision="w8a16"))
     assert done.quantised_nodes == ("MatMul->y",)
     x = {"x": np.ones((2, 64), "float32")}
-    quantised = with_quantised_weights(product(weight), done.quantised_nodes, 8, 128)
+    policy = policy_entry(named_policy("w8a16"), product(weight), {}, done.quantised_nodes, "float32")
+    quantised = with_quantised_weights(product(weight), policy)
     np.testing.assert_allclose(run_lowered(done, x)[0], run_reference(quantised, x)[0], rtol=0.05, atol=0.05)
 
 
@@ -172,3 +179,69 @@ def test_weights_too_small_for_a_scale_in_half_stay_in_half(caplog: pytest.LogCa
     assert "w4a16 quantises no weight" in caplog.text
     (got,) = run_lowered(done, {"x": np.ones((2, 64), "float32")})
     np.testing.assert_allclose(got, np.full((2, 32), 64e-6), rtol=0.1)
+
+
+def feed_forward(rows: int | str) -> OnnxModel:
+    rng = np.random.default_rng(6)
+    constants = {name: rng.standard_normal(shape).astype("float32") * 0.1 for name, shape in FEED_FORWARD.items()}
+    nodes = [
+        helper.make_node("MatMul", ["x", "up"], ["a"], name="up"),
+        helper.make_node("Add", ["a", "bias"], ["b"]),
+        helper.make_node("Relu", ["b"], ["c"]),
+        helper.make_node("MatMul", ["c", "down"], ["y"], name="down"),
+        helper.make_node("MatMul", ["x", "narrow"], ["z"], name="narrow"),
+    ]
+    shapes = {"y": ("float", [2, rows, 256]), "z": ("float", [2, rows, 2])}
+    return make_onnx(nodes, {"x": ("float", [2, rows, 256])}, shapes, constants)
+
+
+FEED_FORWARD = {"up": (256, 512), "bias": (512,), "down": (512, 256), "narrow": (256, 2)}
+
+
+def with_exact_casts(module: LoweredModule) -> LoweredModule:
+    """Return a module for a GPU with the casts to and from float8 as that makes them, for a CPU."""
+
+    def exact(cast: tirx.Cast) -> tirx.Expr:
+        if str(cast.ty.dtype) == FLOAT8:
+            return float8_of(cast.value)
+        return number_of(cast.value) if str(cast.value.ty.dtype) == FLOAT8 else cast
+
+    functions = {
+        var: func.with_body(structural_map(func.body, [(tirx.Cast, exact)]))
+        if isinstance(func, tirx.PrimFunc)
+        else func
+        for var, func in module.mod.functions_items()
+    }
+    return replace(module, mod=tvm.IRModule(functions, attrs=module.mod.attrs))
+
+
+def test_matmuls_of_float8_compute_what_rows_and_columns_stand_for() -> None:
+    model = feed_forward(24)
+    module = lower(import_model(model), HOPPER, LoweringOptions(precision="fp8"))
+    assert (module.quantised_nodes, module.float_nodes) == (("down", "up"), ("narrow",))
+    makers = [list_candidates(module.mod[name], resolve_target("cuda:sm_90a"))[0][0] for name in module.kernels]
+    assert sorted(type(one).__name__ for one in makers).count("RowsParameters") == 2
+    x = {"x": np.random.default_rng(7).standard_normal((2, 24, 256)).astype("float32")}
+    x["x"][0, 0] = 0.0
+    policy = policy_entry(named_policy("fp8"), model, {}, module.quantised_nodes, "float32")
+    got, exact = run_lowered(with_exact_casts(module), x)[0], run_reference(model, x)[0]
+    want = run_reference(with_quantised_weights(model, policy), x)[0]
+    # Halves before a tie of float8 take the other side: few of them.
+    assert np.sqrt(np.mean((got - want) ** 2)) < 0.02 * want.std()
+    assert 0.02 * want.std() < np.sqrt(np.mean((got - exact) ** 2)) < 0.06 * want.std()
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "note"),
+    [
+        ("llvm", 24, "all matmuls stay in float16: the target has no tensor cores of float8"),
+        ("cuda:sm_80", 24, "all matmuls stay in float16: the target has no tensor cores of float8"),
+        ("cuda:sm_90a", 4, "8 rows are too few to be quantised"),
+    ],
+)
+def test_matmuls_without_float8_stay_in_half_with_a_reason(target: str, rows: int, note: str) -> None:
+    options = LoweringOptions(precision="fp8")
+    module = lower(import_model(feed_forward(rows)), resolve_target(target).target, options)
+    assert module.quantised_nodes == ()
+    (report,) = (one for one in module.reports if one.name == "quantise_weights")
+    assert any(note in one for one in report.notes)
