@@ -102,7 +102,9 @@ def check_and_infer(model: onnx.ModelProto) -> None:
         _drop_stale_types(light)
         inferred = _infer(light, strict=True, data_prop=False)
     _check_sizes(inferred.graph)
-    if not _has_long_vector(inferred.graph):
+    # Data propagation would follow a vector of millions of elements one by one, as a hostile file may have.
+    shapes = (value.type.tensor_type.shape.dim for value in inferred.graph.value_info)
+    if not any(len(dims) == 1 and dims[0].dim_value > _MAX_PROPAGATED for dims in shapes):
         # onnx may follow the elements of small tensors wrongly, and then refuses a graph that it took without.
         with suppress(InvalidModelError):
             inferred = _infer(light, strict=True, data_prop=True)
@@ -151,12 +153,6 @@ def _check_sizes(graph: onnx.GraphProto) -> None:
                     f"axis {axis} of tensor {value.name!r} is {dim.dim_value}, expected at most {_MAX_DIM}; "
                     f"no machine holds it: fix the shape that the graph computes"
                 )
-
-
-def _has_long_vector(graph: onnx.GraphProto) -> bool:
-    """Tell whether data propagation would follow a vector of millions of elements one by one, as a hostile file may."""
-    shapes = (value.type.tensor_type.shape.dim for value in graph.value_info)
-    return any(len(dims) == 1 and dims[0].dim_value > _MAX_PROPAGATED for dims in shapes)
 
 
 def _light_copy(model: onnx.ModelProto) -> onnx.ModelProto:

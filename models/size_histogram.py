@@ -64,7 +64,8 @@ def read_histogram(path: Path) -> tuple[SizePoint, ...]:
         found[tuple(zip(axes, sizes, strict=True))] += count
     if not found:
         raise ModelShapeError(f"lengths {str(path)!r} has a header and no sizes: expected a line such as '128,5200'")
-    return tuple(SizePoint(sizes, found[sizes]) for sizes in sorted(found, key=_order))
+    ordered = sorted(found, key=lambda sizes: (math.prod(size for _, size in sizes), sizes))
+    return tuple(SizePoint(sizes, found[sizes]) for sizes in ordered)
 
 
 def few_points(points: Sequence[SizePoint], most: int) -> tuple[SizePoint, ...]:
@@ -98,7 +99,3 @@ def _middle(group: Sequence[SizePoint]) -> SizePoint:
         if 2 * passed >= total:
             return SizePoint(point.sizes, total)
     raise AssertionError("counts are positive")
-
-
-def _order(sizes: tuple[tuple[str, int], ...]) -> tuple[int, tuple[tuple[str, int], ...]]:
-    return math.prod(size for _, size in sizes), sizes

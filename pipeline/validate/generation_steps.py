@@ -31,22 +31,15 @@ def steps_of(
         ids = draw.integers(0, generation.vocabulary, (batch, length))
         prompt = max(length - _FOLLOWING, 1)
         padding = draw.integers(0, max(prompt // 2, 1), batch) * (batch > 1) * generation.pads
-        yield (
-            _expected(reference, model, generation, ids, padding, prompt),
-            _got(module, ids, padding, prompt),
-        )
+        module.generator.start(padding.tolist())
+        got = [array_of(module.generator.feed(ids[:, first:last])) for first, last in _parts(prompt, length)]
+        yield _expected(reference, model, generation, ids, padding, prompt), np.stack(got)
 
 
 def _parts(prompt: int, length: int) -> list[tuple[int, int]]:
     """Return the parts that a text is computed in: the prompt in two, then token by token."""
     cuts = [0, *([prompt // 2] if prompt > 1 else []), *range(prompt, length + 1)]
     return list(pairwise(cuts))
-
-
-def _got(module: Module, ids: np.ndarray, padding: np.ndarray, prompt: int) -> np.ndarray:
-    generator = module.generator
-    generator.start(padding.tolist())
-    return np.stack([array_of(generator.feed(ids[:, a:b])) for a, b in _parts(prompt, ids.shape[1])])
 
 
 def _expected(

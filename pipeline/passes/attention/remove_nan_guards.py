@@ -31,11 +31,6 @@ class Range:
     low: float
     high: float
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether every element is surely finite."""
-        return bool(self.finite.all())
-
 
 def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` without `where(isnan(s), 0, s)` for `s = softmax(t)`, where no row of `t` can make a NaN.
@@ -80,7 +75,7 @@ def _unproved(softmax: relax.Call, graph: Graph) -> str:
     found = _range_of(scores, graph, 0)
     if found is None:
         return "its scores could not be bounded"
-    if found.is_finite:
+    if found.finite.all():
         return ""
     shape = static_shape(scores)
     if shape is None:

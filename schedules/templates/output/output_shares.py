@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tvm.ir.expr import TensorLoad
 
-from relaxtune.schedules.tir.blocks import element_bytes, static_shape
+from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.expressions import dtype_of
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT
@@ -125,11 +125,6 @@ def row_loads(matmul: MatmulFunction) -> list[TensorLoad]:
         for load in matmul.epilogue.loads()
         if matmul.epilogue.is_per_row(load) and not (matmul.norm and load.source.same_as(matmul.norm.buffer))
     ]
-
-
-def scalar_loads(matmul: MatmulFunction) -> list[TensorLoad]:
-    """Return the loads of tensors without axes."""
-    return [load for load in matmul.epilogue.loads() if static_shape(load.source) == ()]
 
 
 def head_tables(matmul: MatmulFunction) -> list[TensorLoad]:

@@ -48,10 +48,9 @@ from relaxtune.schedules.templates.output.output_shares import (
     patch_pad,
     residual_loads,
     row_loads,
-    scalar_loads,
 )
 from relaxtune.schedules.templates.output.row_statistics import share_of_four_sums
-from relaxtune.schedules.tir.blocks import Size, element_bytes
+from relaxtune.schedules.tir.blocks import Size, element_bytes, static_shape
 from relaxtune.schedules.tir.epilogue import Epilogue, MatmulFunction
 from relaxtune.schedules.tir.expressions import constant_value, dtype_of, substitute
 from relaxtune.schedules.tir.rotated_matmul import output_column
@@ -114,7 +113,7 @@ class OutputTile:
         self.copies.make(column, warp, lane)
         self._rows = [(load, self._read_rows(load)) for load in row_loads(self._matmul)]
         self._scalars: list[tuple[TensorLoad, tirx.Expr]] = []
-        for load in scalar_loads(self._matmul):
+        for load in (one for one in self._matmul.epilogue.loads() if static_shape(one.source) == ()):
             source, scalar = _matrix(self._renamed[load.source], 1, 1), T.alloc_local([1], dtype_of(load))
             load_bytes(scalar.ptr_to([0]), source.ptr_to([0, 0]), element_bytes(dtype_of(load)))
             self._scalars.append((load, scalar[0]))
