@@ -116,14 +116,9 @@ def choose_bucket(
 ) -> tuple[int, bool] | None:
     """Return the place of the bucket with the least work that a call fits, and whether it has to be padded.
 
-    Parameters
-    ----------
-    buckets
-        The smallest first, as `make_buckets` gives them.
-    sizes
-        Of the call, by axis.
-    paddable
-        The axes along which padding is allowed.
+    `buckets`: the smallest first, as `make_buckets` gives them.
+    `sizes`: of the call, by axis.
+    `paddable`: the axes along which padding is allowed.
     """
     for place, bucket in enumerate(buckets):
         gaps = {axis: size - sizes[axis] for axis, size in bucket.sizes}

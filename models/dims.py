@@ -86,11 +86,7 @@ def reaches_the_end(end: int, others: Iterable[int]) -> bool:
 
     jax2tf writes 10^9. No axis is as long where the tensor would then fit no machine.
 
-    Parameters
-    ----------
-    end : int
-        From 0 on.
-    others : iterable of int
-        The known sizes of the tensor's other axes; an element has at least a byte.
+    `end`: from 0 on.
+    `others`: the known sizes of the tensor's other axes; an element has at least a byte.
     """
     return end >= TO_THE_END or end * math.prod(others) > _MEMORY_BYTES

@@ -46,10 +46,7 @@ def check_external_data(model: onnx.ModelProto, folder: Path) -> int:
 def inline_external_data(model: onnx.ModelProto, folder: Path, total_bytes: int) -> bool:
     """Read checked external tensors into the model; above protobuf's limit only the small ones.
 
-    Returns
-    -------
-    bool
-        Whether every tensor is inline now; if not, large initializers of the main graph still refer to `folder`.
+    Returns whether every tensor is inline now; if not, large initializers of the main graph still refer to `folder`.
     """
     keep_bytes = _ALWAYS_INLINE_BYTES if total_bytes >= PROTOBUF_LIMIT_BYTES else None
     kept = False

@@ -80,13 +80,7 @@ def target_cores(target: ResolvedTarget) -> int | None:
 def code_version(root: Path | None = None) -> str:
     """Return the relaxtune that runs: its version, and from a git checkout the commit: `0.1.0+g1a6e40f0aaaa.dirty`.
 
-    Parameters
-    ----------
-    root : Path or None
-        The folder that the package lies in; by default where it was imported from.
-
-    Notes
-    -----
+    `root`: the folder that the package lies in; by default where it was imported from.
     `dirty` says that tracked files differ from the commit. An installed package knows its version alone.
     """
     place = root or Path(relaxtune.__file__).resolve().parent.parent

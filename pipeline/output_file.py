@@ -24,12 +24,8 @@ def output_file(path: Path, named: str) -> Iterator[BinaryIO]:
 
     A symbolic link is followed. A device, a pipe or an open file (`/dev/stdout`) gets the bytes at the end.
 
+    `named`: what named the path, such as `--out`.
     Raises `PipelineError`: it cannot be written.
-
-    Parameters
-    ----------
-    named : str
-        What named the path, such as `--out`.
     """
     try:
         if _takes_bytes(path):

@@ -140,13 +140,9 @@ def prepare_model(
 ) -> PreparedModel:
     """Return the model of a request, imported, lowered and cut into tuning tasks.
 
+    `importing`: returns the imported model; what is imported serves all precisions and targets.
     Raises `ModelError`, `ScheduleError`, `PipelineError`: the model, the target, or the lowering cannot be had; see
     `pipeline.errors`.
-
-    Parameters
-    ----------
-    importing : callable
-        Returns the imported model; what is imported serves all precisions and targets.
     """
     if request.lowering.unpad and request.buckets:
         raise UsageError("--unpad leaves padding out, and --bucket pads to a size; leave one of them out")

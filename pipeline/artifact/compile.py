@@ -124,25 +124,17 @@ def compile_module(
 ) -> CompiledModule:
     """Return the compiled module.
 
+    `lowered`: unscheduled.
+    `choices`: from `select_kernels`; a PrimFunc without a choice takes the fallback.
+    `target`: what to generate code for; a CUDA target needs a compiler toolchain and no GPU.
+    `cuda_graph`: on CUDA, whether the kernels of a module with static shapes run as one captured graph. It then reads
+    its inputs at fixed addresses, and its outputs stay valid until the next run. None is made of a module that computes
+    sizes.
+    `variants`: other choices of some functions each; every variant is an entry of its own
+    (`pipeline.artifact.compile`).
+    `like`: the model with other choices. If these make the same kernels, its code is taken.
     Raises `LoweringError`: code generation refused the module, and not for kernels that a plain schedule is a remedy
     for; or the CUDA toolchain is missing.
-
-    Parameters
-    ----------
-    lowered : LoweredModule
-        Unscheduled.
-    choices : sequence of KernelChoice
-        From `select_kernels`; a PrimFunc without a choice takes the fallback.
-    target : ResolvedTarget
-        What to generate code for; a CUDA target needs a compiler toolchain and no GPU.
-    cuda_graph : bool
-        On CUDA, whether the kernels of a module with static shapes run as one captured graph. It then reads its
-        inputs at fixed addresses, and its outputs stay valid until the next run. None is made of a module that computes
-        sizes.
-    variants : sequence of sequences of KernelChoice
-        Other choices of some functions each; every variant is an entry of its own (`pipeline.artifact.compile`).
-    like : CompiledModule or None
-        The model with other choices. If these make the same kernels, its code is taken.
     """
     plain: dict[str, KernelChoice] = {}
     while True:

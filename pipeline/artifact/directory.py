@@ -43,17 +43,12 @@ _RENAME_EXCHANGE = 2
 def write_directory(destination: Path, write_files: Callable[[Path], Manifest], beside: Path | None = None) -> Manifest:
     """Write an artifact whole or not at all; return its manifest with the hashes of its files.
 
+    `destination`: the artifact's directory; its parent is made if missing.
+    `write_files`: writes every file but the manifest into the directory it is given, and returns the manifest without
+    hashes.
+    `beside`: another artifact. A file that is only a second name of one there is not read again: its hash is known.
     Raises `ArtifactError`: the destination exists and is no artifact, or cannot be written (read-only, disk full).
     Nothing is left.
-
-    Parameters
-    ----------
-    destination : Path
-        The artifact's directory; its parent is made if missing.
-    write_files : callable
-        Writes every file but the manifest into the directory it is given, and returns the manifest without hashes.
-    beside : Path or None
-        Another artifact. A file that is only a second name of one there is not read again: its hash is known.
     """
     destination = destination.absolute()
     with stage_beside(destination) as staging, _os_errors(destination):

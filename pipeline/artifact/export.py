@@ -67,17 +67,11 @@ def write_artifact(
 ) -> Manifest:
     """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
 
+    `compiled`, `destination`: what is written, and where.
+    `buckets`: the same model compiled for other shapes: each adds a shared object, and what weights it has of its own.
+    `beside`: another form of the model, and its artifact. If the weights are the same, their file gets a second name.
     Raises `ArtifactError`: the destination cannot be written, or exists and is no artifact; `LoweringError`: the C++
     compiler that links `model.so` is missing or failed.
-
-    Parameters
-    ----------
-    compiled, destination : CompiledModule, Path
-        What is written, and where.
-    buckets : sequence of CompiledBucket
-        The same model compiled for other shapes: each adds a shared object, and what weights it has of its own.
-    beside : CompiledModule and Path, or None
-        Another form of the model, and its artifact. If the weights are the same, their file gets a second name.
     """
 
     def write_files(directory: Path) -> Manifest:

@@ -69,10 +69,7 @@ def offer_library(library: VendorLibrary) -> Path | None:
 def load_library(name: str, folders: list[Path]) -> str | None:
     """Load a shared library for all that follow, by its plain name or from the first folder that has it.
 
-    Returns
-    -------
-    str or None
-        None when it is loaded, else why not.
+    Returns None when it is loaded, else why not.
     """
     reasons = []
     for candidate in [name, *(str(folder / name) for folder in folders if (folder / name).is_file())]:

@@ -24,15 +24,10 @@ _MINUS_INFINITY = tirx.const(-math.inf, "float32")
 def attention_function(spec: AttentionSpec, params: Sequence[Param]) -> tirx.PrimFunc:
     """Return the PrimFunc of an attention: one block a step, marked, fused with nothing.
 
+    `spec`: what to compute.
+    `params`: the inputs, those that `scalars_of` returns, then the output, whose every element must be one of O; then K
+    and V, where they are written.
     Raises `AttentionError`: the specification and the parameters do not fit together.
-
-    Parameters
-    ----------
-    spec : AttentionSpec
-        What to compute.
-    params : sequence of (shape, dtype), and of variables
-        The inputs, those that `scalars_of` returns, then the output, whose every element must be one of O; then K and
-        V, where they are written.
     """
     check_spec(spec, params)
     own = len(params) - spec.outputs

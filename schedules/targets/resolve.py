@@ -129,15 +129,10 @@ def is_portable(target: Target) -> bool:
 def resolve_target(text: str = "auto", *, portable: bool = False) -> ResolvedTarget:
     """Return the complete target that a text means on this machine.
 
+    `text`: one of the forms in `ACCEPTED_FORMS`.
+    `portable`: whether PTX is kept beside the machine code; a target given as JSON may ask for it too (`PORTABLE`).
     Raises `TargetError`: the text has none of the accepted forms, names an unknown kind or processor, or asks for a GPU
     without saying which on a machine that has none; or PTX is asked for, and that of the target runs on no other GPU.
-
-    Parameters
-    ----------
-    text : str
-        One of the forms in `ACCEPTED_FORMS`.
-    portable : bool
-        Whether PTX is kept beside the machine code; a target given as JSON may ask for it too (`PORTABLE`).
     """
     resolved = _resolve(text.strip())
     if not (portable or resolved.portable):

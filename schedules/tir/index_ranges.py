@@ -23,8 +23,6 @@ _BYTES = ("int8", "uint8")
 def index_ranges(func: tirx.PrimFunc) -> dict[int, int]:
     """Return the exclusive upper bound of every integer or boolean input of a PrimFunc, by parameter position.
 
-    Notes
-    -----
     Indices that pass through intermediates (a cast, a wrap-around of negative indices) are followed. An index inside
     arithmetic, such as `ids[i] * 64 + j`, is divided by its coefficient; where that is not a constant the bound is 1,
     so that only index 0 is ever read.

@@ -82,14 +82,9 @@ def _shared_on(device: Device) -> _Shared:
 class Turns:
     """A context in which one call of a module is given to its device.
 
-    Parameters
-    ----------
-    device : Device
-        Where the module runs.
-    apart : bool
-        Whether the module's CUDA graphs work in memory of its own alone; a vendor's libraries share theirs.
-    forks : bool
-        Whether the module runs in processes that are forked later; on a GPU none does.
+    `device`: where the module runs.
+    `apart`: whether the module's CUDA graphs work in memory of its own alone; a vendor's libraries share theirs.
+    `forks`: whether the module runs in processes that are forked later; on a GPU none does.
     """
 
     def __init__(self, device: Device, *, apart: bool = True, forks: bool = True) -> None:

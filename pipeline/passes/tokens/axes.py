@@ -98,16 +98,10 @@ def degraded(axes: Axes) -> Axes:
 def broadcast(name: str, shape: Shape, operands: Sequence[Axes | float | None]) -> Axes:
     """Return the axes of an elementwise operation, or of the leading axes of a product.
 
+    `name`: the operator's.
+    `shape`: of the result.
+    `operands`: of each operand its axes; a number; or None for a tensor that is the graph's.
     Raises `MixesTokensError`: rows of the batch or places of one operand meet other ones of another operand.
-
-    Parameters
-    ----------
-    name : str
-        The operator's.
-    shape : Shape
-        Of the result.
-    operands : sequence
-        Of each operand its axes; a number; or None for a tensor that is the graph's.
     """
     result = []
     for position, size in enumerate(shape):
