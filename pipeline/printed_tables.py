@@ -86,10 +86,7 @@ class TableView:
         whole = room - kept >= _NARROW * narrow.count(False)
         for column, short in zip(columns, narrow, strict=True):
             table.add_column(
-                column,
-                overflow="fold",
-                no_wrap=short and whole,
-                justify="right" if column in self.right else "left",
+                column, overflow="fold", no_wrap=short and whole, justify="right" if column in self.right else "left"
             )
         for row in rows:
             # As plain text: names and messages may hold brackets, which rich would read as markup.

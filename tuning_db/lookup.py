@@ -39,11 +39,9 @@ from enum import IntEnum
 
 from relaxtune.tuning_db.records import Environment, Route, Status, TargetKey, TuningRecord
 
-#: Routes whose decision is bound to one workload hash; the others are found by signature.
+#: Routes whose decision is bound to one workload hash and to the TVM that made it; the others are found by signature.
 WORKLOAD_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
 SIGNATURE_ROUTES = frozenset(Route) - WORKLOAD_ROUTES
-#: Routes whose decision is bound to the TVM that made it.
-TVM_BOUND_ROUTES = frozenset({Route.METASCHEDULE, Route.FALLBACK})
 #: Routes whose decision may be carried to a higher architecture.
 PORTABLE_ROUTES = frozenset({Route.METASCHEDULE, Route.TEMPLATE})
 #: Shared memory that a kernel may take on every GPU, without asking for more.
@@ -137,7 +135,7 @@ def why_not_true(target: TargetKey, environment: Environment, record: TuningReco
 
 def versions_match(wanted: Environment, found: Environment, route: Route) -> bool:
     """Return whether the versions of TVM allow the use of a record of `route`."""
-    return route not in TVM_BOUND_ROUTES or wanted.tvm_version == found.tvm_version
+    return route not in WORKLOAD_ROUTES or wanted.tvm_version == found.tvm_version
 
 
 def device_rank(wanted: Environment, found: Environment) -> DeviceRank:

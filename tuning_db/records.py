@@ -128,12 +128,6 @@ def normalise(value: object, **names: str) -> None:
                 object.__setattr__(value, name, _NORMAL_FORMS[kind](given, f"{type(value).__name__}.{name}"))
 
 
-def require_integer(value: int | None, what: str) -> None:
-    """Refuse an integer that does not fit the 64 bits of a database column."""
-    if value is not None and not -(2**63) <= value < 2**63:
-        raise InvalidRecordError(f"{what} does not fit 64 bits: got {value}.")
-
-
 @dataclass(frozen=True)
 class Environment:
     """Where a measurement is true."""
@@ -256,7 +250,8 @@ class TuningRecord:
             text = getattr(self, name)
             object.__setattr__(self, name, None if text is None else clean_text(text))
         for name in ("registers", "smem_bytes", "spill_bytes", "seed"):
-            require_integer(getattr(self, name), f"TuningRecord.{name}")
+            if (given := getattr(self, name)) is not None and not -(2**63) <= given < 2**63:
+                raise InvalidRecordError(f"TuningRecord.{name} does not fit 64 bits: got {given}.")
         true_latencies = all(math.isfinite(value) and value > 0 for value in self.latencies_us)
         if self.status is Status.OK and not (self.latencies_us and true_latencies):
             raise InvalidRecordError(

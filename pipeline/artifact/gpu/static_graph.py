@@ -27,12 +27,7 @@ class StaticGraph:
     """
 
     def __init__(
-        self,
-        machine: VirtualMachine,
-        entry: str,
-        buffers: Sequence[Tensor],
-        weights: Sequence[Tensor],
-        turns: Turns,
+        self, machine: VirtualMachine, entry: str, buffers: Sequence[Tensor], weights: Sequence[Tensor], turns: Turns
     ) -> None:
         self.buffers = tuple(buffers)
         self._machine, self._turns = machine, turns
