@@ -41,7 +41,7 @@ def number_of(value: tirx.Expr) -> tirx.Expr:
     whole = mantissa + tirx.min(exponent, 1) * 8
     scale = tirx.reinterpret("float32", (tirx.max(exponent, 1) + (127 - 10)) << 23)
     size = whole.astype("float32") * scale
-    size = tirx.Select((code & _NAN).equal(_NAN), tirx.reinterpret("float32", tirx.const(0x7FC00000, "int32")), size)
+    size = tirx.Select((code & _NAN).equal(_NAN), tirx.const(float("nan"), "float32"), size)
     return tirx.Select(code >= 128, tirx.const(0.0, "float32") - size, size)
 
 
