@@ -21,7 +21,7 @@ from relaxtune.pipeline.precision.policy import named_policy, policy_entry
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.schedules.functions.float8 import FLOAT8, float8_of, number_of
-from relaxtune.schedules.registry import list_candidates
+from relaxtune.schedules.registry import list_candidates, table_of
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.matmul_by_rows import recognise_matmul_by_rows
 from relaxtune.schedules.tir.epilogue import MatmulFunction
@@ -245,3 +245,10 @@ def test_matmuls_without_float8_stay_in_half_with_a_reason(target: str, rows: in
     assert module.quantised_nodes == ()
     (report,) = (one for one in module.reports if one.name == "quantise_weights")
     assert any(note in one for one in report.notes)
+
+
+def test_kernels_of_float8_with_symbolic_rows_have_tables() -> None:
+    module = lower(import_model(feed_forward("n")), HOPPER, LoweringOptions(precision="fp8"))
+    assert module.quantised_nodes == ("down", "up")
+    tables = [table_of(module.mod[name], resolve_target("cuda:sm_90a")) for name in module.kernels]
+    assert None not in tables
