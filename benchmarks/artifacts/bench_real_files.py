@@ -2,8 +2,8 @@
 
     python -m benchmarks.artifacts.bench_real_files FOLDER [--sizes FILE.json] [--results FILE.json]
 
-Each file is compiled for this CPU, untuned, in a process of its own. Its artifact and ONNX Runtime run by turns on one
-thread each, at two sets of sizes. The file of sizes maps patterns of names to what a user calls the model with:
+Each file is compiled for this CPU, untuned, in a process of its own; its artifact and ONNX Runtime run by turns on one
+thread each. The file of sizes maps patterns of names to what a user calls the model with:
 `{"*ocr_det*": {"sizes": [{"height": 320}, {"height": 640}], "values": {"lengths": "samples"}, "dims": {"batch": 1}}}`.
 `values` fill an input with a number or with the size of an axis; `dims` are sizes that the artifact has fixed.
 """
@@ -28,13 +28,11 @@ import onnxruntime as ort
 import relaxtune
 from benchmarks.this_run import run_facts
 from relaxtune.models import axis_sizes, load_model, random_inputs
-from relaxtune.models.spec import AxisRelation
 
 RESULTS = Path(__file__).parents[1] / "results" / "cpu-real-files.json"
 _TIMEOUT_S = 400
 _CALLS, _SECONDS = 15, 3.0
-# Of the largest element of an output, or of 0.001: detectors see nothing in noise.
-_RIGHT = 2e-3
+_RIGHT = 2e-3  # Of the largest element of an output, or of 0.001: detectors see nothing in noise.
 
 
 def main() -> None:
@@ -45,9 +43,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--one", action="store_true", help="the folder is a file: print its row as JSON")
     options = parser.parse_args()
-    rules = json.loads(options.sizes.read_text()) if options.sizes else {}
     if options.one:
-        print(json.dumps(measure(options.folder, rules)))
+        print(json.dumps(measure(options.folder, json.loads(options.sizes.read_text()) if options.sizes else {})))
         return
     rows: list[dict[str, Any]] = []
     for file in sorted(options.folder.glob("*.onnx")):
@@ -56,8 +53,8 @@ def main() -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
             row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-300:]}
-        except subprocess.TimeoutExpired:
-            row = {"error": f"no result in {_TIMEOUT_S} s"}
+        except subprocess.TimeoutExpired as e:
+            row = {"error": str(e)}
         rows.append({"file": file.stem, **row})
         print(table_row(rows[-1]), flush=True)
         options.results.write_text(json.dumps({"run": run_facts(), "rows": rows}, indent=1) + "\n")
@@ -66,39 +63,28 @@ def main() -> None:
 def measure(file: Path, rules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return whether a file comes in, and for each set of sizes the difference and both times."""
     rule = next((one for pattern, one in rules.items() if fnmatch.fnmatch(file.stem, pattern)), {})
-    dims: dict[str, int] = rule.get("dims", {})
-    shapes = {axis: (size,) for axis, size in dims.items()}
+    shapes = {axis: (size,) for axis, size in rule.get("dims", {}).items()}
     sizes: list[dict[str, int]] = rule.get("sizes", [])
     axes = {axis: sorted(one[axis] for one in sizes) for axis in (sizes[0] if sizes else ())}
     profile = {axis: (found[0], found[0], found[-1]) for axis, found in axes.items()}
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
         try:
             done = relaxtune.compile(file, folder, target="llvm", samples=1, shapes=shapes, profile=profile)
         except Exception as e:
             return {"error": f"{type(e).__name__}: {e}"}
         if done.validation is not None and not done.validation.passed:
             return {"error": "its validation failed"}
-        compiled_s = round(time.perf_counter() - began, 1)
         model, module = load_model(file, shapes=shapes), relaxtune.load(folder)
-        session_options = ort.SessionOptions()
-        session_options.intra_op_num_threads = session_options.inter_op_num_threads = 1
-        session_options.log_severity_level = 4
-        session = ort.InferenceSession(str(file), session_options)
+        one_thread = ort.SessionOptions()
+        one_thread.intra_op_num_threads = one_thread.inter_op_num_threads = 1
+        session = ort.InferenceSession(str(file), one_thread)
         points = []
-        for given in sizes or _two_sizes(axis_sizes(model), model.relations):
+        for given in sizes or [axis_sizes(model)]:
             inputs = random_inputs(model, seed=1, dims=axis_sizes(model, given))
             for name, value in rule.get("values", {}).items():
-                if name in inputs:
-                    inputs[name][...] = given[value] if isinstance(value, str) else value
+                inputs[name][...] = given[value] if isinstance(value, str) else value
             points.append({"sizes": given, **_compared(module, session, inputs)})
-    return {"compiled_s": compiled_s, "points": points}
-
-
-def _two_sizes(sizes: dict[str, int], relations: tuple[AxisRelation, ...]) -> list[dict[str, int]]:
-    multiples = {one.axis: one.multiple for one in relations if one.multiple}
-    larger = {axis: size + (multiples.get(axis, 7) if size > 2 else 1) for axis, size in sizes.items()}
-    return [sizes, larger] if sizes else [{}]
+    return {"points": points}
 
 
 def _compared(module: Any, session: ort.InferenceSession, inputs: dict[str, np.ndarray]) -> dict[str, float | bool]:
