@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -60,11 +61,26 @@ def read_weights(file: Path, manifest: Manifest) -> Iterator[tuple[str, np.ndarr
         with safetensors.safe_open(file, framework="numpy") as stored:
             missing = sorted(names.keys() - stored.keys())
             for name in names if not missing else ():
-                yield name, stored.get_tensor(name)
+                of_8_bits = stored.get_slice(name).get_dtype().startswith("F8")
+                yield name, _read_float8(file, name) if of_8_bits else stored.get_tensor(name)
     except (OSError, safetensors.SafetensorError, ValueError, TypeError, KeyError) as e:
         raise ArtifactError(f"{file} cannot be read: {e}; compile the model again") from e
     if missing:
         raise ArtifactError(f"{file} lacks the weights {', '.join(missing)}; compile the model again")
+
+
+def _read_float8(file: Path, name: str) -> np.ndarray:
+    """Return a weight of 8-bit floats, which the library of safetensors gives to torch and its like alone.
+
+    A file is the length of its header (8 bytes), the header (JSON), then the bytes of its tensors.
+    """
+    with file.open("rb") as stored:
+        length = int.from_bytes(stored.read(8), "little")
+        entry = json.loads(stored.read(length))[name]
+        begin, end = entry["data_offsets"]
+        stored.seek(8 + length + begin)
+        dtype = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}[entry["dtype"]]
+        return np.frombuffer(stored.read(end - begin), numpy_dtype(dtype)).reshape(entry["shape"])
 
 
 def with_weights(

@@ -112,7 +112,8 @@ class Module:
         if captures and self._is_static and manifest.generation is None:
             buffers = input_buffers(manifest.inputs, device, self._turn)
             self._static = StaticGraph(machine, entry, buffers, self._weights, self._turn)
-        elif captures and not self._is_static:
+        # Not of steps that generate: a graph may read copies of its inputs, and these write their caches in place.
+        elif captures and not self._is_static and manifest.generation is None:
             whole = entry + WHOLE_CALL
             kernels = with_weights(machine[whole], self._weights) if whole in machine else self._kernels
             self._graphs = SizeGraphs(machine, device, self._kernels, self._turn, kernels)
