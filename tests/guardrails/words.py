@@ -29,6 +29,7 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+import relaxtune
 from relaxtune.models import load_model, random_inputs
 from relaxtune.tuning_db.batches import list_batches
 from relaxtune.tuning_db.records import Mode
@@ -38,6 +39,7 @@ from tests.pipeline.tuning.ray.clusters import small_cluster
 
 ENDS_WITHIN_S = 300.0
 _MODEL = "bert-tiny"
+_DECODER = "llama-tiny-with-past"
 _PLAN = """\
 name = "night"
 database = "tuning.db"
@@ -179,7 +181,7 @@ def judged(step: Step, process: subprocess.Popen[str], began: float) -> Tried:
 
 
 def save_models(root: Path) -> None:
-    """Write a model of the zoo as two files, the second with other weights, and inputs for them."""
+    """Write a model of the zoo as two files, the second with other weights, inputs for them, and a decoder."""
     model = load_model(_MODEL)
     onnx.save(model.proto, root / "model.onnx")
     for tensor in model.proto.graph.initializer:
@@ -188,6 +190,7 @@ def save_models(root: Path) -> None:
             tensor.CopyFrom(numpy_helper.from_array(array * np.float32(1.25), tensor.name))
     onnx.save(model.proto, root / "other.onnx")
     np.savez(root / "x.npz", **random_inputs(model, seed=0))
+    relaxtune.compile(_DECODER, root / "decoder", target="llvm", generate=True, max_length=64, samples=0)
 
 
 def before_the_batch() -> list[Step]:
@@ -211,6 +214,10 @@ def before_the_batch() -> list[Step]:
         ),
         Step("validate", (first, *json_), _passed),
         Step("run", (first, "--inputs", "x.npz", "--outputs", "y.npz", *json_), lambda ended: ended.data),
+        Step(
+            "generate", ("decoder", "--ids", "1,938,251", "--max-new-tokens", "5", *json_),
+            lambda ended: len(ended.data["tokens"]) == 5,
+        ),
         Step("compare", (first, "y.npz", "--inputs", "x.npz", "--exact", *json_), _passed),
         Step("bench", (first, "--runs", "5", *json_), lambda ended: {a["name"] for a in ended.data["arms"]} >= {"ort"}),
         Step("report", (first, *db, *json_), lambda ended: ended.data["kernels"]),
