@@ -89,7 +89,6 @@ def _reports(
 ) -> list[Report]:
     from relaxtune.pipeline.artifact.directory import load_manifest
     from relaxtune.pipeline.report.ceilings import measure_cpu_ceilings, read_ceilings
-    from relaxtune.pipeline.report.profile import profile_artifact
     from relaxtune.pipeline.report.report import report_artifact, report_database
 
     ceilings = read_ceilings(ceilings_file) if ceilings_file is not None else None
@@ -97,8 +96,11 @@ def _reports(
         assert db is not None
         with open_for_reading(db) as database:
             return list(report_database(database, ceilings=ceilings))
-    timed = _lacks_times(directory) if profile is None else profile
-    measured = profile_artifact(directory) if timed else None
+    measured = None
+    if _lacks_times(directory) if profile is None else profile:
+        from relaxtune.pipeline.report.profile import profile_artifact  # it needs TVM
+
+        measured = profile_artifact(directory)
     if measured is not None and ceilings is None and load_manifest(directory).target.kind == "llvm":
         ceilings = measure_cpu_ceilings()
     with nullcontext() if db is None else open_for_reading(db) as database:

@@ -136,7 +136,7 @@ def quantise(
     values, steps = _as(node, data, "float32"), tensor_of(_as(node, scale, "float32"))
     if kind is _FLOAT8:
         if zero is not None:
-            raise ValueError("zero point of float8: expected 0")
+            raise ValueError("zero point of float8: expected a constant of 0")
         known, by = constant_value(values), constant_value(steps)
         if known is not None and by is not None:
             return constant(float8_array(known / by))
@@ -168,7 +168,7 @@ def dequantise(node: ConverterInput, data: tvm.ir.Expr, scale: tvm.ir.Expr, zero
     dtype = dtype_of(scale)
     if dtype_of(data) == FLOAT8:
         if zero is not None:
-            raise ValueError("zero point of float8: expected 0")
+            raise ValueError("zero point of float8: expected a constant of 0")
         centred: tvm.ir.Expr = emit_elementwise(node, number_of, NUMBER_OF, data)
     else:
         centred = centre(node, data, zero)
