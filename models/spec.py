@@ -123,7 +123,7 @@ class DecoderNames:
 
 @dataclass(frozen=True)
 class Generation:
-    """What a step of generation is, beside its inputs and outputs.
+    """A step of generation: its sizes, names and limits.
 
     Inputs are `tokens` [batch, new], the state (`state`), then caches [visible, batch, heads, width]; outputs are the
     logits of the last new token and the position after it. `place` is the position plus 1, for each sequence.

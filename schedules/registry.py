@@ -43,7 +43,7 @@ _KERNELS: Mapping[str, Template] = {
     )
 }
 RANGES = Ranges(_KERNELS)
-#: What makes a table of kernels for functions of symbolic sizes.
+#: Maker of a table of kernels for functions of symbolic sizes.
 Table: TypeAlias = AttentionTable | Ranges
 _TABLES: Sequence[Table] = (AttentionTable(), RANGES)
 ANY_SIZE = CpuAnySize()

@@ -26,7 +26,7 @@ Config = BertConfig | Gpt2Config | LlamaConfig | VitConfig | T5Config | WhisperC
 _OUTLIERS = "outliers"
 # Of a decoder's presets: the prefill, the decode step, the step of any number of tokens behind a cache.
 _SUFFIXES = ("", "-decode", "-with-past")
-# What each architecture is called, and what builds its graph.
+# Name and builder of each architecture.
 _ARCHITECTURES: Mapping[type[Config], tuple[str, Callable[..., onnx.ModelProto]]] = {
     BertConfig: ("BERT encoder, {0.layers} layers, hidden {0.hidden}", build_bert),
     Gpt2Config: ("GPT-2 decoder, {0.layers} layers, hidden {0.hidden}", build_gpt2),

@@ -56,7 +56,7 @@ class GateLimits:
 
 @dataclass(frozen=True)
 class GateReport:
-    """What a gate found."""
+    """Findings of a gate."""
 
     #: The artifacts, as the caller named them.
     new: str

@@ -57,7 +57,7 @@ class TaskCost:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `relaxtune inspect` says."""
+    """Answer of `relaxtune inspect`."""
 
     #: Name, content hash, version by domain, nodes of the main graph.
     model: str

@@ -271,7 +271,7 @@ class _Loops:
             return _difference(self._buffers["scratch"][self._b, self._token_of(at)], largest)
 
         def weighted(at: tirx.Expr) -> tirx.Expr:
-            # What has no mass may be -inf.
+            # A token without mass may be -inf.
             d = tirx.max(d_of(at), _float(rules.LOWEST))
             return tirx.Cast("int64", tirx.Cast("float64", self._mass_of(at)) * tirx.Cast("float64", d) * ten_bits)
 

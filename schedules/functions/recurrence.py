@@ -36,7 +36,7 @@ _SHARES = 4
 
 @dataclass(frozen=True)
 class Recurrence:
-    """What a layer computes; `reversed` has an entry a direction, `rectified` is an RNN's activation, else tanh."""
+    """A recurrent layer; `reversed` has an entry a direction, `rectified` is an RNN's activation, else tanh."""
 
     kind: str
     hidden: int

@@ -1,4 +1,4 @@
-"""What sampling computes: a token of each sequence from its logits, as transformers' processors and warpers define it.
+"""Sampling: a token of each sequence from its logits, as transformers' processors and warpers define it.
 
 Notation
 --------

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.export, pytest.mark.filterwarnings("default")]
 
 PROMPTS = [[5, 17, 88, 23, 64, 9, 41], [5, 17, 88], [3, 99, 120, 7, 7]]
 COUNT = 48
-# Those that count padding as positions, for want of an input that says them, have no batch of several lengths.
+# Decoders without positions as an input count padding too: they have no batch of several lengths.
 COUNTS_PADDING = ("gpt2",)
 
 

@@ -1,4 +1,4 @@
-"""What every implementation of sampling must do, whatever runs it: checks against the reference."""
+"""Checks of sampling against the reference, for every implementation."""
 
 from __future__ import annotations
 

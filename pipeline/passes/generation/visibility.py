@@ -1,4 +1,4 @@
-"""Which softmaxes of a decoder hide the places behind its tokens by themselves, with a mask or by causality."""
+"""Softmaxes of a decoder that hide the places behind its tokens by themselves, with a mask or by causality."""
 
 from __future__ import annotations
 
