@@ -46,6 +46,7 @@ from relaxtune.pipeline.passes.name_bindings import name_bindings
 from relaxtune.pipeline.passes.norms.centre_from_pivot import centre_from_pivot
 from relaxtune.pipeline.passes.norms.fuse_norms import fuse_norms
 from relaxtune.pipeline.passes.norms.norms_of_half import norms_of_half
+from relaxtune.pipeline.passes.norms.quantise_in_norms import quantise_in_norms
 from relaxtune.pipeline.passes.norms.recognise_norms import recognise_norms
 from relaxtune.pipeline.passes.norms.widen_norms import widen_norms
 from relaxtune.pipeline.passes.precision.accumulate_in_float32 import accumulate_in_float32
@@ -170,6 +171,7 @@ def lowering_steps() -> tuple[Step, ...]:
         # A reshape that nothing fused with is a view, not a kernel to tune.
         Step(Phase.FUSE, "reshapes_to_views", stock(relax_pass.RewriteDataflowReshape())),
         Step(Phase.FUSE, "fuse_norms", fuse_norms),
+        Step(Phase.FUSE, "quantise_in_norms", quantise_in_norms),
         Step(Phase.FUSE, "keep_scores_in_cache", keep_scores_in_cache),
         Step(Phase.FUSE, "sum_in_blocks", sum_in_blocks),
         Step(

@@ -18,6 +18,8 @@ from tvm import te, tirx
 
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
+# Attribute of functions that `quantise_rows` makes.
+QUANTISES_ROWS = "quantises_rows"
 _NAN = 127
 # A row's largest element, at least: its scale is then no subnormal.
 _LEAST = 1e-30

@@ -10,13 +10,13 @@ from tvm.ir.expr import TensorLoad
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import called_function
+from relaxtune.pipeline.passes.kit.one_function import fused_calls, operands_of
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.cpu.any_size.attention import any_size_attention
 from relaxtune.schedules.tir.blocks import list_blocks
 from relaxtune.schedules.tir.contraction import find_operands
 
-_NAME = "attention"
 _Calls: TypeAlias = tuple[relax.Var, ...]
 
 
@@ -51,7 +51,7 @@ def keep_scores_in_cache(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.I
         calls, func = made
         if func not in added:
             added[func] = new.function(func, "attention")
-        operands = [new.of(arg) for arg in _operands(calls, graph)]
+        operands = [new.of(arg) for arg in operands_of(calls, graph)]
         return relax.call_tir(added[func], relax.Tuple(operands), binding.var.ty)
 
     return replace_found(mod, state, found, emit, "attentions keep their scores in the cache")
@@ -105,11 +105,6 @@ def _tensors(call: tvm.ir.Expr | None) -> list[tvm.ir.Expr]:
     return list(call.args[1].fields)
 
 
-def _operands(calls: _Calls, graph: Graph) -> list[tvm.ir.Expr]:
-    """Return what three calls read that none of them makes."""
-    return [arg for var in calls for arg in _tensors(graph.value(var)) if arg not in calls]
-
-
 class _Maker:
     """Makes one function of three, the same one for calls of equal functions and sizes."""
 
@@ -125,34 +120,11 @@ class _Maker:
         if any(not isinstance(value, relax.Call) or len(value.args) != 2 for value in values):
             return None
         inside = [number for value in values for number, arg in enumerate(_tensors(value)) if arg in calls]
-        types = [str(one.ty) for one in (*_operands(calls, self._graph), *calls)]
+        types = [str(one.ty) for one in (*operands_of(calls, self._graph), *calls)]
         key = (*map(called_function, values), *inside, *types)
         if key not in self._made:
-            func = self._fused(calls)
+            func, _ = fused_calls(calls, calls[-1:], self._graph, "attention")
             with self._target:
                 taken = any_size_attention(func, self._target)
             self._made[key] = None if taken is None else func
         return self._made[key]
-
-    def _fused(self, calls: _Calls) -> tirx.PrimFunc:
-        """Return the blocks of three calls as one function, whose parameters are their operands and the result."""
-        operands = _operands(calls, self._graph)
-        inner, outer = (
-            [relax.Var(f"operand{number}", arg.ty) for number, arg in enumerate(operands)] for _ in range(2)
-        )
-        values = [self._graph.value(var) for var in calls]
-        functions = {name: self._graph.mod[name] for name in map(called_function, values)}
-        builder = relax.BlockBuilder(tvm.IRModule(functions))
-        with builder.function(_NAME, inner, attrs={"Primitive": True}, private=True):
-            with builder.dataflow():
-                waiting, made = iter(inner), dict[tvm.ir.Expr, relax.Var]()
-                for var, value in zip(calls, values, strict=True):
-                    args = [made[arg] if arg in made else next(waiting) for arg in _tensors(value)]
-                    call = relax.call_tir(called_function(value), relax.Tuple(args), var.ty)
-                    made[var] = builder.emit_output(call) if var is calls[-1] else builder.emit(call)
-            function = builder.emit_func_output(made[calls[-1]])
-        with builder.function("main", outer):
-            with builder.dataflow():
-                result = builder.emit_output(relax.Call(function, outer))
-            builder.emit_func_output(result)
-        return relax.transform.FuseTIR()(builder.get())[_NAME]

@@ -32,7 +32,7 @@ from relaxtune.pipeline.precision.quantise import (
     quantise_float8,
 )
 from relaxtune.schedules.cpu.packing import panel_width
-from relaxtune.schedules.functions.float8 import quantise_rows
+from relaxtune.schedules.functions.float8 import QUANTISES_ROWS, quantise_rows
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import FEATURES, refuse_stored
@@ -135,7 +135,8 @@ class _Float8:
             return None
         left, weight = binding.value.args
         if left not in self._rows:
-            both = new.emit(new.kernel(quantise_rows, new.of(left), name="quantise_rows", op_pattern=OPAQUE))
+            attrs = {"op_pattern": OPAQUE, QUANTISES_ROWS: True}
+            both = new.emit(new.kernel(quantise_rows, new.of(left), name="quantise_rows", **attrs))
             self._rows[left] = new.emit(relax.TupleGetItem(both, 0)), new.emit(relax.TupleGetItem(both, 1))
         data, row_scales = self._rows[left]
         matrix, scales = quantise_float8(array_of(weight))
