@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
-from relaxtune.schedules.marks import MIN_BLOCKS_ATTR, own_outputs, unwritten_params
+from relaxtune.schedules.marks import own_outputs, unwritten_params
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.sizes import bind_sizes, flat_view, most
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax
@@ -16,19 +16,13 @@ from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, Rows, T
 from relaxtune.schedules.templates.attention_sm90.output import AttentionOutput, NewPositions
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, REGISTERS, ROWS, WARPGROUP, AttentionPlan
 from relaxtune.schedules.templates.attention_sm90.ring import Maps, Memory, Producer, Stages
+from relaxtune.schedules.templates.emit.barriers import Ring, arrive_at_cluster, initialise, share_roles, uniform
 from relaxtune.schedules.templates.emit.division import Divisor
-from relaxtune.schedules.templates.emit.hopper import (
-    Ring,
-    arrive,
-    encode_tensor,
-    instruction,
-    matrix_descriptor,
-    pin,
-    uniform,
-)
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, launch_dependents
-from relaxtune.schedules.templates.emit.registers import clear
+from relaxtune.schedules.templates.emit.registers import all_of, clear
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
+from relaxtune.schedules.templates.emit.tma import encode_tensor, wait_for_stores_to_read
+from relaxtune.schedules.templates.emit.wgmma import ROW_UNITS, Descriptor, multiply, wait_for_products
 
 # Named barriers after those of `attention_sm90_output`: one for each warpgroup's turn.
 _TURN_BARRIER = 5
@@ -70,29 +64,22 @@ class _Kernel:
         with T.If(thread == p.consumers * WARPGROUP), T.Then():
             self._maps.prefetch()
         with T.If(thread == 0), T.Then():
-            self._memory.initialise_barriers()
+            initialise(*self._memory.rings())
         if p.split > 1:
-            T.evaluate(T.ptx.barrier.cluster.arrive.release())
+            arrive_at_cluster()
         T.evaluate(T.cuda.cta_sync())
         launch_dependents(p.dependent)
-        # setmaxnreg takes effect in a kernel whose registers are capped at its start.
-        with T.attr({MIN_BLOCKS_ATTR: p.residents}), T.If(uniform(self._thread // WARPGROUP) >= p.consumers):
-            with T.Then():
-                self._take_registers("dec", 1)
-                with T.If(self._thread == p.consumers * WARPGROUP), T.Then():
-                    growth = self._spec.growth
-                    caches = set() if growth is None else {growth.past_key.param, growth.past_value.param}
-                    loads = caches <= unwritten_params(self._func)
-                    copies = loads and {self._spec.key.param, self._spec.value.param} <= own_outputs(self._func)
-                    producer = Producer(plan, self._memory, self._maps, early_caches=loads, early_copies=copies)
-                    producer.produce(self._block)
-            with T.Else():
-                self._take_registers("inc", 0)
-                self._consume()
+        is_producer = uniform(self._thread // WARPGROUP) >= p.consumers
+        share_roles(is_producer, REGISTERS.get(p.consumers), p.residents, self._produce, self._consume)
 
-    def _take_registers(self, change: str, which: int) -> None:
-        if self._p.consumers > 1:
-            T.evaluate(T.ptx[f"setmaxnreg.{change}.sync.aligned.u32"](REGISTERS[self._p.consumers][which]))
+    def _produce(self) -> None:
+        plan, spec = self._plan, self._spec
+        with T.If(self._thread == self._p.consumers * WARPGROUP), T.Then():
+            caches = set() if spec.growth is None else {spec.growth.past_key.param, spec.growth.past_value.param}
+            loads = caches <= unwritten_params(self._func)
+            copies = loads and {spec.key.param, spec.value.param} <= own_outputs(self._func)
+            producer = Producer(plan, self._memory, self._maps, early_caches=loads, early_copies=copies)
+            producer.produce(self._block)
 
     def _encode_maps(self) -> Maps:
         spec, plan, p = self._spec, self._plan, self._p
@@ -159,7 +146,7 @@ class _Kernel:
             self._softmax.begin(Rows.of(plan, tile, self._thread // 32 * 16 + lane // 4))
             self._whole = WholeKeys.of(plan, tile, group * ROWS, ROWS)
             clear(self._sums)
-            T.evaluate(T.cuda.mbarrier_wait(self._memory.full_q.ptr_to([self._query_stage]), phase))
+            self._memory.full_q.wait(self._query_stage, phase)
             self._sum(group)
             self._softmax.finish()
             if p.split > 1:
@@ -171,7 +158,7 @@ class _Kernel:
         each_tile(plan, self._block, make)
         if p.split == 1:
             with T.If(self._leader), T.Then():
-                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+                wait_for_stores_to_read()
 
     def _sum(self, group: tirx.Expr) -> None:
         """Emit the loop over the keys, twice where a tile without anything in its mask is made as if there was none."""
@@ -235,18 +222,17 @@ class _Kernel:
         turn, stages = self._tile.turn, self._plan.query_stages
         if stages > 1:
             with T.If(tirx.all(self._leader, turn > 0, step == 0)), T.Then():
-                T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
-                arrive(self._memory.empty_q.ptr_to([(turn + 1) % stages]))
+                wait_for_stores_to_read()
+                self._memory.empty_q.arrive((turn + 1) % stages)
 
     def _wait(self, stages: Stages, ring: Ring) -> None:
-        T.evaluate(T.cuda.mbarrier_wait(stages.full.ptr_to([ring.stage]), ring.phase))
+        stages.full.wait(ring.stage, ring.phase)
 
-    def _end(self, registers: tirx.Var, count: int, stages: Stages, ring: Ring, pending: int = 0) -> None:
+    def _end(self, registers: tirx.Var, stages: Stages, ring: Ring, pending: int = 0) -> None:
         """Emit the wait for all multiplications but the last `pending`, and the release of what they read."""
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(pending))
-        pin(registers, count)
+        wait_for_products(pending, registers)
         with T.If(self._leader), T.Then():
-            arrive(stages.empty.ptr_to([ring.stage]))
+            stages.empty.arrive(ring.stage)
         ring.advance()
 
     def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
@@ -259,7 +245,7 @@ class _Kernel:
         self._multiply.scores(self._scores, self._query_stage, ring.stage)
 
     def _end_scores(self, pending: int) -> None:
-        self._end(self._scores, self._p.block_k // 2, self._memory.keys, self._ring_k, pending)
+        self._end(self._scores, self._memory.keys, self._ring_k, pending)
 
     def _weigh(self, step: tirx.Expr) -> None:
         spec, plan, block = self._spec, self._plan, self._tile.first_block + step
@@ -275,15 +261,10 @@ class _Kernel:
         self._multiply.values(self._sums, self._weights, ring.stage)
 
     def _end_values(self) -> None:
-        self._end(self._sums, self._spec.value_dim // 2, self._memory.values, self._ring_v)
+        self._end(self._sums, self._memory.values, self._ring_v)
 
     def _pass_turn(self, group: tirx.Expr) -> None:
         T.evaluate(T.ptx.bar.arrive(tirx.Cast("uint32", group + _TURN_BARRIER), 2 * WARPGROUP))
-
-
-# Units of 16 bytes of one swizzled row of shared memory.
-_ROW_UNITS = 8
-_SWIZZLE_128 = 3
 
 
 class AttentionMultiply:
@@ -304,47 +285,32 @@ class AttentionMultiply:
 
     def describe(self, query: tirx.Expr, key: tirx.Expr, value: tirx.Expr) -> None:
         """Emit the descriptors of a warpgroup's first row of Q and of the first stages of K and V."""
-        leading = self._plan.parameters.block_k * _ROW_UNITS
-        self._query, self._key = (_Descriptor(address, 1) for address in (query, key))
-        self._value = _Descriptor(value, leading)
+        leading = self._plan.parameters.block_k * ROW_UNITS
+        self._query, self._key = Descriptor(query), Descriptor(key)
+        self._value = Descriptor(value, leading)
 
     def scores(self, scores: tirx.Var, query_stage: tirx.Expr, stage: tirx.Expr) -> None:
         """Emit `scores = Q K^T` for the keys of a stage, not waited for."""
         plan = self._plan
         rows, keys = plan.rows, plan.parameters.block_k
-        first = stage * (plan.chunks * keys * _ROW_UNITS)
-        first_query = query_stage * (plan.query_chunks * rows * _ROW_UNITS)
-        lanes = [scores[lane] for lane in range(keys // 2)]
-        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        first = stage * (plan.chunks * keys * ROW_UNITS)
+        first_query = query_stage * (plan.query_chunks * rows * ROW_UNITS)
+        products = []
         for step in range(plan.columns // 16):
             chunk, part = divmod(step, CHUNK // 16)
-            query = self._query.at(first_query + (chunk * rows * _ROW_UNITS + part * 2))
-            key = self._key.at(first + (chunk * keys * _ROW_UNITS + part * 2))
-            T.evaluate(instruction(self._scores)(*lanes, query, key, tirx.const(step > 0, "bool"), 1, 1, 0, 0))
-        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+            query = self._query.at(first_query + (chunk * rows * ROW_UNITS + part * 2))
+            key = self._key.at(first + (chunk * keys * ROW_UNITS + part * 2))
+            products.append([*all_of(scores), query, key, tirx.const(step > 0, "bool")])
+        multiply(self._scores, products, (1, 1, 0, 0))
 
     def values(self, output: tirx.Var, weights: tirx.Var, stage: tirx.Expr) -> None:
         """Emit `output += P V` for the keys of a stage, P in registers, not waited for."""
         plan = self._plan
         keys = plan.parameters.block_k
-        first = stage * (plan.value_chunks * keys * _ROW_UNITS)
-        lanes = [output[lane] for lane in range(plan.spec.value_dim // 2)]
-        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        first = stage * (plan.value_chunks * keys * ROW_UNITS)
+        products = []
         for step in range(keys // 16):
-            value = self._value.at(first + step * 16 * _ROW_UNITS)
             words = [weights[step * 4 + word] for word in range(4)]
-            T.evaluate(instruction(self._values)(*lanes, *words, value, tirx.const(True, "bool"), 1, 1, 1))
-        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
-
-
-class _Descriptor:
-    """A matrix descriptor whose low half is held in a register."""
-
-    def __init__(self, address: tirx.Expr, leading: int) -> None:
-        low, self._with_low = matrix_descriptor(address, leading, 8 * _ROW_UNITS, _SWIZZLE_128)
-        self._low = T.alloc_local([1], "int32")
-        T.buffer_store(self._low, low, [0])
-
-    def at(self, offset: tirx.Expr) -> tirx.Expr:
-        """Return the descriptor of what lies further by some units of 16 bytes."""
-        return self._with_low(self._low[0] + offset)
+            value = self._value.at(first + step * 16 * ROW_UNITS)
+            products.append([*all_of(output), *words, value, tirx.const(True, "bool")])
+        multiply(self._values, products, (1, 1, 1))

@@ -12,8 +12,9 @@ from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
-from relaxtune.schedules.templates.emit.hopper import store_tile, wait_for_cluster
+from relaxtune.schedules.templates.emit.barriers import await_cluster, find_in_block, meet_cluster
 from relaxtune.schedules.templates.emit.registers import load_vector, store_vector
+from relaxtune.schedules.templates.emit.tma import end_stores, order_before_tma, store_tile
 
 # Named barriers: 0 is the whole block's, then one for each warpgroup.
 GROUP_BARRIER = 1
@@ -58,14 +59,14 @@ class AttentionOutput:
                 element = chunk * plan.rows * CHUNK + (self._line + row * 8) * CHUNK + place
                 low, high = (output[eight * 4 + row * 2 + index] * scales[row] for index in range(2))
                 T.evaluate(T.ptx["st.shared.u32"](tile.ptr_to([stage, element]), pack(low, high, self._dtype)))
-        T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+        order_before_tma()
         T.evaluate(T.ptx.bar.sync(barrier, WARPGROUP))
         first = at.query + group * (ROWS // plan.group)
         with T.If(tirx.all(self._thread % WARPGROUP == 0, first < plan.spec.queries)), T.Then():
             for chunk in range(plan.value_chunks):
                 source = tile.ptr_to([stage, chunk * plan.rows * CHUNK + group * (ROWS * CHUNK)])
                 store_tile(tensor_map, (chunk * CHUNK, at.head, first, at.batch), source)
-            T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+            end_stores()
 
     def combine(self, output: tirx.Var, softmax: OnlineSoftmax, memory: tirx.Var, rank: tirx.Expr, at: Tile) -> None:
         """Emit the sum of the parts of a cluster's blocks, in the order of ranks, and its writing.
@@ -76,11 +77,11 @@ class AttentionOutput:
         """
         p = self._plan.parameters
         # Every block of the cluster has started.
-        T.evaluate(T.ptx.barrier.cluster.wait.acquire())
+        await_cluster()
         for row in range(2):
             with T.If(self._line + row * 8 < self._plan.used_rows), T.Then():
                 self._send_row(output, softmax, memory, rank, row)
-        wait_for_cluster()
+        meet_cluster()
         across = self._plan.spec.value_dim // _VECTOR
         items, threads = self._plan.share_rows * across, p.consumers * WARPGROUP
         lines = tirx.min(self._plan.spec.queries - at.query, self._plan.tile_queries) * self._plan.group
@@ -99,8 +100,7 @@ class AttentionOutput:
         for index, element in enumerate(
             (place * partial_columns(plan.spec) + self._lane % 4 * 2, plan.statistics_start + place * 2)
         ):
-            window = T.cuda.cvta_generic_to_shared(memory.ptr_to([element]))
-            T.evaluate(T.ptx.mapa.shared__cluster.u32(remote[index], window, owner))
+            find_in_block(remote, index, memory.ptr_to([element]), owner)
         store = T.ptx["st.shared::cluster.v2.f32"]
         for eight in range(plan.spec.value_dim // 8):
             pair = [output[eight * 4 + row * 2 + index] for index in range(2)]
@@ -181,7 +181,7 @@ class NewPositions:
                 line = self._past + row - start
                 with T.If(tirx.all(item < items, line >= 0, line < block_k)), T.Then():
                     self._put_vector(row, line, vector, tile, stage, at)
-            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            order_before_tma()
             T.evaluate(T.ptx.bar.sync(tirx.const(GROUP_BARRIER, "uint32"), WARPGROUP))
 
     def _put_vector(

@@ -9,9 +9,16 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, Tile, each_tile
 from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan
-from relaxtune.schedules.templates.emit.hopper import Ring, expect_bytes, initialise_barrier, load_tile, store_tile
+from relaxtune.schedules.templates.emit.barriers import Barriers, Ring
 from relaxtune.schedules.templates.emit.kernel_frame import shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import when
+from relaxtune.schedules.templates.emit.tma import (
+    end_stores,
+    load_tile,
+    prefetch_maps,
+    store_tile,
+    wait_for_stores_to_read,
+)
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,7 @@ class Maps:
 
     def prefetch(self) -> None:
         """Emit the fetching of the maps that every tile needs."""
-        for tensor_map in (self.q, self.k, self.v, *([self.o] if self.o is not None else [])):
-            T.evaluate(T.ptx["prefetch.tensormap"](T.address_of(tensor_map)))
+        prefetch_maps(self.q, self.k, self.v, *([self.o] if self.o is not None else []))
 
 
 @dataclass(frozen=True)
@@ -36,8 +42,8 @@ class Stages:
     """Tiles of K, or of V, in shared memory; a barrier for each: it has arrived (`full`), is done with (`empty`)."""
 
     tile: tirx.Var
-    full: tirx.Var
-    empty: tirx.Var
+    full: Barriers
+    empty: Barriers
     chunks: int  # Of a tile.
 
 
@@ -58,24 +64,16 @@ class Memory:
         tile_k = pool.alloc((p.stages, p.block_k * plan.chunks * CHUNK), dtype, align=1024)
         tile_v = pool.alloc((p.stages, p.block_k * plan.value_chunks * CHUNK), dtype, align=1024)
         self.partial = pool.alloc((plan.partial_floats,), "float32", align=128) if p.split > 1 else None
-        self.full_q, self.empty_q = (pool.alloc((plan.query_stages,), "uint64", align=8) for _ in range(2))
-        full_k, full_v, empty_k, empty_v = (pool.alloc((p.stages,), "uint64", align=8) for _ in range(4))
+        self.full_q, self.empty_q = (Barriers(pool, plan.query_stages, arrivals) for arrivals in (1, p.consumers))
+        full_k, full_v, empty_k, empty_v = (Barriers(pool, p.stages, n) for n in (1, 1, p.consumers, p.consumers))
         self.keys = Stages(tile_k, full_k, empty_k, plan.chunks)
         self.values = Stages(tile_v, full_v, empty_v, plan.value_chunks)
         pool.commit()
 
-    def initialise_barriers(self) -> None:
-        """Emit, for one thread, the initialisation of all barriers."""
-        plan, p = self._plan, self._plan.parameters
-        for stage in range(plan.query_stages):
-            initialise_barrier(self.full_q.ptr_to([stage]), 1)
-            initialise_barrier(self.empty_q.ptr_to([stage]), p.consumers)
-        for stage in range(p.stages):
-            for full in (self.keys.full, self.values.full):
-                initialise_barrier(full.ptr_to([stage]), 1)
-            for empty in (self.keys.empty, self.values.empty):
-                initialise_barrier(empty.ptr_to([stage]), p.consumers)
-        T.evaluate(T.ptx.fence.mbarrier_init.release.cluster())
+    def rings(self) -> tuple[tuple[Barriers, ...], ...]:
+        """Return all barriers, those of each ring together."""
+        queries = self.full_q, self.empty_q
+        return queries, (self.keys.full, self.values.full, self.keys.empty, self.values.empty)
 
     def query_ring(self, tile: Tile) -> tuple[tirx.Expr, tirx.Expr]:
         """Return stage and parity of a tile's Q."""
@@ -138,7 +136,7 @@ class Producer:
         left = count - first
         with T.serial(left) as step:
             # The next loads take the place of the blocks that were copied.
-            T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+            wait_for_stores_to_read()
             self._load_keys(ring_k, stages + step)
             self._load_values(ring_v, stages + step)
             with T.If(step >= ahead), T.Then():
@@ -146,7 +144,7 @@ class Producer:
         late = tirx.min(left, ahead)
         with T.serial(late) as step:
             self._copy(ring, count - late + step)
-        T.evaluate(T.ptx["cp.async.bulk.wait_group.read"](0))
+        wait_for_stores_to_read()
 
     def _begin_query(self) -> None:
         wait_for_predecessor(self._p.dependent, launches=False)
@@ -157,26 +155,26 @@ class Producer:
         assert self._spec.growth is not None
         block, past, block_k = self._tile.first_block + step, self._spec.growth.past, self._p.block_k
         for stages, target in ((self._memory.keys, self._maps.to_k), (self._memory.values, self._maps.to_v)):
-            T.evaluate(T.cuda.mbarrier_wait(stages.full.ptr_to([ring.stage]), ring.phase))
+            stages.full.wait(ring.stage, ring.phase)
             # A block of new positions alone has nothing to be copied; of a cache without positions, that is the first.
             with when([] if isinstance(past, int) else [block * block_k < past]):
                 for chunk in range(stages.chunks):
                     source = stages.tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
                     place = (chunk * CHUNK, self._tile.kv_head, block * block_k, self._tile.batch)
                     store_tile(target, place, source)
-        T.evaluate(T.ptx["cp.async.bulk.commit_group"]())
+        end_stores()
         ring.advance()
 
     def _load_query(self) -> None:
         plan, at = self._plan, self._tile
         stage, phase = self._memory.query_ring(at)
         if plan.query_stages > 1:
-            T.evaluate(T.cuda.mbarrier_wait(self._memory.empty_q.ptr_to([stage]), phase ^ 1))
-        full = self._memory.full_q.ptr_to([stage])
-        self._expect(full, plan.tile_queries * plan.group, plan.chunks)
+            self._memory.empty_q.wait(stage, phase ^ 1)
+        full = self._memory.full_q
+        full.expect(stage, plan.tile_queries * plan.group * plan.chunks * CHUNK * ELEMENT_BYTES)
         for chunk in range(plan.chunks):
             to = self._memory.tile_q.ptr_to([stage, chunk * plan.rows * CHUNK])
-            load_tile(to, self._maps.q, (chunk * CHUNK, at.head, at.query, at.batch), full)
+            load_tile(to, self._maps.q, (chunk * CHUNK, at.head, at.query, at.batch), full.at(stage))
 
     def _load_keys(self, ring: Ring, step: tirx.Expr | int) -> None:
         self._load_block(ring, step, self._memory.keys, self._maps.k)
@@ -186,15 +184,11 @@ class Producer:
 
     def _load_block(self, ring: Ring, step: tirx.Expr | int, stages: Stages, source: tirx.Var) -> None:
         block_k = self._p.block_k
-        T.evaluate(T.cuda.mbarrier_wait(stages.empty.ptr_to([ring.stage]), ring.phase ^ 1))
-        barrier = stages.full.ptr_to([ring.stage])
-        self._expect(barrier, block_k, stages.chunks)
+        stages.empty.wait(ring.stage, ring.phase ^ 1)
+        stages.full.expect(ring.stage, block_k * stages.chunks * CHUNK * ELEMENT_BYTES)
         for chunk in range(stages.chunks):
             to = stages.tile.ptr_to([ring.stage, chunk * block_k * CHUNK])
             key = (self._tile.first_block + step) * block_k
             position = (chunk * CHUNK, self._tile.kv_head, key, self._tile.batch)
-            load_tile(to, source, position, barrier)
+            load_tile(to, source, position, stages.full.at(ring.stage))
         ring.advance()
-
-    def _expect(self, barrier: tirx.Expr, rows: int, chunks: int) -> None:
-        expect_bytes(barrier, rows * chunks * CHUNK * ELEMENT_BYTES)

@@ -1,4 +1,4 @@
-"""Calls of functions of CUDA source that a kernel brings along; of those, copies between global memory and registers.
+"""Calls of PTX instructions, and of functions of CUDA source that a kernel brings along, such as copies to registers.
 
 Copies of 1 to 16 bytes are PTX statements that a compiler keeps in their order. An ordinary load of a `__restrict__`
 pointer may be moved above the wait for the kernel before (griddepcontrol.wait): nothing in the kernel writes what it
@@ -8,6 +8,7 @@ reads. A volatile statement stays behind one that stands before it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
 
 from tvm import tirx
@@ -15,6 +16,13 @@ from tvm.tirx.script import builder as T
 
 _HEAD = re.compile(r"__device__ ([\w ]+?) (\w+)\(")
 _DTYPES = {"float": "float32", "int": "int32", "unsigned": "uint32", "unsigned long long": "uint64"}
+
+
+@lru_cache(maxsize=256)
+def instruction(name: str) -> Callable[..., tirx.Expr]:
+    """Return what makes the call of a PTX instruction; TVM takes as long to find it as to make the call."""
+    found: Callable[..., tirx.Expr] = T.ptx[name]
+    return found
 
 
 def device_call(source: str, *arguments: tirx.Expr) -> tirx.Expr:

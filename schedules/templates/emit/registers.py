@@ -215,10 +215,21 @@ def in_register(value: tirx.Expr, dtype: str = "int32") -> tirx.Expr:
     return register[0]
 
 
+def all_of(registers: tirx.Var) -> list[tirx.Expr]:
+    """Return all of some registers."""
+    return [registers[index] for index in range(int(registers.ty.shape[0]))]
+
+
 def clear(registers: tirx.Var, first: int = 0, count: int | None = None) -> None:
     """Emit zeros in registers: in `count` of them from a `first` one on, by default in all."""
     for index in range(int(registers.ty.shape[0]) if count is None else count):
         T.buffer_store(registers, tirx.const(0, dtype_of(registers)), [first + index])
+
+
+def add_all(sums: tirx.Var, registers: tirx.Var) -> None:
+    """Emit the adding of all of some registers to as many others."""
+    for index, register in enumerate(all_of(registers)):
+        T.buffer_store(sums, sums[index] + register, [index])
 
 
 _VECTOR_KINDS = {"uint32": "u32", "float32": "f32"}
@@ -244,6 +255,16 @@ def when(conditions: Sequence[tirx.Expr]) -> Iterator[None]:
         return
     with T.If(tirx.all(*conditions)), T.Then():
         yield
+
+
+def repeat(count: tirx.Expr | int, emit: Callable[[tirx.Expr | int], None]) -> None:
+    """Emit something for each number below a count: straight code where that is known, else a loop."""
+    if isinstance(count, int):
+        for number in range(count):
+            emit(number)
+        return
+    with T.serial(count, unroll=False) as number:
+        emit(number)
 
 
 def _call(call: Call, arguments: list[tirx.Expr]) -> tirx.Expr:

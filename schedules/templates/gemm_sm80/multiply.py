@@ -18,7 +18,7 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.registers import clear
+from relaxtune.schedules.templates.emit.registers import add_all, clear
 from relaxtune.schedules.templates.emit.tensor_cores import (
     CHUNK,
     FLOAT8_KINDS,
@@ -140,8 +140,7 @@ class WarpMultiply(ABC):
             clear(self._sums)
         T.evaluate(device_call(self._multiply_source(), self._sums.ptr_to([0]), *self._registers(step % 2)))
         if plan.sums_outside and step == plan.parameters.block_k // plan.depth - 1:
-            for index in range(plan.accumulators):
-                T.buffer_store(self.accumulators, self.accumulators[index] + self._sums[index], [index])
+            add_all(self.accumulators, self._sums)
 
     def _registers(self, half: int) -> list[tirx.Expr]:
         return [held.ptr_to([half * words]) for held, words in zip(self._fragments, self._words, strict=True)]

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from tvm import DataType
 
-from relaxtune.schedules.templates.gemm_sm90.plan import ROW_BYTES, GemmPlan
+from relaxtune.schedules.templates.emit.wgmma import ROW_BYTES
+from relaxtune.schedules.templates.gemm_sm90.plan import GemmPlan
 from relaxtune.schedules.templates.gemm_sm90.tiles import GridSizes
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.base import NOT_NEGATIVE, POSITIVE, Parameters, added, among
+from relaxtune.schedules.templates.emit.wgmma import ROW_BYTES, STEP_BYTES, WARPGROUP
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
     residual_loads,
@@ -20,8 +21,6 @@ from relaxtune.schedules.templates.output.row_statistics import statistics_regis
 from relaxtune.schedules.tir.epilogue import MatmulFunction
 from relaxtune.schedules.tir.row_norm import COUNT
 
-ROW_BYTES = 128
-STEP_BYTES = 32
 # dtype -> (PTX's name, bytes, PTX's sums)
 _KINDS = {
     "float16": ("f16", 2, "f32"),
@@ -127,18 +126,16 @@ def operands_of(a: str, b: str, *, transposed: bool) -> Operands | Refusal:
     return Operands(a, b)
 
 
-WARPGROUP = 128
 # Width of a chunk of 16-bit columns -> (TMA's and wgmma's swizzle mode), the widest first.
 SWIZZLES = {64: 3, 32: 2, 16: 1}
 
 _TMA_BOX_MAX = 256
 # Warps of the producer's warpgroup that make the statistics of a tile's rows, and the tiles that they may be ahead.
 STATISTICS_WARPS, STATISTICS_SLOTS = 2, 2
-# Registers of a thread. The file's 65536 hold 168 for each thread of three warpgroups when the kernel starts, and no
-# more than those 64512 are shared out again: the producer's give up theirs (setmaxnreg), 128 * (2 * 232 + 40) = 64512.
-# With one consumer there is no shortage.
-CONSUMER_REGISTERS = 232
-PRODUCER_REGISTERS = 40
+# Consumers -> registers of a thread of a consumer, and of the producer. The file's 65536 hold 168 for each thread of
+# three warpgroups when the kernel starts, and no more than those 64512 are shared out again: the producer's give up
+# theirs (setmaxnreg), 128 * (2 * 232 + 40) = 64512. With one consumer there is no shortage.
+REGISTERS = {2: (232, 40)}
 # Registers of a consumer beside its accumulators (addresses, descriptors, the epilogue's values), measured; and more
 # where it reads residuals of a symbolic number of rows: 192 accumulators took 1.2 to 1.7 times as long as others then.
 _REGISTERS_BESIDE, _ANY_RESIDUAL = 40, 16
@@ -261,7 +258,7 @@ def make_plan(
     threads = p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32)
     # Sums of a stage, and of all stages where those are added up apart.
     accumulators = m_blocks * p.block_n // 2 * (2 if operands.exact_sums else 1)
-    registers = CONSUMER_REGISTERS if p.consumers > 1 else limits.registers_per_thread
+    registers = REGISTERS[p.consumers][0] if p.consumers in REGISTERS else limits.registers_per_thread
     # A single consumer has one warp beside it, of which one thread loads.
     apart = matmul.norm is not None and p.consumers > 1 and not p.stream_k
     partials = 0 if matmul.norm is None or apart else statistics_registers(matmul.norm, m_blocks)

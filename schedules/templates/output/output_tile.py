@@ -35,9 +35,9 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.emit.barriers import uniform
 from relaxtune.schedules.templates.emit.device_function import load_bytes
 from relaxtune.schedules.templates.emit.epilogue import evaluated, in_float32, output_axes
-from relaxtune.schedules.templates.emit.hopper import uniform
 from relaxtune.schedules.templates.emit.registers import clear, load_vector, store_vector, when
 from relaxtune.schedules.templates.output.column_copies import ColumnCopies, load_pair, pair_of
 from relaxtune.schedules.templates.output.output_shares import (
