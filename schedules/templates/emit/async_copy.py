@@ -10,12 +10,13 @@ rows. Chunks of a row change places, as `tensor_cores.swizzle` says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.device_function import device_call
+from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 
 COPY_BYTES = 16
@@ -90,6 +91,24 @@ def wait_for_copies_of_block(pending: int) -> None:
     T.evaluate(device_call(_WAIT_OF_BLOCK.format(pending=pending)))
 
 
+class Stages:
+    """Numbers of stages of a ring in shared memory, in registers: `at`, from `starts` on; all advance together."""
+
+    def __init__(self, depth: int, *starts: int) -> None:
+        self._depth = depth
+        self._stages = [T.alloc_local([1], "int32") for _ in starts]
+        for stage, start in zip(self._stages, starts, strict=True):
+            T.buffer_store(stage, start, [0])
+        self.at = [stage[0] for stage in self._stages]
+
+    def advance(self) -> None:
+        """Emit the step to the next stages."""
+        for stage in self._stages:
+            following = stage[0] + 1
+            wrapped = tirx.Select(following == self._depth, tirx.IntImm("int32", 0), following)
+            T.buffer_store(stage, wrapped, [0])
+
+
 class TileChunks:
     """A thread's chunks of a tile of `rows` rows of `width` chunks of some elements, at most one for each thread.
 
@@ -122,3 +141,20 @@ class TileChunks:
         """Return the conditions under which a chunk exists."""
         ragged = (number + 1) * self.step > self._rows
         return [*self._idle, *([self.row + number * self.step < self._rows] if ragged else [])]
+
+    def copy(
+        self,
+        to: Callable[[tirx.Expr], tirx.Expr],
+        source: tirx.Var,
+        find: Callable[[int], tuple[tirx.Expr, list[tirx.Expr]]],
+        only: Callable[[int], list[tirx.Expr]] | None = None,
+    ) -> None:
+        """Emit the copies of a thread's chunks from `source`, flat, to the addresses `to` of elements of the tile.
+
+        `find` gives the place of a chunk in `source` and the conditions under which it is read; else it is zeros. One
+        for which `only` does not hold is left as it is.
+        """
+        for number in range(self.count):
+            at, exists = find(number)
+            with when([*self.inside(number), *(only(number) if only is not None else [])]):
+                copy_async(to(self.place(number)), source.ptr_to([at]), exists, lines=True)

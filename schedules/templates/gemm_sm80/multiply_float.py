@@ -8,12 +8,9 @@ Chunks of a row have changed places by an exclusive or, which a step is too, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tvm import tirx
 
 from relaxtune.schedules.templates.emit.tensor_cores import chunk_place
-from relaxtune.schedules.templates.gemm_sm80.multiply import WarpMultiply
 from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, FLOAT_DEPTH, ROWS, GemmPlan
 
 _BYTES = 4
@@ -64,21 +61,6 @@ __forceinline__ __device__ void {name}(float* sums, const float* a, const float*
         }}
 }}
 """
-
-
-class MultiplyFloat(WarpMultiply):
-    """The work of a warp by fused multiply-adds."""
-
-    _register = "float32"
-
-    def _places(self) -> Sequence[tirx.Expr]:
-        return lane_places(self._plan, self._warp, self._lane, rows_of_b=self._matmul.b_transposed)
-
-    def _load_source(self) -> str:
-        return LOADS + load_source(self._plan, rows_of_b=self._matmul.b_transposed)
-
-    def _multiply_source(self) -> str:
-        return multiply_source(self._plan, rows_of_b=self._matmul.b_transposed)
 
 
 def lane_places(plan: GemmPlan, warp: tirx.Expr, lane: tirx.Expr, *, rows_of_b: bool) -> list[tirx.Expr]:

@@ -13,12 +13,9 @@ product by the scale is rounded once: weights are those that a kernel of its own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tvm import tirx
 
-from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place, mma_source
-from relaxtune.schedules.templates.gemm_sm80.multiply import WarpMultiply
+from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 from relaxtune.schedules.templates.gemm_sm80.plan import COLUMNS, ROWS, STORED_DEPTH, GemmPlan, chunks_together
 from relaxtune.schedules.tir.epilogue import Quantisation
 
@@ -95,24 +92,6 @@ __forceinline__ __device__ void {name}(float* sums, const unsigned* a, const uns
   }}
 }}
 """
-
-
-class MultiplyStored(WarpMultiply):
-    """The work of a warp that dequantises what it multiplies."""
-
-    @property
-    def _stored(self) -> Quantisation:
-        assert self._matmul.stored is not None
-        return self._matmul.stored
-
-    def _places(self) -> Sequence[tirx.Expr]:
-        return lane_places(self._stored, self._plan, self._warp, self._lane)
-
-    def _load_source(self) -> str:
-        return LOADS + load_source(self._stored, self._plan)
-
-    def _multiply_source(self) -> str:
-        return mma_source("float16") + PAIRS + multiply_source(self._stored, self._plan)
 
 
 def lane_places(stored: Quantisation, plan: GemmPlan, warp: tirx.Expr, lane: tirx.Expr) -> tuple[tirx.Expr, ...]:
