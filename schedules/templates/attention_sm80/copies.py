@@ -19,7 +19,7 @@ from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.tiles import Tile, named
 from relaxtune.schedules.templates.attention_sm80.plan import AttentionPlan
-from relaxtune.schedules.templates.emit.async_copy import TileChunks, copy_async
+from relaxtune.schedules.templates.emit.async_copy import TileChunks
 from relaxtune.schedules.templates.emit.registers import load_vector, store_vector, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
@@ -57,14 +57,15 @@ class RowCopies:
 
         Rows from `limit` on are zeros; None where all exist. Rows for which `only` does not hold are left as they are.
         """
-        chunks = self._chunks
-        for number in range(chunks.count):
+
+        def find(number: int) -> tuple[tirx.Expr, list[tirx.Expr]]:
             row, exists = self._row(number, limit)
-            at = self._start(first + row) + chunks.chunk * CHUNK
+            at = self._start(first + row) + self._chunks.chunk * CHUNK
             # The address has to exist even where nothing is read.
-            at = tirx.Select(tirx.all(*exists), at, tirx.IntImm("int32", 0)) if exists else at
-            with when([*chunks.inside(number), *(only(row) if only is not None else [])]):
-                copy_async(self._tile(stage, chunks.place(number)), self._memory.ptr_to([at]), exists, lines=True)
+            return tirx.Select(tirx.all(*exists), at, tirx.IntImm("int32", 0)) if exists else at, exists
+
+        some = None if only is None else lambda number: only(self._row(number, limit)[0])
+        self._chunks.copy(lambda place: self._tile(stage, place), self._memory, find, some)
 
     def store(self, stage: tirx.Expr | int, first: tirx.Expr | int, limit: Size | None) -> None:
         """Emit the copies of a tile to global memory, of what this thread copied from there and has waited for."""

@@ -1,10 +1,17 @@
-"""The kernel of `template.py`, emitted with TIRx's IRBuilder; the notation is that module's."""
+"""The kernel of `template.py` on a page, over the words of `schedules.templates.emit`; the notation is that module's.
+
+::
+
+    all threads    copy the tile of Q, and the first blocks of K and V to the stages of two rings (cp.async)
+                   for each block of keys: await K; copy the next blocks; scores = Q K^T (mma); mask; weights = softmax
+                                           await V; output = output * change + weights V (mma)
+                   add what other blocks have of the tile; divide by the sum of weights; write whole rows
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -12,15 +19,15 @@ from tvm.tirx.script import builder as T
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.sizes import flat_view
-from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, inverse_total, pack
+from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Rows, Tile, WholeKeys, each_tile, named
 from relaxtune.schedules.templates.attention_sm80.copies import KeyBlocks, RowCopies
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
-from relaxtune.schedules.templates.emit.async_copy import end_copies, wait_for_copies_of_block
+from relaxtune.schedules.templates.attention_sm80.sums import SplitKeys
+from relaxtune.schedules.templates.emit.async_copy import Stages, end_copies, wait_for_copies_of_block
 from relaxtune.schedules.templates.emit.kernel_frame import EmitBody, build_function, shared_pool, wait_for_predecessor
 from relaxtune.schedules.templates.emit.registers import clear, in_register, load_vector, store_vector, when
-from relaxtune.schedules.templates.emit.sums_exchange import SumsExchange
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK, chunk_place
 
 
@@ -38,20 +45,19 @@ class _Kernel:
         self._dtype = str(func.params[plan.spec.query.param].ty.dtype)
 
     def begin(self, params: list[tirx.Var]) -> tuple[Size, EmitBody]:
+        """Return the blocks of the grid, and what emits the body."""
         self._params = params
         return self._plan.blocks, self._emit
 
     def _emit(self, block: tirx.Expr, thread: tirx.Expr) -> None:
         plan, p = self._plan, self._p
-        self._thread = thread
-        self._warp, self._lane = self._thread // WARP, self._thread % WARP
+        self._block, self._thread, self._warp, self._lane = block, thread, thread // WARP, thread % WARP
         pool = shared_pool()
         self._tile_q = pool.alloc((plan.query_elements,), self._dtype, align=1024)
         self._tile_k = pool.alloc((p.stages, p.block_k * plan.width * CHUNK), self._dtype, align=1024)
         self._tile_v = pool.alloc((p.stages, p.block_k * plan.value_width * CHUNK), self._dtype, align=1024)
         pool.commit()
         wait_for_predecessor(p.dependent)
-        self._block = block
         each_tile(plan, block, self._make)
 
     def _make(self, tile: Tile) -> None:
@@ -95,11 +101,13 @@ class _Kernel:
         ragged = spec.queries % plan.tile_queries != 0
         queries.load(0, 0, (spec.queries - at.query) * plan.group if ragged else None)
         for stage in range(p.stages - 1):
-            with when([stage < at.block_count] if stage else []):
-                self._keys.load(tirx.IntImm("int32", stage), stage)
-            end_copies()
-            with when([stage < at.block_count] if stage else []):
-                self._values.load(tirx.IntImm("int32", stage), stage)
+            self._copy_block(tirx.IntImm("int32", stage), stage, [stage < at.block_count] if stage else [])
+
+    def _copy_block(self, step: tirx.Expr, stage: tirx.Expr | int, exists: list[tirx.Expr]) -> None:
+        """Emit the copies of a block of keys, where it exists, and of its values: two groups."""
+        for blocks in (self._keys, self._values):
+            with when(exists):
+                blocks.load(step, stage)
             end_copies()
 
     def _start(self, layout: HeadLayout, head: tirx.Expr) -> tirx.Expr:
@@ -116,9 +124,8 @@ class _Kernel:
         """Emit the loop over the keys: each block's scores, softmax and values, while the next ones are copied."""
         plan, p, at = self._plan, self._p, self._tile
         ahead = p.stages - 1
-        read, written = T.alloc_local([1], "int32"), T.alloc_local([1], "int32")
-        T.buffer_store(read, 0, [0])
-        T.buffer_store(written, ahead, [0])
+        ring = Stages(p.stages, 0, ahead)
+        read, written = ring.at
         tops = [(self._warp * p.m_steps + number) * ROWS for number in range(p.m_steps)]
         whole = [WholeKeys.of(plan, at, top, ROWS) for top in tops]
         may_mask = self._spec.causal or self._spec.window or not plan.whole_blocks
@@ -130,16 +137,11 @@ class _Kernel:
             wait_for_copies_of_block(2 * ahead - 1)
             following = step + ahead
             # All warps are done with the block before.
-            with T.If(following < at.block_count), T.Then():
-                self._keys.load(following, written[0])
-            end_copies()
-            with T.If(following < at.block_count), T.Then():
-                self._values.load(following, written[0])
-            end_copies()
-            self._keys.keep(step, read[0])
+            self._copy_block(following, written, [following < at.block_count])
+            self._keys.keep(step, read)
             for softmax in self._softmax:
                 softmax.prefetch(at.first_block + step)
-            self._multiply.scores(self._scores, read[0])
+            self._multiply.scores(self._scores, read)
             for number, softmax in enumerate(self._softmax):
                 block = at.first_block + step
                 masked = whole[number].exceeded_by(plan, block) if may_mask else None
@@ -147,11 +149,9 @@ class _Kernel:
                 softmax.rescale(self._sums[number], plan.value_pairs * 8)
                 softmax.convert(self._scores[number], self._weights[number])
             wait_for_copies_of_block(2 * ahead)
-            self._values.keep(step, read[0])
-            self._multiply.values(self._sums, self._weights, read[0])
-            for stage in (read, written):
-                next_one = stage[0] + 1
-                T.buffer_store(stage, tirx.Select(next_one == p.stages, tirx.IntImm("int32", 0), next_one), [0])
+            self._values.keep(step, read)
+            self._multiply.values(self._sums, self._weights, read)
+            ring.advance()
 
     def _write(self) -> None:
         """Emit the writing of a warp's rows, through the memory of Q's tile: whole rows, 16 bytes a lane."""
@@ -184,81 +184,3 @@ class _Kernel:
                 load_vector("shared", words, self._tile_q.ptr_to([chunk_place(line, chunk, plan.value_width)]))
                 target = flat.ptr_to([start + self._row_offset(spec.output, line) + chunk * CHUNK])
                 store_vector("global", target, words)
-
-
-class SplitKeys:
-    """Emits the exchange of blocks that share the keys of a tile: each has a run of them, the last one writes.
-
-    The others hand their sums over through global memory, with the largest score and the sum of weights of each row.
-    The last block brings them to the largest score of all, and adds them up in the order of their numbers, so that
-    results are the same in every bit from run to run. It waits for blocks of lower numbers alone, which wait for none,
-    and blocks start in the order of their numbers. There are [blocks, exchanged, threads] sums of 4 numbers, and
-    [blocks, warps] flags. `thread` is of the block, `block` of the grid; `sums` and `softmax` have 16 rows each.
-    """
-
-    def __init__(
-        self,
-        plan: AttentionPlan,
-        thread: tirx.Expr,
-        block: tirx.Expr,
-        sums: Sequence[tirx.Var],
-        softmax: Sequence[OnlineSoftmax],
-    ) -> None:
-        self._plan, self._thread, self._block = plan, thread, block
-        self._sums, self._softmax = sums, softmax
-        fours, warps = int(plan.blocks) * plan.exchanged * plan.threads, plan.threads // WARP
-        self._exchange = SumsExchange("float32", fours, int(plan.blocks), warps, thread)
-
-    @contextmanager
-    def of_the_last(self) -> Iterator[None]:
-        """Emit the handing over of this block's sums; what is emitted inside is done by the last, with all sums."""
-        split = self._plan.parameters.split
-        with T.If(self._block % split < split - 1):
-            with T.Then():
-                for four, numbers in enumerate(self._held()):
-                    self._exchange.call("put", self._place(self._block, four), *numbers)
-                self._exchange.flag("set", self._block)
-            with T.Else():
-                helpers = [self._block - (split - 1) + number for number in range(split - 1)]
-                for helper in helpers:
-                    self._exchange.flag("await", helper)
-                for helper in helpers:
-                    self._add(helper)
-                for helper in helpers:
-                    self._exchange.flag("clear", helper)
-                yield
-
-    def _held(self) -> Iterator[list[tirx.Expr]]:
-        """Yield what a thread hands over, 4 numbers at a time: of 16 rows, their sums, then their statistics."""
-        for sums, softmax in zip(self._sums, self._softmax, strict=True):
-            for four in range(self._plan.value_pairs * 2):
-                yield [sums[4 * four + index] for index in range(4)]
-            yield [softmax.highest[0], softmax.highest[1], softmax.total[0], softmax.total[1]]
-
-    def _add(self, helper: tirx.Expr) -> None:
-        fours = self._plan.value_pairs * 2
-        lowest, zero = tirx.FloatImm("float32", -math.inf), tirx.FloatImm("float32", 0.0)
-        for number, (sums, softmax) in enumerate(zip(self._sums, self._softmax, strict=True)):
-            first = number * (fours + 1)
-            found = T.alloc_local([4 * (fours + 1)], "float32")
-            for four in range(fours + 1):
-                registers = [found[4 * four + index] for index in range(4)]
-                self._exchange.call("get", self._place(helper, first + four), *registers)
-            own, other = T.alloc_local([2], "float32"), T.alloc_local([2], "float32")
-            unit = tirx.FloatImm("float32", softmax.unit)
-            for row in range(2):
-                theirs = found[4 * fours + row]
-                highest = in_register(tirx.max(softmax.highest[row], theirs), "float32")
-                # Neither has seen a key.
-                used = in_register(tirx.Select(highest == lowest, zero, highest), "float32")
-                T.buffer_store(own, exp2((softmax.highest[row] - used) * unit), [row])
-                T.buffer_store(other, exp2((theirs - used) * unit), [row])
-                total = softmax.total[row] * own[row] + found[4 * fours + 2 + row] * other[row]
-                T.buffer_store(softmax.total, total, [row])
-                T.buffer_store(softmax.highest, highest, [row])
-            for index in range(4 * fours):
-                row = index // 2 % 2
-                T.buffer_store(sums, sums[index] * own[row] + found[index] * other[row], [index])
-
-    def _place(self, block: tirx.Expr, four: int) -> tirx.Expr:
-        return (block * self._plan.exchanged + four) * self._plan.threads + self._thread
