@@ -26,7 +26,7 @@ from relaxtune.schedules.templates.attention.mask import LOG2_E, MINUS_INFINITY,
 from relaxtune.schedules.templates.attention.padding_search import PaddingSearch
 from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.registers import in_register, tree, when
+from relaxtune.schedules.templates.emit.registers import all_of, in_register, tree, when
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 # About the lowest finite number.
@@ -188,10 +188,10 @@ class OnlineSoftmax:
         """Return a thread's registers of a row's scores, two neighbouring keys after another."""
         return [pair * 4 + row * 2 + index for pair in range(self._pairs) for index in range(2)]
 
-    def rescale(self, output: tirx.Var, count: int) -> None:
+    def rescale(self, output: tirx.Var) -> None:
         """Emit the adaptation of the output so far to the new largest scores."""
-        for index in range(count):
-            T.buffer_store(output, output[index] * self._change[index // 2 % 2], [index])
+        for index, register in enumerate(all_of(output)):
+            T.buffer_store(output, register * self._change[index // 2 % 2], [index])
 
     def convert(self, scores: tirx.Var, weights: tirx.Var) -> None:
         """Emit the weights in 2 bytes, as the fragment of operand A."""

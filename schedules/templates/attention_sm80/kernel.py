@@ -146,7 +146,7 @@ class _Kernel:
                 block = at.first_block + step
                 masked = whole[number].exceeded_by(plan, block) if may_mask else None
                 softmax.weigh(self._scores[number], block, masked)
-                softmax.rescale(self._sums[number], plan.value_pairs * 8)
+                softmax.rescale(self._sums[number])
                 softmax.convert(self._scores[number], self._weights[number])
             wait_for_copies_of_block(2 * ahead)
             self._values.keep(step, read)

@@ -7,18 +7,18 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile
-from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, ROWS, WARPGROUP, AttentionPlan, partial_columns
+from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPlan, partial_columns
 from relaxtune.schedules.templates.emit.barriers import await_cluster, find_in_block, meet_cluster
-from relaxtune.schedules.templates.emit.registers import load_vector, store_vector
+from relaxtune.schedules.templates.emit.registers import load_vector
 from relaxtune.schedules.templates.emit.tma import end_stores, order_before_tma, store_tile
+from relaxtune.schedules.templates.emit.wgmma import ROWS, WARPGROUP
 
 # Named barriers: 0 is the whole block's, then one for each warpgroup.
 GROUP_BARRIER = 1
-_VECTOR = 8
+VECTOR = 8
 
 
 class AttentionOutput:
@@ -82,14 +82,14 @@ class AttentionOutput:
             with T.If(self._line + row * 8 < self._plan.used_rows), T.Then():
                 self._send_row(output, softmax, memory, rank, row)
         meet_cluster()
-        across = self._plan.spec.value_dim // _VECTOR
+        across = self._plan.spec.value_dim // VECTOR
         items, threads = self._plan.share_rows * across, p.consumers * WARPGROUP
         lines = tirx.min(self._plan.spec.queries - at.query, self._plan.tile_queries) * self._plan.group
         with T.serial(ceil_div(items, threads)) as turn:
             item = turn * threads + self._thread
             line = rank * self._plan.share_rows + item // across
             with T.If(tirx.all(item < items, line < lines)), T.Then():
-                self._sum_vector(memory, softmax.unit, item // across, line, item % across * _VECTOR, at)
+                self._sum_vector(memory, softmax.unit, item // across, line, item % across * VECTOR, at)
 
     def _send_row(self, output: tirx.Var, softmax: OnlineSoftmax, memory: tirx.Var, rank: tirx.Expr, row: int) -> None:
         plan = self._plan
@@ -113,13 +113,13 @@ class AttentionOutput:
     ) -> None:
         plan, split = self._plan, self._plan.parameters.split
         statistics = T.alloc_local([2 * split], "float32")
-        parts = T.alloc_local([_VECTOR * split], "float32")
+        parts = T.alloc_local([VECTOR * split], "float32")
         for rank in range(split):
             row = rank * plan.share_rows + place
             load_vector("shared", statistics, memory.ptr_to([plan.statistics_start + row * 2]), 2, rank * 2)
             for half in range(2):
                 start = row * partial_columns(plan.spec) + column + half * 4
-                load_vector("shared", parts, memory.ptr_to([start]), first=rank * _VECTOR + half * 4)
+                load_vector("shared", parts, memory.ptr_to([start]), first=rank * VECTOR + half * 4)
         highest = T.alloc_local([1], "float32")
         T.buffer_store(highest, statistics[0], [0])
         for rank in range(1, split):
@@ -127,16 +127,16 @@ class AttentionOutput:
         lowest, zero = tirx.FloatImm("float32", -math.inf), tirx.FloatImm("float32", 0.0)
         T.buffer_store(highest, tirx.Select(highest[0] == lowest, zero, highest[0]), [0])
         total, share = T.alloc_local([1], "float32"), T.alloc_local([1], "float32")
-        sums = T.alloc_local([_VECTOR], "float32")
+        sums = T.alloc_local([VECTOR], "float32")
         for rank in range(split):
             T.buffer_store(share, exp2((statistics[rank * 2] - highest[0]) * tirx.FloatImm("float32", unit)), [0])
             added = share[0] * statistics[rank * 2 + 1]
             T.buffer_store(total, added if rank == 0 else total[0] + added, [0])
-            for index in range(_VECTOR):
-                added = share[0] * parts[rank * _VECTOR + index]
+            for index in range(VECTOR):
+                added = share[0] * parts[rank * VECTOR + index]
                 T.buffer_store(sums, added if rank == 0 else sums[index] + added, [index])
         T.buffer_store(total, inverse_total(plan.spec, total[0]), [0])
-        words = [pack(sums[at] * total[0], sums[at + 1] * total[0], self._dtype) for at in range(0, _VECTOR, 2)]
+        words = [pack(sums[at] * total[0], sums[at + 1] * total[0], self._dtype) for at in range(0, VECTOR, 2)]
         layout = plan.spec.output
         flat = flat_view(self._param)
         element = (
@@ -146,58 +146,3 @@ class AttentionOutput:
             + column
         )
         T.evaluate(T.ptx["st.global.v4.u32"](flat.ptr_to([element]), *words))
-
-
-class NewPositions:
-    """Emits the putting of new keys, or values, where the multiplications and the results want them.
-
-    The consumer's threads put them into the block in shared memory, swizzled as TMA has it, and into K and V. Cached
-    positions are copied by TMA; one thread block works on each head of K and V (with `split`, on some of its blocks of
-    keys), so that every element is read and written once.
-
-    `role` is "key" or "value"; `params` are the kernel's.
-    """
-
-    def __init__(self, plan: AttentionPlan, role: str, params: list[tirx.Var]) -> None:
-        assert plan.spec.growth is not None
-        layouts = plan.spec.layouts()
-        new, result = layouts[f"new {role}"], layouts[role]
-        self._plan = plan
-        self._width = plan.spec.width(role)
-        self._past = plan.spec.growth.past
-        self._new, self._result = new, result
-        self._from, self._to = (flat_view(params[layout.param]) for layout in (new, result))
-
-    def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
-        """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""
-        spec, block_k = self._plan.spec, self._plan.parameters.block_k
-        across = self._width // _VECTOR
-        items = (spec.keys - self._past) * across
-        start = block * block_k
-        with T.If(start + block_k > self._past), T.Then():
-            with T.serial(ceil_div(items, WARPGROUP)) as turn:
-                item = turn * WARPGROUP + thread
-                row, vector = item // across, item % across
-                line = self._past + row - start
-                with T.If(tirx.all(item < items, line >= 0, line < block_k)), T.Then():
-                    self._put_vector(row, line, vector, tile, stage, at)
-            order_before_tma()
-            T.evaluate(T.ptx.bar.sync(tirx.const(GROUP_BARRIER, "uint32"), WARPGROUP))
-
-    def _put_vector(
-        self, row: tirx.Expr, line: tirx.Expr, vector: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile
-    ) -> None:
-        words = T.alloc_local([4], "uint32")
-        load_vector("global", words, self._from.ptr_to([_element(self._new, row, at) + vector * _VECTOR]))
-        # The swizzle: 16-byte units of a row change places by the row's number in its 8.
-        unit = tirx.bitwise_xor(vector % (CHUNK // _VECTOR), line % 8)
-        chunk = vector // (CHUNK // _VECTOR) * (self._plan.parameters.block_k * CHUNK)
-        store_vector("shared", tile.ptr_to([stage, chunk + line * CHUNK + unit * _VECTOR]), words)
-        target = self._to.ptr_to([_element(self._result, self._past + row, at) + vector * _VECTOR])
-        store_vector("global", target, words)
-
-
-def _element(layout: HeadLayout, position: tirx.Expr, at: Tile) -> tirx.Expr:
-    steps = (layout.batch_stride, layout.position_stride, layout.head_stride)
-    places = (at.batch, position, at.kv_head)
-    return sum((place * step for place, step in zip(places, steps, strict=True)), start=layout.offset)

@@ -13,10 +13,8 @@ from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.sizes import ceil_div, is_zero, least
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
 from relaxtune.schedules.templates.base import NOT_NEGATIVE, Parameters, among
+from relaxtune.schedules.templates.emit.wgmma import ROWS, WARPGROUP
 
-WARPGROUP = 128
-# Rows of one wgmma instruction.
-ROWS = 64
 # Columns of one swizzled row of shared memory: 128 bytes.
 CHUNK = 64
 

@@ -42,7 +42,7 @@ With spans, a block of keys that no query of a tile sees is skipped as well: seq
 after another are made as one, and a tile may hold several.
 
 Where caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and
-the new positions, and copies each block of keys from shared memory (`ring.py`, `output.py`).
+the new positions, and copies each block of keys from shared memory (`growth.py`).
 
 What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row that sees no key
 (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
@@ -67,7 +67,6 @@ from relaxtune.schedules.templates.attention.recognise import bias_bytes, recogn
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES
 from relaxtune.schedules.templates.attention_sm90.kernel import build_kernel
 from relaxtune.schedules.templates.attention_sm90.plan import (
-    ROWS,
     AttentionParameters,
     AttentionPlan,
     make_plan,
@@ -75,6 +74,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     spills,
 )
 from relaxtune.schedules.templates.base import Case, KernelTemplate
+from relaxtune.schedules.templates.emit.wgmma import ROWS
 
 _CANDIDATES_MAX = 16
 # Of larger heads, a third warpgroup's share of the registers holds too few keys.

@@ -19,7 +19,7 @@ B in L2. Its threads:
   in each 8 columns, columns `2 * (t % 4)` and the next: 4 accumulators for every 8 columns of an instruction.
   With `pingpong`, two warpgroups take turns to make whole tiles: one multiplies while the other writes.
 - producer: one warp after them; one thread of it issues every TMA load. With two consumers it is a warpgroup: where a
-  norm is inside, two more of its warps make statistics of rows (`schedules.templates.gemm_sm90.ring`).
+  norm is inside, two more of its warps make statistics of rows (`schedules.templates.gemm_sm90.statistics`).
 
 Shared memory is a ring of `stages` stages (dynamic; each tile 1024-byte aligned, which a swizzle atom needs):
 
