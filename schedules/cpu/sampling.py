@@ -10,7 +10,6 @@ A list keeps the order of its tokens. Rows at a temperature of 0 have no bins an
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 from tvm import tirx
@@ -18,6 +17,18 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.cpu.any_size.emit import Buffers, build_function, wide
+from relaxtune.schedules.cpu.sampling_arithmetic import (
+    bin_of,
+    difference,
+    long,
+    mass,
+    multiply_add,
+    random,
+    share,
+    single,
+    whole_mass,
+    without_nan,
+)
 from relaxtune.schedules.functions import sampling as rules
 from relaxtune.schedules.functions.sampling import SamplingSpec
 from relaxtune.schedules.marks import SCHEDULED_ATTR
@@ -77,9 +88,9 @@ class _Loops:
         self._b = b
         given = self._buffers["parameters"]
         self._parameter = {name: T.Bind(given[b, wide(at)]) for at, name in enumerate(rules.PARAMETERS)}
-        self._greedy = self._parameter["temperature"] < _float(rules.GREEDY_BELOW)
+        self._greedy = self._parameter["temperature"] < single(rules.GREEDY_BELOW)
         top_k = self._parameter["top_k"]
-        self._limits_count = tirx.all(top_k >= _float(1), top_k < _float(self._columns))
+        self._limits_count = tirx.all(top_k >= single(1), top_k < single(self._columns))
 
     def _each(self, body: Callable[[tirx.Expr, tirx.Expr], None]) -> None:
         """Run a body for each token of the chunk, given the lane of a vector too."""
@@ -107,7 +118,7 @@ class _Loops:
         logit = self._buffers["logits"][self._b, v]
         if self._bits:
             logit = tirx.reinterpret("float32", tirx.Cast("uint32", logit) << tirx.const(16, "uint32"))
-        return _without_nan(T.Bind(tirx.Cast("float32", logit)))
+        return without_nan(T.Bind(tirx.Cast("float32", logit)))
 
     def _processed(self, x: tirx.Expr, v: tirx.Expr) -> tirx.Expr:
         buffers, parameter, b = self._buffers, self._parameter, self._b
@@ -115,19 +126,19 @@ class _Loops:
             word = T.Bind(buffers["counts"][b, v])
             generated = T.Bind(tirx.Cast("float32", word & tirx.const(2**31 - 1, "int32")))
             repetition = parameter["repetition"]
-            repeated = tirx.Select(x < _float(0), x * repetition, x / repetition)
+            repeated = tirx.Select(x < single(0), x * repetition, x / repetition)
             x = T.Bind(tirx.Select(word != 0, repeated, x))
-            x = _multiply_add(_float(0) - parameter["frequency"], generated, x)
-            x = x - tirx.Select(generated > _float(0), parameter["presence"], _float(0))
+            x = multiply_add(single(0) - parameter["frequency"], generated, x)
+            x = x - tirx.Select(generated > single(0), parameter["presence"], single(0))
         if self._spec.bias:
             x = x + buffers["bias"][b, v]
         if self._spec.mask:
             word = buffers["mask"][b, v // _LANES]
             allowed = (word >> tirx.Cast("int32", v % _LANES)) & tirx.const(1, "int32")
-            x = tirx.Select(allowed != 0, x, _float(-_INFINITY))
-        x = T.Bind(x / tirx.Select(self._greedy, _float(1), parameter["temperature"]))
+            x = tirx.Select(allowed != 0, x, single(-_INFINITY))
+        x = T.Bind(x / tirx.Select(self._greedy, single(1), parameter["temperature"]))
         # -0 is 0.
-        return _without_nan(T.Bind(tirx.Select(x == _float(0), _float(0), x)))
+        return without_nan(T.Bind(tirx.Select(x == single(0), single(0), x)))
 
     def _row_max(self, of_chunks: tirx.Var) -> tirx.Expr:
         best = _filled("float32", 1, -_INFINITY)
@@ -139,7 +150,7 @@ class _Loops:
         largest, sums = self._row_max(self._largest_logit), _filled("float32", _LANES, 0.0)
 
         def add(v: tirx.Expr, lane: tirx.Expr) -> None:
-            T.buffer_store(sums, sums[lane] + _mass(_difference(T.Bind(self._logit(v)), largest)), [lane])
+            T.buffer_store(sums, sums[lane] + mass(difference(T.Bind(self._logit(v)), largest)), [lane])
 
         self._each(add)
         T.buffer_store(self._sums, _reduced(sums, tirx.Add), [job])
@@ -151,14 +162,14 @@ class _Loops:
         places, weights = _array("int32", _CHUNK), _array("int32", _CHUNK)
 
         def place(v: tirx.Expr, _lane: tirx.Expr) -> None:
-            d = T.Bind(_difference(self._buffers["scratch"][self._b, v], largest))
-            weight = tirx.Select(self._limits_count, tirx.const(1, "int32"), _whole_mass(d))
+            d = T.Bind(difference(self._buffers["scratch"][self._b, v], largest))
+            weight = tirx.Select(self._limits_count, tirx.const(1, "int32"), whole_mass(d))
             T.buffer_store(weights, weight, [v - self._first])
-            T.buffer_store(places, _bin(d), [v - self._first])
+            T.buffer_store(places, bin_of(d), [v - self._first])
 
         self._each(place)
         with T.serial(0, wide(rules.BINS)) as number:
-            T.buffer_store(bins, _long(0), [job * rules.BINS + number])
+            T.buffer_store(bins, long(0), [job * rules.BINS + number])
         with T.serial(0, self._count) as at:
             to = T.Bind(job * rules.BINS + wide(places[at]))
             T.buffer_store(bins, bins[to] + wide(weights[at]), [to])
@@ -168,10 +179,10 @@ class _Loops:
             last, _ = self._last_bin()
             largest, count = self._row_max(self._largest), _filled("int64", 1, 0)
             with T.serial(self._first, self._first + self._count) as v:
-                d = T.Bind(_difference(self._buffers["scratch"][self._b, v], largest))
-                with T.If(_bin(d) <= last), T.Then():
+                d = T.Bind(difference(self._buffers["scratch"][self._b, v], largest))
+                with T.If(bin_of(d) <= last), T.Then():
                     T.buffer_store(self._list, tirx.Cast("int32", v), [job * _CHUNK + count[0]])
-                    T.buffer_store(self._masses, _whole_mass(d), [job * _CHUNK + count[0]])
+                    T.buffer_store(self._masses, whole_mass(d), [job * _CHUNK + count[0]])
                     T.buffer_store(count, count[0] + 1, [0])
             T.buffer_store(self._listed, count[0], [job])
 
@@ -183,35 +194,35 @@ class _Loops:
             T.buffer_store(sums, sums[number] + weight, [number])
         total = _sum(wide(rules.BINS), lambda number: sums[number])
         parameter, last, reached = self._parameter, _filled("int64", 1, rules.BINS - 1), _filled("int64", 1, 0)
-        top_k, top_p = tirx.Cast("int64", parameter["top_k"]), _share(parameter["top_p"], total)
+        top_k, top_p = tirx.Cast("int64", parameter["top_k"]), share(parameter["top_p"], total)
         goal = T.Bind(tirx.Select(self._limits_count, top_k, top_p))
-        with T.If(tirx.any(self._limits_count, parameter["top_p"] < _float(1))):
+        with T.If(tirx.any(self._limits_count, parameter["top_p"] < single(1))):
             with T.Then():
-                T.buffer_store(last, _long(0), [0])
+                T.buffer_store(last, long(0), [0])
                 T.buffer_store(reached, sums[last[0]], [0])
                 with T.While(reached[0] < goal):
                     T.buffer_store(last, last[0] + 1, [0])
                     T.buffer_store(reached, reached[0] + sums[last[0]], [0])
-            with T.Else(), T.If(parameter["min_p"] > _float(0)), T.Then():
+            with T.Else(), T.If(parameter["min_p"] > single(0)), T.Then():
                 # One more, for the logarithm's rounding.
-                d = tirx.min(tirx.log(parameter["min_p"]), _float(0)) - _float(1 / rules.STEPS)
-                T.buffer_store(last, wide(_bin(d)), [0])
+                d = tirx.min(tirx.log(parameter["min_p"]), single(0)) - single(1 / rules.STEPS)
+                T.buffer_store(last, wide(bin_of(d)), [0])
         return T.Bind(last[0]), goal
 
     def _finish(self) -> None:
         token, buffers = _filled("int64", 1, 0), self._buffers
         largest = self._row_max(self._largest)
-        with T.If(tirx.any(self._greedy, largest == _float(-_INFINITY))):
+        with T.If(tirx.any(self._greedy, largest == single(-_INFINITY))):
             with T.Then():
                 self._take_first(token, largest)
             with T.Else():
                 self._draw(token, largest)
         T.buffer_store(buffers["token"], token[0], [self._b])
         total = _sum(wide(self._chunks), lambda chunk: self._sums[self._b * self._chunks + chunk], "float32")
-        d = _difference(self._logit(token[0]), self._row_max(self._largest_logit))
-        found = d - tirx.log(total * _float(2.0**-rules.MASS_BITS))
-        nothing = largest == _float(-_INFINITY)
-        T.buffer_store(buffers["log_probability"], tirx.Select(nothing, _float(-_INFINITY), found), [self._b])
+        d = difference(self._logit(token[0]), self._row_max(self._largest_logit))
+        found = d - tirx.log(total * single(2.0**-rules.MASS_BITS))
+        nothing = largest == single(-_INFINITY)
+        T.buffer_store(buffers["log_probability"], tirx.Select(nothing, single(-_INFINITY), found), [self._b])
         if self._spec.counts:
             counts = buffers["counts"]
             T.buffer_store(counts, counts[self._b, token[0]] + 1, [self._b, token[0]])
@@ -232,17 +243,23 @@ class _Loops:
             self._move(chunk * _CHUNK + at, self._held)
         goal = _filled("int64", 1, self._last_bin()[1])
         with T.If(self._limits_count), T.Then():
-            border, _ = self._select(self._descending, lambda _at: _long(1), goal[0])
+            border, _ = self._select(self._descending, lambda _at: long(1), goal[0])
             self._keep(lambda at: self._descending(at) <= border)
-            T.buffer_store(goal, _share(parameter["top_p"], self._total()), [0])
-        with T.If(parameter["top_p"] < _float(1)), T.Then():
+            T.buffer_store(goal, share(parameter["top_p"], self._total()), [0])
+        with T.If(parameter["top_p"] < single(1)), T.Then():
             self._keep_top_p(T.Bind(goal[0]))
-        with T.If(parameter["min_p"] > _float(0)), T.Then():
+        with T.If(parameter["min_p"] > single(0)), T.Then():
             least = tirx.Cast("float64", parameter["min_p"]) * tirx.const(2.0**rules.MASS_BITS, "float64")
             self._keep(lambda at: tirx.Cast("float64", self._mass_of(at)) >= least)
-        with T.If(tirx.all(parameter["typical_p"] > _float(0), parameter["typical_p"] < _float(1))), T.Then():
+        with T.If(tirx.all(parameter["typical_p"] > single(0), parameter["typical_p"] < single(1))), T.Then():
             self._keep_typical(largest)
-        drawn = T.Bind(tirx.Cast("int64", self._random() * tirx.Cast("float64", self._total())))
+        drawn = T.Bind(
+            tirx.Cast(
+                "int64",
+                random(self._buffers["seed"][self._b], self._buffers["position"][self._b])
+                * tirx.Cast("float64", self._total()),
+            )
+        )
         at, sums = _filled("int64", 1, 0), _filled("int64", 1, self._mass_of(wide(0)))
         with T.While(tirx.all(sums[0] <= drawn, at[0] < self._held[0] - 1)):
             T.buffer_store(at, at[0] + 1, [0])
@@ -253,7 +270,7 @@ class _Loops:
         border, below = self._select(self._descending, self._mass_of, goal)
         of_one, ties = _filled("int64", 1, 1), _filled("int64", 1, 0)
         with T.serial(0, self._held[0]) as at, T.If(self._descending(at) == border), T.Then():
-            T.buffer_store(of_one, tirx.max(self._mass_of(at), _long(1)), [0])
+            T.buffer_store(of_one, tirx.max(self._mass_of(at), long(1)), [0])
         needed = T.Bind((goal - below + of_one[0] - 1) // of_one[0])
 
         def stays(at: tirx.Expr) -> tirx.Expr:
@@ -268,11 +285,11 @@ class _Loops:
         ten_bits = tirx.const(1024.0, "float64")
 
         def d_of(at: tirx.Expr) -> tirx.Expr:
-            return _difference(self._buffers["scratch"][self._b, self._token_of(at)], largest)
+            return difference(self._buffers["scratch"][self._b, self._token_of(at)], largest)
 
         def weighted(at: tirx.Expr) -> tirx.Expr:
             # A token without mass may be -inf.
-            d = tirx.max(d_of(at), _float(rules.LOWEST))
+            d = tirx.max(d_of(at), single(rules.LOWEST))
             return tirx.Cast("int64", tirx.Cast("float64", self._mass_of(at)) * tirx.Cast("float64", d) * ten_bits)
 
         total = self._total()
@@ -282,7 +299,7 @@ class _Loops:
         def distance(at: tirx.Expr) -> tirx.Expr:
             return tirx.reinterpret("uint32", tirx.abs(d_of(at) - mean))
 
-        border, _ = self._select(distance, self._mass_of, _share(self._parameter["typical_p"], total))
+        border, _ = self._select(distance, self._mass_of, share(self._parameter["typical_p"], total))
         self._keep(lambda at: distance(at) <= border)
 
     def _token_of(self, at: tirx.Expr) -> tirx.Expr:
@@ -314,14 +331,14 @@ class _Loops:
         digits, target = self._digits, T.Bind(target)
         for shift in (24, 16, 8, 0):
             with T.serial(0, wide(_DIGITS)) as number:
-                T.buffer_store(digits, _long(0), [number])
+                T.buffer_store(digits, long(0), [number])
             with T.serial(0, self._held[0]) as at:
                 own = T.Bind(key(at))
                 higher = tirx.const(0xFFFFFF00 << shift & 0xFFFFFFFF, "uint32")
                 with T.If((own & higher) == found[0]), T.Then():
                     to = T.Bind(wide((own >> tirx.const(shift, "uint32")) & tirx.const(255, "uint32")))
                     T.buffer_store(digits, digits[to] + weight(at), [to])
-            T.buffer_store(digit, _long(0), [0])
+            T.buffer_store(digit, long(0), [0])
             with T.While(tirx.all(below[0] + digits[digit[0]] < target, digit[0] < _DIGITS - 1)):
                 T.buffer_store(below, below[0] + digits[digit[0]], [0])
                 T.buffer_store(digit, digit[0] + 1, [0])
@@ -334,23 +351,6 @@ class _Loops:
         with T.serial(0, self._held[0]) as at, T.If(condition(at)), T.Then():
             self._move(at, kept)
         T.buffer_store(self._held, kept[0], [0])
-
-    def _random(self) -> tirx.Expr:
-        """Return the number of the row's seed and position in [0, 1), float64."""
-
-        def whole(value: int) -> tirx.Expr:
-            return tirx.const(value, "uint64")
-
-        low, half = whole(2**32 - 1), whole(32)
-        position, seed = (T.Bind(tirx.Cast("uint64", self._buffers[name][self._b])) for name in ("position", "seed"))
-        words, key = [position & low, position >> half, whole(0), whole(0)], [seed & low, seed >> half]
-        for _ in range(rules.PHILOX_ROUNDS):
-            one, other = (T.Bind(words[2 * at] * whole(factor)) for at, factor in enumerate(rules.PHILOX_MULTIPLIERS))
-            mixed = [(other >> half) ^ words[1] ^ key[0], other & low, (one >> half) ^ words[3] ^ key[1], one & low]
-            words = [T.Bind(word) for word in mixed]
-            key = [T.Bind((own + whole(added)) & low) for own, added in zip(key, rules.PHILOX_KEYS, strict=True)]
-        bits = (words[0] >> whole(5)) * whole(2**26) + (words[1] >> whole(6))
-        return tirx.Cast("float64", tirx.Cast("int64", bits)) * tirx.const(2.0**-53, "float64")
 
 
 def _array(dtype: str, size: tirx.Expr | int) -> tirx.Var:
@@ -375,59 +375,8 @@ def _sum(count: tirx.Expr, term: Callable[[tirx.Expr], tirx.Expr], dtype: str = 
     return T.Bind(total[0])
 
 
-def _float(value: float) -> tirx.Expr:
-    return tirx.const(value, "float32")
-
-
-def _long(value: int) -> tirx.Expr:
-    return tirx.const(value, "int64")
-
-
-def _multiply_add(a: tirx.Expr, b: tirx.Expr, c: tirx.Expr) -> tirx.Expr:
-    return tirx.call_llvm_pure_intrin("float32", "llvm.fma", a, b, c)
-
-
-def _without_nan(x: tirx.Expr) -> tirx.Expr:
-    # TVM takes `x == x` for true.
-    return tirx.Select(x >= _float(-_INFINITY), x, _float(-_INFINITY))
-
-
 def _reduced(lanes: tirx.Var, combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr]) -> tirx.Expr:
     parts = [lanes[lane] for lane in range(_LANES)]
     while len(parts) > 1:
         parts = [combine(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
-
-
-def _difference(x: tirx.Expr, largest: tirx.Expr) -> tirx.Expr:
-    """Return d; 0 where both are +inf."""
-    return tirx.Select(x == largest, _float(0), x - largest)
-
-
-def _mass(d: tirx.Expr) -> tirx.Expr:
-    """Return 2**MASS_BITS * exp(d), in the same operations on all devices."""
-    d = T.Bind(tirx.max(d, _float(rules.LOWEST)))
-    rounded = T.Bind(_multiply_add(d, _float(rules.LOG2_E), _float(rules.ROUNDER)))
-    n = T.Bind(rounded - _float(rules.ROUNDER))
-    r = T.Bind(_multiply_add(n, _float(-rules.LN2_LOW), _multiply_add(n, _float(-rules.LN2_HIGH), d)))
-    polynomial = _float(rules.EXP_COEFFICIENTS[-1])
-    for coefficient in reversed(rules.EXP_COEFFICIENTS[:-1]):
-        polynomial = _multiply_add(polynomial, r, _float(coefficient))
-    exponential = _multiply_add(polynomial, r * r, r) + _float(1)
-    (start,) = struct.unpack("<i", struct.pack("<f", rules.ROUNDER))
-    power = tirx.reinterpret("int32", rounded) - tirx.const(start - 127 - rules.MASS_BITS, "int32")
-    return exponential * tirx.reinterpret("float32", power << 23)
-
-
-def _whole_mass(d: tirx.Expr) -> tirx.Expr:
-    return tirx.Cast("int32", _mass(d) + _float(0.5))
-
-
-def _bin(d: tirx.Expr) -> tirx.Expr:
-    return tirx.Cast("int32", tirx.min((_float(0) - d) * _float(rules.STEPS), _float(rules.BINS - 1)))
-
-
-def _share(part: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
-    """Return the least whole sum that is at least a part of a total, and 1 at least."""
-    product = tirx.Cast("float64", part) * tirx.Cast("float64", total)
-    return tirx.max(tirx.Cast("int64", tirx.ceil(product)), _long(1))
