@@ -10,10 +10,10 @@ import onnx
 
 from relaxtune.models.axes.relations import bindings_of, check_bounds, find_relations
 from relaxtune.models.checks import check_graph, check_signature, check_text, check_versions, sort_nodes
+from relaxtune.models.decoder_files import find_files, read_decoder, read_encoder
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
 from relaxtune.models.external_data import check_external_data, inline_external_data
-from relaxtune.models.files import read_proto
 from relaxtune.models.inference import check_and_infer, check_expansion
 from relaxtune.models.onnx_model import OnnxModel, content_sha256
 from relaxtune.models.shapes import Shapes, bind_shapes, name_unknown_axes, pin_shapes, signature_of
@@ -40,7 +40,8 @@ def load_model(
     ----------
     source
         A path to an `.onnx` file, or a name from `list_models()`, with `:fp16` behind it for the graph in that
-        precision (`bert-base:fp16`).
+        precision (`bert-base:fp16`). Of a merged decoder's file, the branch with past is taken; of a folder with an
+        encoder, the part from its inputs to all that the decoder's step needs (`models.decoder_files`).
     shapes
         Input name to shape, numbers or names; or the name of an axis to its one size in all inputs. For a zoo name the
         axes of any one input decide the whole graph (batch 1, sequence 128 and past_sequence 127 where nothing is
@@ -70,7 +71,8 @@ def _is_path(source: str | Path) -> bool:
 
 
 def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
-    proto = read_proto(path)
+    files = find_files(path) if any(path.glob("*encoder*.onnx")) else None
+    proto = read_decoder(path) if files is None or files.encoder is None else read_encoder(files)
     check_text(proto)
     check_expansion(proto)
     check_versions(proto)
@@ -78,7 +80,7 @@ def _load_file(path: Path, shapes: Shapes, *, any_operator: bool) -> OnnxModel:
     check_signature(proto)
     sort_nodes(proto.graph)
     check_graph(proto, operators=not any_operator)
-    folder = path.absolute().parent
+    folder = path.absolute() if path.is_dir() else path.absolute().parent
     all_inline = inline_external_data(proto, folder, check_external_data(proto, folder))
     weights = {tensor.name for tensor in proto.graph.initializer}
     inputs = signature_of([value for value in proto.graph.input if value.name not in weights], "input")

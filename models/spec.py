@@ -119,14 +119,16 @@ class DecoderNames:
     logits: str
     caches: tuple[tuple[str, str], ...]  # Each as input and as output.
     inputs: tuple[TensorSpec, ...]  # Its whole signature.
+    context: tuple[str, ...] = ()  # Inputs that an encoder gives, the same for all tokens of a sequence.
 
 
 @dataclass(frozen=True)
 class Generation:
     """A step of generation: its sizes, names and limits.
 
-    Inputs are `tokens` [batch, new], the state (`state`), then caches [visible, batch, heads, width]; outputs are the
-    logits of the last new token and the position after it. `place` is the position plus 1, for each sequence.
+    Inputs are `tokens` [batch, new], the state (`state`), what an encoder gives (`names.context`), then caches
+    [visible, batch, heads, width]. Outputs are the logits of the last new token and the position after it. `place` is
+    the position plus 1, for each sequence.
     """
 
     capacity: int  # Tokens that a sequence may have, the prompt's among them.
@@ -135,6 +137,7 @@ class Generation:
     batch: str | int
     new: str | int
     names: DecoderNames
+    start: int | None = None  # The token that a decoder behind an encoder begins with.
 
     @property
     def state(self) -> dict[str, tuple[tuple[int | str, ...], str]]:

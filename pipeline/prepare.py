@@ -13,11 +13,14 @@ from pathlib import Path
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import AxisProfile, check_profile
 from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets
+from relaxtune.models.decoder_files import DecoderFiles, find_files, read_prompt
 from relaxtune.models.loading import open_axes
+from relaxtune.models.shapes import Shapes
 from relaxtune.models.size_histogram import SizePoint
 from relaxtune.pipeline.environment import UNKNOWN_DEVICE, detect_environment
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer import ImportedGraph, import_model
+from relaxtune.pipeline.onnx_runtime.prompts import takes_prompts
 from relaxtune.pipeline.passes import lower
 from relaxtune.pipeline.passes.generation.entries import generation_graphs
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
@@ -86,6 +89,7 @@ class PreparedModel:
     untunable: tuple[UntunableKernel, ...]
     buckets: tuple[PreparedBucket, ...] = ()
     sizes: tuple[TunedSizes, ...] = ()
+    encoder: OnnxModel | None = None  # Whose outputs a decoder's steps take.
 
     @property
     def can_measure(self) -> bool:
@@ -118,6 +122,8 @@ class Imported:
     model: OnnxModel
     graph: ImportedGraph
     wanted: tuple[Bucket, ...]
+    encoder: OnnxModel | None = None
+    start: int | None = None  # The token that a decoder behind an encoder begins with.
 
 
 def import_request(request: ModelRequest) -> Imported:
@@ -128,11 +134,35 @@ def import_request(request: ModelRequest) -> Imported:
     with stage("load"):
         free = ("batch", "sequence", "past_sequence") if request.generate else (*request.buckets, *request.profile)
         shapes = open_axes(request.source, free, request.shapes)
-        model = load_model(request.source, shapes=shapes or None, seed=request.seed)
+        files = find_files(Path(request.source)) if request.generate else None
+        if files is None:
+            model, encoder = load_model(request.source, shapes=shapes or None, seed=request.seed), None
+        else:
+            model, encoder = _load_decoder(files, shapes)
         check_profile(request.profile, model)
         wanted = make_buckets(request.buckets, model.inputs) if request.buckets and not request.generate else ()
     with stage("import"):
-        return Imported(model, import_model(model), tuple(wanted))
+        return Imported(model, import_model(model), tuple(wanted), encoder, files.start if files else None)
+
+
+def _load_decoder(files: DecoderFiles, shapes: Shapes) -> tuple[OnnxModel, OnnxModel | None]:
+    """Return a decoder's step, and the encoder in front of it; lengths that files know are numbers in the step."""
+    model = load_model(files.step, shapes=shapes or None)
+    encoder = None if files.encoder is None else load_model(files.encoder.parent)
+    # An encoder of sound knows its length.
+    known = {} if encoder is None else {one.name: one.shape for one in encoder.outputs}
+    lengths = {
+        axis: (size,)
+        for one in model.inputs
+        for axis, size in zip(one.shape, known.get(one.name, one.shape), strict=True)
+        if isinstance(axis, str) and isinstance(size, int)
+    }
+    _, new = next((one.shape for one in model.inputs if "input_ids" in one.name and len(one.shape) == 2), (1, 1))
+    prompt = read_prompt(files) if isinstance(new, str) else None
+    if prompt is not None and not takes_prompts(model, prompt):
+        logger.info("%s takes one token at a time: for more, it differs from the decoder without past", model.name)
+        lengths[str(new)] = (1,)
+    return (load_model(files.step, shapes={**shapes, **lengths}) if lengths else model), encoder
 
 
 def prepare_model(
@@ -159,7 +189,10 @@ def prepare_model(
     if request.generate:
         policy = request.lowering.policy
         half = None if policy is None else policy.half
-        graph, steps = generation_graphs(graph, request.max_length, half, request.buckets, target)
+        batches = request.buckets
+        graph, steps = generation_graphs(graph, request.max_length, half, batches, target, imported.encoder)
+        assert graph.generation is not None
+        graph = replace(graph, generation=replace(graph.generation, start=imported.start))
     with stage("lower"):
         lowered = lower(graph, target.target, _lowering_for(request))
     buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)
@@ -180,7 +213,10 @@ def prepare_model(
     )
     for kernel in untunable:
         logger.debug("kernel %s of %s cannot be tuned: %s", kernel.name, kernel.model, kernel.reason)
-    return PreparedModel(request, model, target, detect_environment(target), lowered, tasks, untunable, buckets, sizes)
+    environment = detect_environment(target)
+    return PreparedModel(
+        *(request, model, target, environment, lowered, tasks, untunable, buckets, sizes), encoder=imported.encoder
+    )
 
 
 def list_tasks(

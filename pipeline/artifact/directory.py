@@ -4,6 +4,7 @@
 
     DIR/model.so              the compiled module
         params.safetensors    the weights that are not embedded in it
+        encoder/              the encoder of a decoder that generates, an artifact of its own
         manifest.json         what it is, and the sha256 of every file
         manifest.sig          a signature of the manifest, where one was asked for (`pipeline.artifact.signature`)
 
@@ -28,7 +29,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from relaxtune.pipeline.artifact.entries import FileEntry, PaddingEntry
-from relaxtune.pipeline.artifact.manifest import MANIFEST_FILE, SIGNATURE_FILE, Manifest, parse_manifest
+from relaxtune.pipeline.artifact.manifest import (
+    ENCODER_FOLDER,
+    MANIFEST_FILE,
+    SIGNATURE_FILE,
+    Manifest,
+    parse_manifest,
+)
 from relaxtune.pipeline.errors import ArtifactError
 from relaxtune.pipeline.temporary import locked_folder, sweep
 
@@ -57,14 +64,14 @@ def write_directory(destination: Path, write_files: Callable[[Path], Manifest], 
         manifest = write_files(staging)
         known = {} if beside is None else load_manifest(beside).files
         files = {
-            path.name: known[path.name]
-            if beside is not None and path.name in known and path.samefile(beside / path.name)
-            else hash_file(path)
-            for path in sorted(staging.iterdir())
+            name: known[name]
+            if beside is not None and name in known and (staging / name).samefile(beside / name)
+            else hash_file(staging / name)
+            for name in sorted(_names_in(staging))
         }
         complete = manifest.with_files(files)
         (staging / MANIFEST_FILE).write_text(complete.to_json(), encoding="utf-8")
-        for path in staging.iterdir():
+        for path in staging.rglob("*"):
             _flush(path)
         _flush(staging)
         load_manifest(staging)
@@ -150,7 +157,7 @@ def load_manifest(directory: Path) -> Manifest:
         raise ArtifactError(f"{path} cannot be read ({e}); the artifact is damaged, compile it again") from e
     manifest = parse_manifest(text, str(path))
     for name in manifest.files:
-        if Path(name).name != name:
+        if Path(name).name != name.removeprefix(f"{ENCODER_FOLDER}/"):
             raise ArtifactError(f"manifest of {directory} names {name!r}, which is not a file of the artifact itself")
     unlisted = sorted(manifest.needed_files - manifest.files.keys())
     if unlisted:
@@ -179,7 +186,7 @@ def verify_artifact(directory: Path) -> Manifest:
                 f"{expected.sha256}, got {got.bytes} bytes with {got.sha256}; copy the artifact again, or recompile"
             )
     known = {*manifest.files, MANIFEST_FILE, SIGNATURE_FILE}
-    foreign = sorted({path.name for path in directory.iterdir()} - known)
+    foreign = sorted(_names_in(directory) - known)
     if foreign:
         raise ArtifactError(
             f"artifact {directory} holds what its manifest does not know: {', '.join(foreign[:5])}; remove it"
@@ -220,7 +227,16 @@ def _replace_manifest(directory: Path, manifest: Manifest) -> Manifest:
             _flush(directory)
         finally:
             temporary.unlink(missing_ok=True)
+    name, whole = f"{directory.name}/{MANIFEST_FILE}", _find_manifest(directory.parent)
+    if whole is not None and name in whole.files:  # the encoder's artifact inside another one
+        files = {**whole.files, name: hash_file(directory / MANIFEST_FILE)}
+        _replace_manifest(directory.parent, whole.with_files(files))
     return manifest
+
+
+def _names_in(directory: Path) -> set[str]:
+    """Return the names of all files of an artifact, those of its encoder with the folder before them."""
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if not path.is_dir()}
 
 
 def hash_file(path: Path) -> FileEntry:

@@ -36,7 +36,7 @@ from relaxtune.pipeline.artifact.entries import (
     TargetEntry,
 )
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice, kernel_work
-from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.manifest import ENCODER_FOLDER, MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.recipe import recipe_of
 from relaxtune.pipeline.codegen.cuda_compiler import compiler_release
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
@@ -64,12 +64,14 @@ def write_artifact(
     destination: Path,
     buckets: Sequence[CompiledBucket] = (),
     beside: tuple[CompiledModule, Path] | None = None,
+    encoder: Path | None = None,
 ) -> Manifest:
     """Write a compiled module as an artifact directory, whole or not at all; return its manifest.
 
     `compiled`, `destination`: what is written, and where.
     `buckets`: the same model compiled for other shapes: each adds a shared object, and what weights it has of its own.
     `beside`: another form of the model, and its artifact. If the weights are the same, their file gets a second name.
+    `encoder`: the artifact of a decoder's encoder, which moves into this one.
     Raises `ArtifactError`: the destination cannot be written, or exists and is no artifact; `LoweringError`: the C++
     compiler that links `model.so` is missing or failed.
     """
@@ -91,6 +93,8 @@ def write_artifact(
         elif weights:
             write_weights(weights, directory / PARAMS_FILE)
         manifest = build_manifest(compiled, link_seconds)
+        if encoder is not None:
+            encoder.rename(directory / ENCODER_FOLDER)
         if not buckets:
             return manifest
         entries = tuple(_bucket_entry(n, one, names) for n, (one, names) in enumerate(zip(buckets, named, strict=True)))

@@ -33,6 +33,7 @@ MANIFEST_FILE = "manifest.json"
 SIGNATURE_FILE = "manifest.sig"
 MODULE_FILE = "model.so"
 PARAMS_FILE = "params.safetensors"
+ENCODER_FOLDER = "encoder"
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from tvm_ffi import Device, Tensor
 
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.artifact.calls.bucket_routing import Router, RouteStatistics
 from relaxtune.pipeline.artifact.calls.tensor_checks import (
     SupportsDLPack,
@@ -31,7 +32,7 @@ from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph, input_buffers
 from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_default_stream, on_stream
 from relaxtune.pipeline.artifact.loading import load_machine, read_weights, shared_outputs, with_weights
-from relaxtune.pipeline.artifact.manifest import MODULE_FILE, PARAMS_FILE, Manifest
+from relaxtune.pipeline.artifact.manifest import ENCODER_FOLDER, MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
 from relaxtune.pipeline.errors import PipelineError, UsageError
@@ -39,6 +40,7 @@ from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, array_of, fil
 from relaxtune.pipeline.tvm_runtime.threads import configure_threads, default_threads
 from relaxtune.schedules.libraries.vendors import named_libraries
 
+Result = TypeVar("Result")
 _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
@@ -46,6 +48,16 @@ _SIZES_MAX = 64
 # What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
 # returned, arguments) -> 0, or 1 to leave the call out.
 Instrument = Callable[..., int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The arguments of `Module.generate` behind the prompt."""
+
+    inputs: Mapping[str, np.ndarray] | None
+    max_new_tokens: int | None
+    stop: Collection[int | Sequence[int]]
+    sampling: Sampling
+    chunk: int
 
 
 class Module:
@@ -109,6 +121,7 @@ class Module:
         self._static: StaticGraph | None = None
         self._graphs: SizeGraphs | None = None
         self._generator: Generator | None = None
+        self._encoder: Module | None = None
         if captures and self._is_static and manifest.generation is None:
             buffers = input_buffers(manifest.inputs, device, self._turn)
             self._static = StaticGraph(machine, entry, buffers, self._weights, self._turn)
@@ -177,6 +190,8 @@ class Module:
 
         module = loaded(manifest, MODULE_FILE)
         module._weights_file = weights_file
+        if manifest.generation is not None and manifest.generation.names.context:
+            module._encoder = cls.load(directory / ENCODER_FOLDER, device=device, verify=False, threads=threads)
         if manifest.buckets is not None:
             modules = [loaded(manifest.of_bucket(one), one.file) for one in manifest.buckets.entries]
             module._router = Router(manifest.buckets, modules, manifest.inputs, manifest.outputs)
@@ -233,48 +248,65 @@ class Module:
 
     async def run_async(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return what `run` does, without holding up the event loop: the module's calls run in a thread of its own."""
+        return await self._in_thread(self.run, inputs)
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: object) -> Result:
         import asyncio
 
         if self._thread is None or self._thread[0] != os.getpid():  # a forked process has no such thread
             self._thread = (os.getpid(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune"))
-        return await asyncio.get_running_loop().run_in_executor(self._thread[1], self.run, inputs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread[1], function, *arguments)
 
     def generate(
         self,
-        ids: Sequence[int],
+        ids: Sequence[int] = (),
         *,
+        inputs: Mapping[str, np.ndarray] | None = None,
         max_new_tokens: int | None = None,
-        stop: Collection[int] = (),
+        stop: Collection[int | Sequence[int]] = (),
         sampling: Sampling = GREEDY,
         chunk: int = CHUNK,
     ) -> Iterator[int]:
         """Give the tokens that follow a prompt, each as soon as it is there.
 
         Raises `UsageError`: the artifact does not generate, the prompt is empty or longer than its caches, or a token
-        is none of the vocabulary.
+        is none of the vocabulary; the model has an encoder and no `inputs`, or inputs without an encoder.
 
         Parameters
         ----------
         ids : sequence of int
-            The tokens of the prompt.
+            The tokens of the prompt. Behind an encoder they may be left out: the text then begins with the token that
+            the model's configuration names.
+        inputs : mapping or None
+            Inputs of the encoder by name, such as `input_ids` or `input_features`, with a first axis of 1. A mask that
+            is not given hides nothing.
         max_new_tokens : int or None
             The most tokens; None goes on until the caches are full.
-        stop : collection of int
-            Tokens that end a sequence; they are given too.
+        stop : collection of int or of sequences of int
+            Tokens, or several tokens in turn, that end a sequence; they are given too.
         sampling : Sampling
             How tokens are drawn; by default each is the one with the largest logit.
         chunk : int
             Tokens of the prompt that are computed at a time.
         """
-        rows = self.generate_batch([ids], max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, chunk=chunk)
+        rows = self.generate_batch(
+            [ids], inputs=inputs, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, chunk=chunk
+        )
         return (token for (token,) in rows if token is not None)
+
+    async def generate_async(self, ids: Sequence[int] = (), **options: Unpack[GenerateOptions]) -> AsyncIterator[int]:
+        """Give the tokens that `generate` gives, without holding up the event loop; arguments and errors as of that."""
+        tokens = await self._in_thread(lambda: self.generate(ids, **options))
+        while (token := await self._in_thread(next, tokens, None)) is not None:
+            yield token
 
     def generate_batch(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] = (),
         *,
+        inputs: Mapping[str, np.ndarray] | None = None,
         max_new_tokens: int | None = None,
-        stop: Collection[int] = (),
+        stop: Collection[int | Sequence[int]] = (),
         sampling: Sampling = GREEDY,
         chunk: int = CHUNK,
     ) -> Iterator[list[int | None]]:
@@ -284,9 +316,34 @@ class Module:
         padding.
         """
         generator = self.generator
+        context = self._encoded(inputs)
+        start = generator.generation.start
+        if context and start is not None:
+            count = len(next(iter(context.values())))
+            prompts = [prompt if len(prompt) else [start] for prompt in prompts or [[]] * count]
         given = [[int(token) for token in prompt] for prompt in prompts]
-        generator.check(given, chunk, max_new_tokens)
-        return generator.generate(given, max_new_tokens, frozenset(stop), chunk, sampling)
+        generator.check(given, chunk, max_new_tokens, context)
+        ends = [(one,) if isinstance(one, int) else tuple(one) for one in stop]
+        return generator.generate(given, max_new_tokens, ends, chunk, sampling, context)
+
+    def _encoded(self, inputs: Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray]:
+        """Return what a decoder needs of its encoder, by the decoder's names; nothing where there is none."""
+        encoder, generation = self._encoder, self.manifest.generation
+        if encoder is None or generation is None:
+            if inputs is not None:
+                raise UsageError(f"{self.manifest.model} has no encoder; expected a prompt alone, without inputs")
+            return {}
+        named = ", ".join(map(str, encoder.inputs))
+        if inputs is None:
+            raise UsageError(f"{self.manifest.model} is the decoder of an encoder; give inputs of that too: {named}")
+        given = {name: np.asarray(array) for name, array in inputs.items()}
+        for spec in encoder.inputs:
+            if spec.name in given:
+                given[spec.name] = given[spec.name].astype(numpy_dtype(spec.dtype), copy=False)
+            elif "mask" in spec.name and (shapes := [one.shape[:2] for one in given.values()]):
+                given[spec.name] = np.ones(shapes[0], numpy_dtype(spec.dtype))
+        made = encoder.run(given) | {f"encoder_{name}": array for name, array in given.items()}
+        return {name: made[name] for name in generation.names.context}
 
     @property
     def generator(self) -> Generator:

@@ -144,7 +144,10 @@ class ModelOptions:
         False, "Compute only the tokens of an encoder, not the padding (docs/shapes.md).", "--unpad", panel=SIZES
     )
     generate: bool = option(
-        False, "Make a decoder with caches one that generates tokens (docs/generation.md).", "--generate", panel=MODEL
+        False,
+        "Make a decoder with caches generate tokens (docs/generation.md); takes a folder too.",
+        "--generate",
+        panel=MODEL,
     )
     max_length: int | None = option(
         None,

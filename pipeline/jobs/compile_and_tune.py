@@ -111,9 +111,18 @@ def compile_model(
             choices = choose_kernels(prepared, None)
         else:
             prepared, choices = select_as_measured(prepared, opened)
-        made = _compile(prepared, choices, opened)
         folder = stack.enter_context(stage_beside(out.absolute()))
-        return _finish(prepared, *made, opened, out, folder, samples, record=record, places=urls, sign=sign)
+        encoder = None
+        if prepared.encoder is not None:
+            alone = replace(request, shapes={}, buckets={}, generate=False, max_length=None)
+            done = compile_model(alone, folder / "encoder", database=database, shared=shared, samples=samples)
+            if done.validation is not None and not done.validation.passed:
+                return replace(done, directory=settle(done.directory, out, FAILED, None))
+            encoder = done.directory
+        made = _compile(prepared, choices, opened)
+        return _finish(
+            *(prepared, *made, opened, out, folder, samples), record=record, places=urls, sign=sign, encoder=encoder
+        )
 
 
 def tune_model(
@@ -363,12 +372,13 @@ def _finish(
     sign: Path | None = None,
     lock: AbstractContextManager[object] | None = None,
     reference: Callable[[], Reference | None] = lambda: None,
+    encoder: Path | None = None,
 ) -> CompileResult:
     """Write a compiled model in a folder of this process, validate it, and move it to its place."""
     validates, loaded, place = bool(samples) and runs_here(prepared.target), None, folder / "artifact"
     with stage("export"):
         if written is None or buckets:
-            manifest = write_artifact(compiled, place, buckets)
+            manifest = write_artifact(compiled, place, buckets, encoder=encoder)
         else:
             loaded, manifest, place = written.module, written.module.manifest, written.directory
     validation = None

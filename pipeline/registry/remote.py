@@ -147,10 +147,11 @@ class RemoteStore:
         manifest = self.manifest_of(key)
 
         def download(copy: Path) -> None:
-            copy.mkdir()
             with self._remote("read"):
-                for path in self._list(f"objects/{key}"):
-                    self._files.get_file(path, str(copy / PurePosixPath(path).name))
+                for path in self._files.find(self._at("objects", key)):
+                    place = copy / PurePosixPath(path).relative_to(PurePosixPath(self._at("objects", key)))
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(path, str(place))
 
         with self._mirror.lock():
             if key not in self._mirror.list_keys():
@@ -175,7 +176,8 @@ class RemoteStore:
                     return made
                 names = []
             signed = [path.name for path in directory.glob("manifest.sig")]
-            self._files.makedirs(self._at("objects", made.key), exist_ok=True)
+            for folder in {str(Path(name).parent) for name in (*names, MANIFEST_FILE)}:
+                self._files.makedirs(self._at("objects", made.key, folder), exist_ok=True)
             for name in (*names, *signed, MANIFEST_FILE):
                 self._upload(directory / name, self._at("objects", made.key, name))
         return made

@@ -15,6 +15,8 @@ from relaxtune.pipeline.validate.reference import Reference
 
 # Tokens of a text, and how many of them follow the prompt. A prompt is computed in two parts.
 _TOKENS, _FOLLOWING = 40, 16
+# Places of an encoder's output, where it has no length of its own.
+_CONTEXT = 7
 # Sequences of a sample, in turn; where there is more than one, they have several lengths.
 _BATCHES = (1, 3)
 
@@ -31,9 +33,10 @@ def steps_of(
         ids = draw.integers(0, generation.vocabulary, (batch, length))
         prompt = max(length - _FOLLOWING, 1)
         padding = draw.integers(0, max(prompt // 2, 1), batch) * (batch > 1) * generation.pads
-        module.generator.start(padding.tolist())
+        context = _context(model, generation, batch, draw)
+        module.generator.start(padding.tolist(), context=context)
         got = [array_of(module.generator.feed(ids[:, first:last])) for first, last in _parts(prompt, length)]
-        yield _expected(reference, model, generation, ids, padding, prompt), np.stack(got)
+        yield _expected(reference, model, generation, ids, padding, prompt, context), np.stack(got)
 
 
 def _parts(prompt: int, length: int) -> list[tuple[int, int]]:
@@ -42,8 +45,28 @@ def _parts(prompt: int, length: int) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
+def _context(model: OnnxModel, generation: Generation, batch: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
+    """Return random values in the place of an encoder's; a mask hides the end of all but the first sequence."""
+    specs, found = {spec.name: spec for spec in model.inputs}, {}
+    for name in generation.names.context:
+        _, *axes = specs[name].shape
+        shape = [batch, *(axis if isinstance(axis, int) else _CONTEXT for axis in axes)]
+        array = draw.standard_normal(shape)
+        if not specs[name].dtype.startswith(("float", "bfloat")):
+            array = np.ones(shape)
+            array[1:, -2:] = 0
+        found[name] = array.astype(numpy_dtype(specs[name].dtype))
+    return found
+
+
 def _expected(
-    reference: Reference, model: OnnxModel, generation: Generation, ids: np.ndarray, padding: np.ndarray, prompt: int
+    reference: Reference,
+    model: OnnxModel,
+    generation: Generation,
+    ids: np.ndarray,
+    padding: np.ndarray,
+    prompt: int,
+    context: dict[str, np.ndarray],
 ) -> np.ndarray:
     names, specs = generation.names, {spec.name: spec for spec in model.inputs}
     batch, found = len(ids), []
@@ -63,7 +86,7 @@ def _expected(
             if names.positions is not None:
                 given[names.positions] = own[:, first:last]
             given = {name: array.astype(numpy_dtype(specs[name].dtype)) for name, array in given.items()}
-            outputs = reference.run({**given, **caches})
+            outputs = reference.run({**given, **context, **caches})
             caches = {name: outputs[grown].astype(numpy_dtype(specs[name].dtype)) for name, grown in names.caches}
         found.append(outputs[names.logits][:, -1])
     return np.stack(found)

@@ -21,7 +21,6 @@ from relaxtune.models.spec import (
     POSITION,
     SAMPLING,
     SEED,
-    TOKENS,
     VISIBLE,
     Generation,
     TensorSpec,
@@ -58,6 +57,7 @@ class _State:
     batch: int
     next: Tensor
     kept: dict[str, Tensor]
+    context: dict[str, Tensor] = field(default_factory=dict)  # What an encoder gave.
     position: int = 0
     # (place of a step, positions that it looks at) -> a decode step on these tensors.
     decoding: dict[tuple[int, int], Callable[[], Outputs]] = field(default_factory=dict)
@@ -70,12 +70,16 @@ class Generator:
         self, generation: Generation, inputs: Sequence[TensorSpec], steps: Sequence[Step], device: Device, turns: Turns
     ) -> None:
         self.generation = generation
-        self._caches = [spec for spec in inputs if spec.name not in (TOKENS, *generation.state)]
+        first = 1 + len(generation.state)
+        self._context = dict(zip(generation.names.context, inputs[first:], strict=False))
+        self._caches = inputs[first + len(self._context) :]
         self._steps, self._device, self._turns = tuple(steps), device, turns
         self._states: dict[int, _State] = {}
         self._state: _State | None = None
 
-    def check(self, prompts: Sequence[Sequence[int]], chunk: int, most: int | None) -> None:
+    def check(
+        self, prompts: Sequence[Sequence[int]], chunk: int, most: int | None, context: Mapping[str, np.ndarray]
+    ) -> None:
         """Refuse what cannot be generated from.
 
         Raises
@@ -103,11 +107,15 @@ class Generator:
             )
         if isinstance(generation.batch, int) and len(prompts) != generation.batch:
             raise UsageError(f"the model was exported for {generation.batch} sequences, got {len(prompts)} prompts")
+        if found := {len(array) for array in context.values()} - {len(prompts)}:
+            raise UsageError(f"{len(prompts)} prompts need as many inputs of the encoder, got {min(found)}")
         if chunk < 1 or (most is not None and most < 1):
             raise UsageError(f"expected 1 or more, got chunk={chunk} and max_new_tokens={most}")
 
-    def start(self, padding: Sequence[int], sampling: Sampling = GREEDY) -> None:
-        """Begin sequences, each with some places before its first token."""
+    def start(
+        self, padding: Sequence[int], sampling: Sampling = GREEDY, context: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Begin sequences, each with some places before its first token; `context` is what an encoder gave."""
         batch = len(padding)
         with on_default_stream(self._device), self._turns:
             state = self._state = self._states.get(batch) or self._new_state(batch)
@@ -117,6 +125,14 @@ class Generator:
             fill(state.kept[PADDING], np.asarray(padding, np.int64))
             fill(state.kept[SAMPLING], np.array([sampling.parameters] * batch, np.float32))
             fill(state.kept[SEED], sampling.seed + np.arange(batch))
+            for name, spec in self._context.items():
+                array = np.asarray((context or {})[name], numpy_dtype(spec.dtype), order="C")
+                before = state.context.get(name)
+                if before is not None and tuple(before.shape) == array.shape:
+                    fill(before, array)
+                else:
+                    state.context[name] = tensor_of(array, self._device)
+                    state.decoding.clear()
 
     def feed(self, ids: np.ndarray) -> Tensor:
         """Take the next tokens [batch, new] of all sequences; return the logits [batch, vocabulary] after them."""
@@ -150,9 +166,10 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         most: int | None,
-        stop: frozenset[int],
+        stop: Sequence[tuple[int, ...]],
         chunk: int,
         sampling: Sampling = GREEDY,
+        context: Mapping[str, np.ndarray] | None = None,
     ) -> Iterator[list[int | None]]:
         """Give the next token of each sequence, None behind its end."""
         length = max(map(len, prompts))
@@ -160,7 +177,7 @@ class Generator:
         ids = np.zeros((len(prompts), length), np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
             row[length - len(prompt) :] = prompt
-        self.start([length - len(prompt) for prompt in prompts], sampling)
+        self.start([length - len(prompt) for prompt in prompts], sampling, context)
         if isinstance(self.generation.new, int):
             chunk = self.generation.new
         for start in range(0, length, chunk):
@@ -168,12 +185,15 @@ class Generator:
                 self._count(prompts)
             self.feed(ids[:, start : start + chunk])
         left = room + 1 if most is None else min(most, room + 1)
-        ended = [False] * len(prompts)
+        ended, texts = [False] * len(prompts), [list[int]() for _ in prompts]
         state, count = self._require(), 1
         while left > 0:
             for row in self._last_tokens(state, count):
                 yield [None if end else int(token) for end, token in zip(ended, row, strict=True)]
-                ended = [end or int(token) in stop for end, token in zip(ended, row, strict=True)]
+                for text, token in zip(texts, row, strict=True):
+                    text.append(int(token))
+                ends = [any(tuple(text[-len(one) :]) == one for one in stop) for text in texts]
+                ended = [before or now for before, now in zip(ended, ends, strict=True)]
                 if all(ended):
                     return
             left -= count
@@ -218,7 +238,8 @@ class Generator:
             view(state.kept[spec.name], [int(evaluate_dim(axis, sizes)) for axis in spec.shape])
             for spec in self._caches
         ]
-        return [tokens, *(state.kept[name] for name in self.generation.state), *caches]
+        kept = [state.kept[name] for name in self.generation.state]
+        return [tokens, *kept, *(state.context[name] for name in self._context), *caches]
 
     def _decode(self, state: _State) -> Tensor:
         """Take the last token of each sequence; return the logits after it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import tvm
@@ -47,25 +47,21 @@ class Decoder:
     mask: relax.Var | None
     positions: relax.Var | None
     logits: tvm.ir.Expr  # Output [batch, new, vocabulary].
-
-    @property
-    def params(self) -> set[relax.Var]:
-        """All parameters that have a role."""
-        others = {one for one in (self.mask, self.positions) if one is not None}
-        return {self.tokens, *others, *(cache.param for cache in self.caches)}
+    context: tuple[relax.Var, ...]  # Parameters that an encoder gives.
 
     def renamed(self, names: Mapping[relax.Var, relax.Var]) -> Decoder:
         """Return the parts of a graph with other variables."""
         caches = (Cache(names[one.param], names[one.grown], names.get(one.new, one.new)) for one in self.caches)
         mask, positions = (None if one is None else names[one] for one in (self.mask, self.positions))
         logits = names.get(self.logits, self.logits)
+        tokens, context = names[self.tokens], tuple(names[one] for one in self.context)
         return replace(
-            self, caches=tuple(caches), tokens=names[self.tokens], mask=mask, positions=positions, logits=logits
+            self, caches=tuple(caches), tokens=tokens, mask=mask, positions=positions, logits=logits, context=context
         )
 
 
-def find_decoder(mod: tvm.ir.IRModule, model: str) -> Decoder:
-    """Return the parts of a decoder's graph.
+def find_decoder(mod: tvm.ir.IRModule, model: str, given: Collection[int] = ()) -> Decoder:
+    """Return the parts of a decoder's graph; an encoder gives the inputs at some places.
 
     Raises
     ------
@@ -80,7 +76,9 @@ def find_decoder(mod: tvm.ir.IRModule, model: str) -> Decoder:
     if not caches:
         raise NoDecoderError(model, "no input is a cache that comes back with new tokens behind it")
     past, batch, new = _sizes(caches, model)
-    others = [param for param in graph.main.params if all(param != cache.param for cache in caches)]
+    context = tuple(graph.main.params[place] for place in given)
+    known = {cache.param for cache in caches} | set(context)
+    others = [param for param in graph.main.params if param not in known]
     total = plain(_size(past) + new)
     logits = [one for one in outputs if _is(one, (batch, (new, 1)), 3) and all(one != c.grown for c in caches)]
     if not logits:
@@ -93,11 +91,10 @@ def find_decoder(mod: tvm.ir.IRModule, model: str) -> Decoder:
         raise NoDecoderError(model, "no input holds token ids [batch, sequence] that a table of the vocabulary takes")
     mask = next((param for param in others if _is(param, (batch, (total,)), 2)), None)
     positions = next((param for param in ids if param != tokens), None)
-    decoder = Decoder(caches, past, batch, new, tokens, mask, positions, logits[0])
-    unknown = [str(param.name) for param in others if param not in decoder.params]
+    unknown = [str(param.name) for param in others if param not in {tokens, mask, positions}]
     if unknown:
         raise NoDecoderError(model, f"generation cannot make its inputs {', '.join(unknown)}")
-    return decoder
+    return Decoder(caches, past, batch, new, tokens, mask, positions, logits[0], context)
 
 
 def _caches(graph: Graph, outputs: list[tvm.ir.Expr]) -> Iterator[Cache]:

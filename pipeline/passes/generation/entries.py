@@ -27,6 +27,7 @@ def generation_graphs(
     half: str | None,
     sizes: Mapping[str, Sequence[int]],
     target: ResolvedTarget,
+    encoder: OnnxModel | None = None,
 ) -> tuple[ImportedGraph, list[tuple[Bucket, ImportedGraph]]]:
     """Return a decoder as a step of any sizes, and as decode steps for some.
 
@@ -43,34 +44,40 @@ def generation_graphs(
     target : ResolvedTarget
         Decode steps of a GPU know how many positions they look at, as CUDA graphs have to: there are some for each
         batch.
+    encoder : OnnxModel or None
+        The model whose outputs are inputs of the decoder, and whose inputs are those with `encoder_` before their name.
 
     Raises
     ------
     UsageError
         The graph is no decoder, its tables do not reach `max_length`, or `sizes` names another axis.
     """
-    decoder = find_decoder(graph.mod, graph.name)
-    options = StepOptions(_capacity(graph.model, decoder, max_length), target, half)
+    made = set() if encoder is None else {one.name for one in encoder.outputs}
+    made |= set() if encoder is None else {f"encoder_{one.name}" for one in encoder.inputs}
+    given = [place for place, one in enumerate(graph.inputs) if one.name in made]
+    decoder = find_decoder(graph.mod, graph.name, given)
+    options = StepOptions(_capacity(graph.model, decoder, max_length), target, half, given)
     batch, new = str(decoder.batch), str(decoder.new)
     if unknown := sizes.keys() - {batch}:
         raise UsageError(
             f"--generate makes code for sizes of the batch alone, got --bucket {min(unknown)}=...; expected {batch}=..."
         )
+    lengths = [axis for place in given for axis in graph.inputs[place].shape[1:]]
     fixed: list[dict[str, int]] = [{}]
     if not isinstance(decoder.batch, int):
         fixed = [{batch: size} for size in sizes.get(batch, (1,))]
     if not isinstance(decoder.new, int):
         fixed = [{**one, new: 1} for one in fixed]
-    if target.kind == "cuda":
+    if target.kind == "cuda" and all(isinstance(axis, int) for axis in lengths):
         fixed = [{**one, VISIBLE: length} for one in fixed for length in visible_lengths(options.capacity)]
-    made = []
+    steps = []
     for one in filter(None, fixed):
         bucket = Bucket(tuple(one.items()))
         # Tasks and records tell the modules of a job apart by this name.
         name = f"{graph.name}[{bucket.name}]"
         named = replace(graph, name=name, model=replace(graph.model, name=name))
-        made.append((bucket, as_step(named, options, one)))
-    return as_step(graph, options), made
+        steps.append((bucket, as_step(named, options, one)))
+    return as_step(graph, options), steps
 
 
 def visible_lengths(capacity: int) -> list[int]:

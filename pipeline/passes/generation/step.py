@@ -15,33 +15,18 @@ state is `Generation.state`; the token is drawn as `schedules.functions.sampling
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm_ffi import structural_map
 
-from relaxtune.models.spec import (
-    COUNTS,
-    HISTORY,
-    LOGITS,
-    PADDING,
-    PLACE,
-    POSITION,
-    SAMPLING,
-    SEED,
-    TOKENS,
-    VISIBLE,
-    DecoderNames,
-    Generation,
-    TensorSpec,
-)
+from relaxtune.models.spec import LOGITS, POSITION, VISIBLE, DecoderNames, Generation, TensorSpec
 from relaxtune.pipeline.importer.graph import ImportedGraph
-from relaxtune.pipeline.passes.generation.caches import Cache, Decoder, NoDecoderError, find_decoder
+from relaxtune.pipeline.passes.generation.caches import Decoder, NoDecoderError, find_decoder
+from relaxtune.pipeline.passes.generation.state import State, axis_of, sizes_of_tensor
 from relaxtune.pipeline.passes.generation.visibility import softmaxes_without_mask
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
@@ -55,11 +40,8 @@ from relaxtune.pipeline.passes.kit.ir import (
     with_functions,
     with_main,
 )
-from relaxtune.pipeline.passes.kit.rewrite import OPAQUE
 from relaxtune.pipeline.passes.kit.sizes import size_of
-from relaxtune.schedules.functions.generation_state import INDEX, Source, advance, write_caches
-from relaxtune.schedules.functions.sampling import SamplingSpec
-from relaxtune.schedules.sampling import sampling_function
+from relaxtune.schedules.functions.generation_state import INDEX
 from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.tir.expressions import used_vars
 
@@ -75,6 +57,7 @@ class StepOptions:
     capacity: int  # Positions of the caches.
     target: ResolvedTarget
     half: str | None = None  # Dtype of caches in place of float32.
+    given: Collection[int] = ()  # Places of the inputs that an encoder gives.
 
 
 def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int] | None = None) -> ImportedGraph:
@@ -89,7 +72,7 @@ def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int]
     known = {var: sizes[str(var.name)] for var in relax.analysis.defined_symbolic_vars(main) if str(var.name) in sizes}
     main = main.bind_symbolic_vars(known)
     place = graph.mod.get_global_var("main")
-    decoder = find_decoder(with_functions(graph.mod, {place: main}), graph.name)
+    decoder = find_decoder(with_functions(graph.mod, {place: main}), graph.name, options.given)
     total = tirx.Var(VISIBLE, INDEX)
     batch, new = (axis if isinstance(axis, int) else str(axis) for axis in (decoder.batch, decoder.new))
     words = int((shape_of(decoder.logits) or [])[2])
@@ -97,7 +80,7 @@ def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int]
     # A function has to have its sizes from a parameter; no other one may have T alone.
     carrier = relax.Var(VISIBLE, relax.TensorType([total], INDEX))
     main = relax.Function([*main.params, carrier], main.body, main.ret_ty, main.is_pure, main.attrs)
-    sized = main.bind_symbolic_vars({decoder.past: total - _axis(decoder.tokens, 1)})
+    sized = main.bind_symbolic_vars({decoder.past: total - axis_of(decoder.tokens, 1)})
     mod = with_functions(graph.mod, {place: sized})
     bound = {one.var: other.var for one, other in zip(bindings_of(main), bindings_of(sized), strict=True)}
     decoder = decoder.renamed(dict(zip(main.params, sized.params, strict=True)) | bound)
@@ -123,16 +106,8 @@ def _names(graph: ImportedGraph, main: relax.Function, decoder: Decoder) -> Deco
     outputs = {field: spec.name for field, spec in zip(result.fields, graph.outputs, strict=True)}
     mask, positions = (None if one is None else inputs[one] for one in (decoder.mask, decoder.positions))
     caches = tuple((inputs[one.param], outputs[one.grown]) for one in decoder.caches)
-    return DecoderNames(inputs[decoder.tokens], mask, positions, outputs[decoder.logits], caches, graph.inputs)
-
-
-def _axis(param: relax.Var, axis: int) -> int | tirx.Expr:
-    size = (shape_of(param) or ())[axis]
-    return int(size) if isinstance(size, tirx.IntImm) else size
-
-
-def _sizes(expr: tvm.ir.Expr) -> list[int | tirx.Expr]:
-    return [int(axis) if isinstance(axis, tirx.IntImm) else axis for axis in shape_of(expr) or ()]
+    context = tuple(inputs[one] for one in decoder.context)
+    return DecoderNames(inputs[decoder.tokens], mask, positions, outputs[decoder.logits], caches, graph.inputs, context)
 
 
 def _spec(name: str, ty: relax.TensorType) -> TensorSpec:
@@ -157,7 +132,6 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         super().__init__(tvm.ir.IRModule(functions, attrs=graph.mod.attrs, global_infos=graph.mod.global_infos))
         self._graph, self._decoder, self._model = graph, decoder, model
         self._options, self._total = options, total
-        self._batch, self._new = (_axis(decoder.tokens, axis) for axis in (0, 1))
         self._grown = {cache.grown: cache for cache in decoder.caches}
         self._inside = self._look_ups()
         self._open = softmaxes_without_mask(graph, decoder, total, model)
@@ -165,39 +139,36 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         self._only_last = self._read_by_last()
         self._analyzer = tvm.sym.Analyzer()
 
-        def param(name: str, shape: list[int | tirx.Expr], dtype: str = INDEX) -> relax.Var:
-            return relax.Var(name, relax.TensorType(shape, dtype))
-
-        self._tokens = param(TOKENS, [self._batch, self._new])
-        self._state = {
-            name: param(name, [axis if isinstance(axis, int) else self._batch for axis in shape], dtype)
-            for name, (shape, dtype) in generation.state.items()
-        }
-        self._position = self._state[POSITION]
+        self._state = State(self.builder_, options.target, generation, decoder.tokens, total)
+        self._context = {one: self._kept(one, sizes_of_tensor(one)) for one in decoder.context}
         self._caches = {}
         for one in decoder.caches:
-            dtype = dtype_of(one.param)
-            shape = [total, self._batch, _axis(one.param, 1), _axis(one.param, 3)]
-            self._caches[one.param] = param(
-                one.param.name, shape, options.half if options.half and dtype == "float32" else dtype
-            )
+            _, *heads, _, width = sizes_of_tensor(one.param)
+            self._caches[one.param] = self._kept(one.param, [total, self._state.batch, *heads, width])
+
+    def _kept(self, param: relax.Var, shape: list[int | tirx.Expr]) -> relax.Var:
+        """Return the parameter of a tensor that is kept between steps."""
+        dtype = dtype_of(param)
+        dtype = self._options.half or dtype if dtype == "float32" else dtype
+        return relax.Var(param.name, relax.TensorType(shape, dtype))
 
     def write(self) -> relax.Function:
         """Return the step."""
-        decoder, emit = self._decoder, self.builder_.emit
-        params = [self._tokens, *self._state.values(), *self._caches.values()]
+        decoder, state = self._decoder, self._state
+        params = [state.tokens, *state.params.values(), *self._context.values(), *self._caches.values()]
         with self.builder_.function("main", params):
             with self.builder_.dataflow():
-                self.set_var_remap(decoder.tokens, self._as(self._tokens, dtype_of(decoder.tokens)))
+                for old, new in {decoder.tokens: state.tokens, **self._context}.items():
+                    self.set_var_remap(old, state.cast(new, dtype_of(old)))
                 if decoder.mask is not None:
-                    self.set_var_remap(decoder.mask, self._mask(dtype_of(decoder.mask)))
+                    self.set_var_remap(decoder.mask, state.mask(dtype_of(decoder.mask)))
                 if decoder.positions is not None:
-                    self.set_var_remap(decoder.positions, self._positions(dtype_of(decoder.positions)))
+                    self.set_var_remap(decoder.positions, state.positions(dtype_of(decoder.positions)))
                 for binding in self._graph.bindings:
                     self.visit_binding(binding)
                 logits = self._last(decoder.logits)
-                row = emit(relax.op.reshape(logits, [self._batch, _axis(logits, 2)]))
-                results = self.builder_.emit_output(relax.Tuple([row, self._advanced(self._sampled(row))]))
+                row = self.builder_.emit(relax.op.reshape(logits, [state.batch, axis_of(logits, 2)]))
+                results = self.builder_.emit_output(relax.Tuple([row, state.advanced(state.sampled(row))]))
             self.builder_.emit_func_output(results)
         return self.builder_.get()["main"]
 
@@ -220,13 +191,13 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
                 value = self._graph.values[expr]
                 made = relax.Call(value.op, [self._last(arg) for arg in value.args], value.attrs, value.ty_args)
             else:
-                end, whole = self._new_tokens, self.visit_expr(expr)
+                end, whole = self._state.new_tokens, self.visit_expr(expr)
                 # A matmul in half precision rounds it. Behind the slice, attention would not be known to be rounded.
                 readers = (self._graph.value(reader) for reader in self._graph.readers(expr))
                 if self._options.half is not None and all(is_op(reader, "matmul") for reader in readers):
-                    whole = self._as(whole, self._options.half)
+                    whole = self._state.cast(whole, self._options.half)
                 part = relax.op.strided_slice(whole, [1], [end - 1], [end], assume_inbound=True)
-                made = self._as(part, dtype_of(expr))
+                made = self._state.cast(part, dtype_of(expr))
             made = self.builder_.normalize(made)
             last = self._lasts[expr] = relax.DataflowVar(expr.name, made.ty)
             self.builder_.emit_normalized(relax.VarBinding(last, made))
@@ -247,20 +218,22 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
     def _by_token(self, expr: tvm.ir.Expr) -> bool:
         """Whether a tensor is [B, S, width], S being more than 1."""
         sizes = shape_of(expr) if isinstance(expr, relax.Var) else None
-        return sizes is not None and len(sizes) == 3 and _axis(expr, 1) != 1
+        return sizes is not None and len(sizes) == 3 and axis_of(expr, 1) != 1
 
     def _made(self, var: relax.Var, value: tvm.ir.Expr) -> tvm.ir.Expr | None:
         """Return another value of a binding that grows a cache, or that reads P as a number."""
         if var in self._grown:
-            return self._in_place(self._grown[var])
+            cache = self._grown[var]
+            written = self._state.written(self._caches[cache.param], self.visit_expr(cache.new))
+            return relax.op.permute_dims(self._state.cast(written, dtype_of(var)), [1, 2, 0, 3])
         if var in self._open:
-            return relax.op.nn.softmax(self._hidden(self.visit_expr(value.args[0])), int(value.attrs.axis))
+            return relax.op.nn.softmax(self._state.hidden(self.visit_expr(value.args[0])), int(value.attrs.axis))
         if is_op(value, "shape_to_tensor") and var not in self._inside:
             return self._numbers(value)
         if is_op(value, "arange") and self._mentions(value.args[0]):
             start, end, step = value.args
             counted = relax.op.arange(self._first(start), self._first(end), step, dtype_of(var))
-            return relax.op.add(self.builder_.emit(counted), self._as(self._position, dtype_of(var)))
+            return relax.op.add(self.builder_.emit(counted), self._state.cast(self._state.position, dtype_of(var)))
         if is_op(value, "strided_slice"):
             return self._slice(var, value)
         if is_op(value, "arange"):
@@ -273,12 +246,10 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
 
     def _first(self, expr: tirx.Expr) -> tirx.Expr:
         """Return a number less P: with S in the place of T."""
-        with_new = structural_map(expr, [(tirx.Var, lambda var: self._new_tokens if var.same_as(self._total) else var)])
+        with_new = structural_map(
+            expr, [(tirx.Var, lambda var: self._state.new_tokens if var.same_as(self._total) else var)]
+        )
         return self._analyzer.simplify(with_new)
-
-    @property
-    def _new_tokens(self) -> tirx.Expr:
-        return tirx.IntImm(INDEX, self._new) if isinstance(self._new, int) else self._new
 
     def _numbers(self, call: relax.Call) -> tvm.ir.Expr | None:
         """Return sizes as numbers: P is the position."""
@@ -287,8 +258,8 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
             return None
         counts, fixed = [self._times(value) for value in values], [self._first(value) for value in values]
         if counts == [1] and isinstance(fixed[0], tirx.IntImm) and int(fixed[0]) == 0:
-            return self._position
-        moved = self.builder_.emit(relax.op.multiply(self._position, relax.const(counts, INDEX)))
+            return self._state.position
+        moved = self.builder_.emit(relax.op.multiply(self._state.position, relax.const(counts, INDEX)))
         return relax.op.add(self.builder_.emit(relax.op.shape_to_tensor(relax.ShapeExpr(fixed))), moved)
 
     def _times(self, expr: tirx.Expr) -> int:
@@ -300,91 +271,18 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
             raise NoDecoderError(self._model, f"it computes the number {expr} of the size of its caches")
         return int(one)
 
-    def _in_place(self, cache: Cache) -> tvm.ir.Expr:
-        """Write the new places of a cache; return all of it as the graph has it."""
-        param, emit = self._caches[cache.param], self.builder_.emit
-        new = self._as(emit(relax.op.permute_dims(self.visit_expr(cache.new), [2, 0, 1, 3])), dtype_of(param))
-        shape = _sizes(new)
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(4)]
-        source = Source(tuple(shape), dtype_of(new), 0, tuple(strides))
-        func = write_caches([_sizes(param)], [dtype_of(param)], shape, [source])
-        name = self.builder_.add_func(func, "write_caches")
-        written = emit(relax.op.call_tir_inplace(name, relax.Tuple([param, new, self._position]), 0, param.ty))
-        return relax.op.permute_dims(self._as(written, dtype_of(cache.grown)), [1, 2, 0, 3])
-
-    def _sampled(self, logits: relax.Var) -> relax.Var:
-        """Return the token [B] that is drawn after the new ones; it is counted."""
-        emit, words = self.builder_.emit, _axis(logits, 1)
-        place = self._state[PLACE]
-        if self._new != 1:
-            place = emit(relax.op.broadcast_to(self._places(1, self._new_tokens), [self._batch]))
-        spec = SamplingSpec(self._batch, int(words), dtype_of(logits), counts=True)
-        sampled = sampling_function(spec, self._options.target).with_attr("op_pattern", OPAQUE)
-        name = self.builder_.add_func(sampled.without_attr("global_symbol"), "sample")
-        given = [logits, self._state[SAMPLING], self._state[SEED], place, self._state[COUNTS]]
-        types = [given[4].ty, *(relax.TensorType(list(shape), dtype) for _, shape, dtype in spec.outputs)]
-        call = emit(relax.op.call_tir_inplace(name, relax.Tuple(given), [4, -1, -1, -1], types))
-        return emit(relax.TupleGetItem(call, 1))
-
-    def _advanced(self, token: relax.Var) -> relax.Var:
-        """Write the token, then the position; return it."""
-        kept = [self._position, self._state[PLACE], self._state[HISTORY], self._tokens]
-        on_gpu = self._options.target.kind == "cuda"
-        name = self.builder_.add_func(advance(self._batch, self._new, self._options.capacity, on_gpu=on_gpu), "advance")
-        places = [0, 1, 2, *([3] if self._new == 1 else [])]
-        types = [kept[place].ty for place in places]
-        call = self.builder_.emit(relax.op.call_tir_inplace(name, relax.Tuple([*kept, token]), places, types))
-        return self.builder_.emit(relax.TupleGetItem(call, 0))
-
-    def _filled(self) -> tuple[relax.Var, relax.Var]:
-        """Return the T places [T], and whether each is before the end of the new tokens."""
-        emit, op = self.builder_.emit, relax.op
-        place = emit(op.arange(0, self._total, 1, INDEX))
-        count = emit(op.shape_to_tensor(relax.ShapeExpr([self._new])))
-        return place, emit(op.less(emit(op.subtract(place, self._position)), count))
-
-    def _mask(self, dtype: str) -> relax.Var:
-        """Return 1 for each of the T places that holds a token."""
-        emit, op = self.builder_.emit, relax.op
-        place, before = (emit(op.expand_dims(one, [0])) for one in self._filled())
-        after = emit(op.greater_equal(place, emit(op.expand_dims(self._state[PADDING], [1]))))
-        return self._as(emit(op.logical_and(before, after)), dtype)
-
-    def _hidden(self, scores: tvm.ir.Expr) -> relax.Var:
-        """Return scores [..., T] that are -inf at places without a token."""
-        emit = self.builder_.emit
-        return emit(relax.op.where(self._filled()[1], scores, relax.const(-np.inf, dtype_of(scores))))
-
-    def _positions(self, dtype: str) -> relax.Var:
-        """Return the place of each new token among those of its sequence."""
-        emit, op = self.builder_.emit, relax.op
-        places = emit(op.expand_dims(self._places(self._new), [0]))
-        own = emit(op.subtract(places, emit(op.expand_dims(self._state[PADDING], [1]))))
-        return self._as(emit(op.maximum(own, relax.const(0, INDEX))), dtype)
-
-    def _places(self, count: int | tirx.Expr, start: tirx.Expr | int = 0) -> relax.Var:
-        emit = self.builder_.emit
-        return emit(relax.op.add(emit(relax.op.arange(start, start + count, 1, INDEX)), self._position))
-
-    def _as(self, tensor: tvm.ir.Expr, dtype: str) -> tvm.ir.Expr:
-        same = isinstance(tensor, relax.Var) and dtype_of(tensor) == dtype
-        if same:
-            return tensor
-        tensor = self.builder_.emit(tensor) if not isinstance(tensor, relax.Var) else tensor
-        return tensor if dtype_of(tensor) == dtype else self.builder_.emit(relax.op.astype(tensor, dtype))
-
     def _slice(self, var: relax.Var, call: relax.Call) -> tvm.ir.Expr | None:
         """Return a slice that begins at P, or that is the end of P + S places, by its places."""
         data, axes, begins, *_ = call.args
         moved: tvm.ir.Expr | None = None
         for axis, begin in zip(map(int, axes.fields), begins.fields, strict=True):
-            whole, length = _axis(data, axis), (shape_of(var) or ())[axis]
+            whole, length = axis_of(data, axis), (shape_of(var) or ())[axis]
             from_end = isinstance(begin, tirx.IntImm) and int(begin) < 0 and self._mentions(whole)
             if self._mentions(length) or not (from_end or self._mentions(begin)):
                 continue
             start = self._first(whole + begin if from_end else begin)
             rest = self.visit_expr(data) if moved is None else self.builder_.emit(moved)
-            moved = relax.op.take(rest, self._places(length, start), axis=axis, mode="clip")
+            moved = relax.op.take(rest, self._state.places(length, start), axis=axis, mode="clip")
         if moved is not None and len(axes.fields) > 1:
             raise NoDecoderError(self._model, f"{var.name} slices several axes at once, one of them by the past")
         return moved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,36 @@ def test_sequence_ends_behind_its_stop_token(module: Module) -> None:
     rows = list(module.generate_batch([PROMPT, PROMPTS[2]], max_new_tokens=30, stop=[stop]))
     assert [row[0] for row in rows[: len(ended)]] == ended
     assert all(row[0] is None for row in rows[len(ended) :])
+
+
+def test_sequence_ends_behind_several_tokens_in_turn(module: Module) -> None:
+    tokens = list(module.generate(PROMPT, max_new_tokens=30))
+    assert list(module.generate(PROMPT, max_new_tokens=30, stop=[tokens[10:13], [1023, 1023]])) == tokens[:13]
+    assert list(module.generate(PROMPT, max_new_tokens=30, stop=[tokens[12:9:-1]])) == tokens
+
+
+def test_tokens_come_without_holding_up_the_event_loop(module: Module) -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def tokens() -> list[int]:
+        counting = asyncio.create_task(count_turns())
+        found = [token async for token in module.generate_async(PROMPT, max_new_tokens=20)]
+        counting.cancel()
+        return found
+
+    assert asyncio.run(tokens()) == list(module.generate(PROMPT, max_new_tokens=20))
+    assert turns > 20
+
+
+def test_inputs_of_an_encoder_are_refused_without_one(module: Module) -> None:
+    with pytest.raises(UsageError, match="has no encoder"):
+        module.generate(PROMPT, inputs={"input_ids": np.ones((1, 3), np.int64)})
 
 
 def test_tokens_go_on_until_the_caches_are_full(module: Module, decoder: Path) -> None:
