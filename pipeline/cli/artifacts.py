@@ -49,6 +49,7 @@ from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.tuning_db.urls import DatabaseUrl
 
 if TYPE_CHECKING:
+    from relaxtune.pipeline.bench.generation import GenerationRequest
     from relaxtune.pipeline.bench.lengths import LengthsReport
     from relaxtune.pipeline.bench.request import BenchRequest
     from relaxtune.pipeline.bisect import Bisection, FaultyKernel
@@ -212,10 +213,37 @@ class BenchOptions:
         )
 
 
+@dataclass(frozen=True)
+class GenerationBenchOptions:
+    """What is measured of an artifact that generates."""
+
+    generate: bool = option(False, "Measure tokens of an artifact that generates.", "--generate")
+    prompt: str = option("128", "With --generate: tokens of a prompt.", metavar="N,..")
+    new: int = option(128, "With --generate: tokens that follow.", min=2, metavar="N")
+    batch: str = option("1", "With --generate: sequences at once.", metavar="N,..")
+    price: float | None = option(None, "Price of an hour, for the cost of a million tokens.", min=0.0)
+
+    def request(self, others: BenchOptions) -> GenerationRequest:
+        """Return the request that these options are."""
+        from relaxtune.pipeline.bench.generation import GenerationRequest
+
+        return GenerationRequest(
+            tuple(parse_sizes(self.prompt, "--prompt")),
+            self.new,
+            tuple(parse_sizes(self.batch, "--batch")),
+            self.price,
+            factory=others.torch,
+            python=others.peer_python,
+            seed=others.seed,
+            **({} if others.duration is None else {"seconds": others.duration}),
+        )
+
+
 @takes_groups()
 def bench(
     directory: ArtifactArgument,
     options: BenchOptions,
+    tokens: GenerationBenchOptions,
     model: ReferenceOption = None,
     db: OutcomeDatabaseOption = None,
     lengths: LengthsOption = None,
@@ -232,11 +260,20 @@ def bench(
     Each peer runs in its own process and is timed only if its outputs are right. Inputs are random, without padding.
     --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Peers that are not installed are
     skipped. Exits 1 if a peer cannot run the model, 3 if its outputs are wrong.
+
+    --generate measures the time to the first token and of each later one; with --torch, of a transformers model too.
     """
     from relaxtune.pipeline.bench.measure import render
     from relaxtune.pipeline.jobs.artifacts import bench_artifact, bench_batches, bench_lengths
 
     require_signed(verify_key, directory, *(beside or ()))
+    if tokens.generate:
+        from relaxtune.pipeline.bench.generation import bench_generation
+        from relaxtune.pipeline.report.ceilings import measure_bandwidth
+
+        generated = bench_generation(directory, tokens.request(options), measure_bandwidth)
+        emit(output_format, generated.to_json(), *generated.tables())
+        return
     request = options.request()
     if lengths is None and batch_sweep is None:
         if beside or plot is not None:
@@ -304,6 +341,7 @@ class PromptOptions:
     ids: str | None = option(None, "Token ids of the prompt.", metavar="ID,ID,...")
     prompt: str | None = option(None, "Text of the prompt; needs --tokenizer.", metavar="TEXT")
     tokenizer: Path | None = option(None, "The model's tokenizer.json.", metavar="FILE")
+    inputs: Path | None = option(None, "Inputs of an encoder in place of a prompt for it.", metavar="X.npz")
     max_new_tokens: int = option(128, "The most tokens.", min=1, metavar="N")
     stop: str | None = option(None, "Token ids that end the text.", metavar="ID,...")
     temperature: float = option(0.0, "Temperature of the draw; 0 takes the likeliest token.", min=0.0)
@@ -323,15 +361,21 @@ def generate(
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Write the tokens that follow a prompt, each as soon as it is there: text, or ids without a tokenizer."""
+    """Write the tokens that follow a prompt, each as soon as it is there: text, or ids without a tokenizer.
+
+    Of a model with an encoder, the prompt is the encoder's. With --inputs it is the beginning of the text.
+    """
     from relaxtune.pipeline.artifact.generation.sampling import Sampling
     from relaxtune.pipeline.artifact.module import Module
 
-    if (options.ids is None) == (options.prompt is None):
+    prompts = (options.ids is not None) + (options.prompt is not None)
+    if prompts > 1 or (prompts == 0 and options.inputs is None):
         raise UsageError("expected one prompt: --ids ID,ID,..., or --prompt TEXT with --tokenizer FILE")
     tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
     if options.ids is not None:
         ids = _ids(options.ids, "--ids")
+    elif options.prompt is None:
+        ids = []
     elif tokenizer is not None:
         ids = tokenizer.encode(options.prompt).ids
     else:
@@ -340,10 +384,14 @@ def generate(
     given = asdict(options)
     sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
     module = Module.load(directory, verify_key=verify_key)
+    prompt, inputs = ids, None if options.inputs is None else read_arrays(options.inputs)
+    if inputs is None and module.generator.generation.names.context:
+        prompt, inputs = [], {"input_ids": np.array([ids])}
     decoded = _text_of(tokenizer)
     tokens, text, first = [], "", 0.0
     started = time.perf_counter()
-    for token in module.generate(ids, max_new_tokens=options.max_new_tokens, stop=stop, sampling=sampling):
+    most = options.max_new_tokens
+    for token in module.generate(prompt, inputs=inputs, max_new_tokens=most, stop=stop, sampling=sampling):
         first = first or time.perf_counter()
         part = decoded(token)
         tokens.append(token)

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.errors import UsageError
 
+if TYPE_CHECKING:
+    from tvm_ffi import Device
+
 _MATMUL_SIZE = 1536
 _COPY_BYTES = 1 << 28
+_COPIES = 20  # On a GPU, between two waits.
 # Long enough to see past another program's moment.
 _SECONDS = 0.7
 
@@ -106,6 +112,22 @@ def measure_cpu_ceilings() -> Ceilings:
             f"{cores} threads; the fastest within {_SECONDS} s"
         ),
     )
+
+
+def measure_bandwidth(device: Device) -> float:
+    """Return the bytes that large copies read and write on a device in a second."""
+    from relaxtune.pipeline.tvm_runtime.library import copy, empty, is_cpu, synchronise
+
+    if is_cpu(device):
+        return measure_cpu_ceilings().bytes_per_s or math.nan
+    first, second = (empty((_COPY_BYTES,), "uint8", device) for _ in range(2))
+
+    def copies() -> None:
+        for _ in range(_COPIES):
+            copy(first, second)
+        synchronise(device)
+
+    return 2 * _COPY_BYTES * _COPIES / _fastest(copies)
 
 
 def _fastest(run: Callable[[], object]) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder
-from relaxtune.pipeline.bench.peers.worker import Failed, Missing, Prepare, Run, RunTogether
+from relaxtune.pipeline.bench.peers.worker import Failed, Generate, Missing, Prepare, Run, RunTogether
 from relaxtune.pipeline.workers.limits import Limits
 from relaxtune.pipeline.workers.replies import WorkerError
 from relaxtune.pipeline.workers.worker import Worker
@@ -75,6 +75,11 @@ class PeerProcess:
     def run_ms(self) -> float:
         """Return the latency of one call, by the clock of its process."""
         return float(self._ask(Run()))
+
+    def generate(self, ids: list[list[int]], new: int) -> tuple[list[float], list[list[int]]]:
+        """Return when each of the tokens after some prompts came, in seconds after the start, and the tokens."""
+        came, tokens = self._ask(Generate(ids, new))
+        return list(came), list(tokens)
 
     def run_together(self, seconds: float) -> tuple[list[float], float]:
         """Return the latencies (ms) of all callers at once, for so many seconds, and the seconds that it took."""

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ class TorchPeer:
             call = torch.compile(self._module, mode=mode, dynamic=False)
         return [self._caller(call, inputs, own_stream=count > 1) for _ in range(count)]
 
+    def generate(self, ids: list[list[int]], new: int) -> tuple[list[float], list[list[int]]]:
+        """Return when each of the tokens after some prompts came, and the tokens: static cache in place, compiled."""
+        if not hasattr(self._module, "generate"):
+            raise PeerError(f"{self._order.factory} returned {type(self._module).__name__}, which has no `generate`")
+        prompts = torch.tensor(ids, device=self._device)
+        came = _Came()
+        with torch.inference_mode():
+            text = self._module.generate(
+                prompts, attention_mask=torch.ones_like(prompts), do_sample=False, min_new_tokens=new,
+                max_new_tokens=new, cache_implementation="static", streamer=came, pad_token_id=0,
+            )  # fmt: skip
+        return came.seconds[1:], text[:, prompts.shape[1] :].T.tolist()
+
     def _caller(self, call: Any, inputs: Mapping[str, np.ndarray], *, own_stream: bool) -> Caller:
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in inputs.items()}
         taken = inspect.signature(self._module.forward).parameters
@@ -66,6 +80,20 @@ class TorchPeer:
                     torch.cuda.current_stream().synchronize()
 
         return Caller(run, lambda: _arrays(last["returned"], self._order.outputs))
+
+
+class _Came:
+    """Notes when tokens come; transformers gives it the prompts first."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = time.perf_counter()
+
+    def put(self, _tokens: torch.Tensor) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+
+    def end(self) -> None:
+        pass
 
 
 def _factory(reference: str) -> Any:

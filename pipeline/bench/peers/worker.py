@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relaxtune.pipeline.bench.peers.callers import Caller, Peer, PeerError, PeerOrder, run_together, timed_ms
+from relaxtune.pipeline.bench.peers.callers import (
+    Caller,
+    GeneratingPeer,
+    Peer,
+    PeerError,
+    PeerOrder,
+    run_together,
+    timed_ms,
+)
 
 # Characters of a library's message that reach the user.
 _SHOWN_MAX = 400
@@ -37,6 +45,14 @@ class RunTogether:
     """Ask for the latencies (ms) of all callers at once, for so many seconds, and the seconds that it took."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Ask for so many tokens after prompts: the seconds after the start at which each came, and the tokens."""
+
+    ids: list[list[int]]
+    new: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +120,8 @@ class _PeerWorker:
             return timed_ms(self._callers[0].run)
         if isinstance(request, RunTogether):
             return run_together([caller.run for caller in self._callers], request.seconds)
+        if isinstance(request, Generate) and isinstance(self._peer, GeneratingPeer):
+            return self._peer.generate(request.ids, request.new)
         raise TypeError(f"expected a request to a peer, got {type(request).__name__}")
 
 
