@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import os
 import signal
@@ -27,8 +28,33 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores. Further threads that wait for work spin: NumPy's BLAS took four times the CPU time.
     os.environ.update(OPENBLAS_NUM_THREADS="1", TVM_THREAD_POOL_SPIN_COUNT="0")
 
+# Garbage is collected after 10,000 new objects, not 700: TVM, SymPy and the tests make many that live on.
+gc.set_threshold(10_000, 10, 5)
+
 # A shell without job control starts what runs in the background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of a test slow that its marker `quick_cases` does not name."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        marker = item.get_closest_marker("quick_cases")
+        if marker is not None and isinstance(item, pytest.Function):
+            test, case = item.nodeid.partition("[")[0], item.callspec.id
+            unknown.setdefault(test, set(marker.args)).discard(case)
+            if case not in marker.args:
+                item.add_marker(pytest.mark.slow)
+    # An argument with "::" may have selected cases.
+    wrong = [f"{test} has no case {name!r}" for test, names in unknown.items() for name in sorted(names)]
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("; ".join(wrong))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of all later collections of garbage: it lives as long as the process."""
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,4 +1,4 @@
-"""A session of pytest in which every test was skipped fails; one that only lists the tests does not."""
+"""Sessions of pytest: they fail where every test was skipped, and leave out slow cases."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ import pytest
 
 SKIPPED = "import pytest\n\ndef test_skipped():\n    pytest.skip('no device')\n"
 PASSED = "\ndef test_passed():\n    pass\n"
+CASES = """
+import pytest
+
+@pytest.mark.quick_cases("short", {more})
+@pytest.mark.parametrize("case", ["short", "long"])
+def test_case(case):
+    pass
+"""
 
 
 @pytest.mark.slow
@@ -28,6 +36,15 @@ def test_a_list_of_tests_with_a_module_that_is_skipped_is_no_failure(tmp_path: P
     (tmp_path / "test_left_out.py").write_text("import pytest\n\npytest.importorskip('there_is_no_such_module')\n")
     ended = run_session(PASSED, ("--collect-only",), tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "said"), [("", 0, "1 passed, 1 deselected"), ("'shorter'", 4, "test_case has no case 'shorter'")]
+)
+def test_cases_that_a_test_does_not_call_quick_are_slow(more: str, code: int, said: str, tmp_path: Path) -> None:
+    ended = run_session(CASES.format(more=more), ("-m", "not slow"), tmp_path)
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    assert said in ended.stdout + ended.stderr
 
 
 def run_session(tests: str, options: tuple[str, ...], folder: Path) -> subprocess.CompletedProcess[str]:
