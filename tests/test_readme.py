@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
 import shlex
 import sys
@@ -40,14 +43,19 @@ def test_readme_fits_on_two_screens() -> None:
     assert len(TEXTS["README.md"].splitlines()) <= 100
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_of_a_page_exists_with_its_options(command, capsys) -> None:
-    words = shlex.split(command, comments=True)[1:]
-    name = words[: 2 if words[0] in ("artifact", "batch", "cluster", "db") else 1]
-    with pytest.raises(SystemExit) as ended:
+@functools.cache
+def help_of(*name: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as ended:
         main([*name, "--help"])
     assert not ended.value.code
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    return re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_a_page_exists_with_its_options(command) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    name = words[: 2 if words[0] in ("artifact", "batch", "cluster", "db") else 1]
+    shown = help_of(*name)
     for option in (word for word in words if word.startswith("--")):
         assert option in shown, f"{' '.join(name)} has no option {option}"
 
@@ -112,7 +120,13 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert commands == ["make check", "make test"]
 
 
-@pytest.mark.parametrize(("page", "code"), blocks("python"), ids=[page for page, _ in blocks("python")])
+PYTHON = [
+    pytest.param(page, code, id=page, marks=pytest.mark.slow if page == "docs/generation.md" else ())
+    for page, code in blocks("python")
+]
+
+
+@pytest.mark.parametrize(("page", "code"), PYTHON)
 def test_python_of_a_page_runs(page, code, tmp_path) -> None:
     outcome = warm_python.run([sys.executable, "-c", code], cwd=tmp_path)
     assert outcome.returncode == 0, outcome.stderr

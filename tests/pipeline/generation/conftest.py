@@ -10,6 +10,7 @@ import relaxtune
 from relaxtune.models import load_model, save_model
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 CAPACITY = 160
 FREE = {axis: (axis,) for axis in ("batch", "sequence", "past_sequence")}
@@ -25,7 +26,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def artifact(decoder: Path) -> Path:
     result = compile_model(
-        ModelRequest(decoder, target="llvm", generate=True, max_length=CAPACITY), decoder.parent / "artifact", samples=2
+        ModelRequest(decoder, target=UNOPTIMISED_TEXT, generate=True, max_length=CAPACITY),
+        decoder.parent / "artifact",
+        samples=2,
     )
     assert result.validation is not None
     assert result.validation.passed

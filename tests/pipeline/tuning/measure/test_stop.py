@@ -49,10 +49,11 @@ def test_a_signal_ends_native_code() -> None:
 # Native code that keeps Python's lock, as onnx's inference of shapes does: no thread of Python can end the process.
 _LOCKED = """
 import ctypes, signal
-from relaxtune.pipeline.tuning.measure.stop import signals_end_native_code
+from relaxtune.pipeline.tuning.measure import stop
 
+stop._UNHEARD = signal.Signals({number})
 libc = ctypes.PyDLL(None)
-with signals_end_native_code():
+with stop.signals_end_native_code():
     print("ready", flush=True)
     lock = ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(lock)
@@ -60,8 +61,11 @@ with signals_end_native_code():
 """
 
 
-def test_a_signal_ends_native_code_that_keeps_the_lock_of_python() -> None:
-    with subprocess.Popen([sys.executable, "-c", _LOCKED], stdout=subprocess.PIPE) as process:
+@pytest.mark.parametrize("number", [3, pytest.param(stop_module._UNHEARD.value, marks=pytest.mark.slow)])
+def test_a_signal_ends_native_code_that_keeps_the_lock_of_python(number: int) -> None:
+    """The number of the signal is also the seconds until the end."""
+    program = _LOCKED.format(number=number)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         time.sleep(1)
@@ -109,7 +113,7 @@ _TAKEN = """
 import signal, time
 from relaxtune.pipeline.tuning.measure import stop
 
-stop._LEAVES_S = 0.05
+stop._LEAVES_S, stop._SETTLED_S = 0.05, 0.3
 taken = []
 signal.signal(signal.SIGINT, lambda *_: taken.append(1))
 with stop.signals_end_native_code():
