@@ -36,7 +36,8 @@ def test_every_notebook_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
 
 
-@pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param("batch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 # nbclient and pyzmq leave sockets to the garbage collector.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_notebook_runs(name: str, kernel: KernelManager) -> None:

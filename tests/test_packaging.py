@@ -140,7 +140,8 @@ print(relaxtune.__version__, pathlib.Path(relaxtune.__file__).resolve())
 """
 
 
-@pytest.mark.parametrize("how", ["editable", "wheel", pytest.param("sdist", marks=pytest.mark.slow)])
+@pytest.mark.quick_cases("wheel")
+@pytest.mark.parametrize("how", ["editable", "wheel", "sdist"])
 def test_installed_package_is_one_name_and_not_broken_by_a_users_folders(how: str, source: Path, tmp_path) -> None:
     environment = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)

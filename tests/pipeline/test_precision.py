@@ -29,6 +29,7 @@ def compiled(name: str, precision: str | None, tmp_path: Path) -> CompileResult:
     return compile_model(request, tmp_path / f"{name}-{precision}", samples=2)
 
 
+@pytest.mark.quick_cases("llama-tiny-tf32", "bert-tiny-bf16")
 @pytest.mark.parametrize(("name", "precision"), [("llama-tiny", "tf32"), ("bert-tiny", "bf16"), ("llama-tiny", "bf16")])
 def test_a_precision_is_right_and_has_an_effect(name: str, precision: str, tmp_path: Path) -> None:
     result = compiled(name, precision, tmp_path)
@@ -43,6 +44,7 @@ def test_a_precision_is_right_and_has_an_effect(name: str, precision: str, tmp_p
     assert all(least < error < most for error in errors), errors
 
 
+@pytest.mark.quick_cases("bert-tiny-outliers-fp16", "llama-tiny-outliers-w4a16")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

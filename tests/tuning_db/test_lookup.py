@@ -168,6 +168,7 @@ def test_sql_finds_what_the_rules_say(database, samples):
         assert [record.id for record in database.list_top(question, k=3)] == [record.id for record in found[:3]]
 
 
+@pytest.mark.quick_cases("sqlite-file-0", "sqlite-file-3", "sqlite-memory-1000", "postgresql-1", "layers-3")
 @pytest.mark.parametrize("k", [0, 1, 3, 1000])
 def test_many_questions_at_once_are_answered_as_each_alone(database, samples, k):
     workloads = [samples.workload(number) for number in (1, 2, 3)]

@@ -54,6 +54,7 @@ def test_a_connection_that_the_server_ends_in_its_first_transaction_is_made_agai
         assert database.read(work) == 7
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_as_a_run_starts_is_waited_for(server, samples, caplog):
     server.stop()
     back = threading.Timer(1.0, server.start)
@@ -87,6 +88,7 @@ def test_a_damaged_row_is_no_server_that_went_away(server, monkeypatch):
         assert not isinstance(raised.value, DatabaseLostError)
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_told_and_its_return_is_enough(server, samples, monkeypatch):
     for name in ("RECONNECT_WAIT_S", "START_WAIT_S"):
         monkeypatch.setattr(f"relaxtune.tuning_db.sql.transactions.{name}", 0.5)

@@ -325,6 +325,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.quick_cases("whole calls-c-own", "whole calls-python-default", "graphs inside alone-c-default")
 @pytest.mark.parametrize("stream", ["default", "own"])
 @pytest.mark.parametrize("language", ["c", "python"])
 def test_capture_that_cannot_be_made_leaves_no_trace(

@@ -95,6 +95,7 @@ def test_a_second_driver_is_told_who_has_the_plan(folder: Path, database: Tuning
     assert "1 of 1 accepted; 1 done" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_driver_that_is_killed_is_taken_up_where_it_was(folder: Path, database: TuningDatabase) -> None:
     path = plan_of(folder, "killed", {"candidates = 6": "candidates = 24"}, FIRST + 'shapes = ["x=24x32"]\n')
     command = [sys.executable, "-c", "from relaxtune.pipeline.cli.app import main; main()", "batch", "run", str(path)]

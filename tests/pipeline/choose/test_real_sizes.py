@@ -16,17 +16,12 @@ PROFILE = {
     "sequence": AxisProfile(1, 128, 512),
     "past_sequence": AxisProfile(1, 512, 2048),
 }
-SLOW = ("llama-1b", "bert-base", "t5-small", "vit-base", "gpt2-small", "gpt2-small-decode")
+MODELS = ("llama-1b-decode", "llama-1b", "bert-base", "t5-small", "vit-base", "gpt2-small", "gpt2-small-decode")
 
 
-@pytest.mark.parametrize(
-    ("model", "profiled"),
-    [
-        ("llama-1b-decode", True),
-        pytest.param("llama-1b-decode", False, marks=pytest.mark.slow),
-        *(pytest.param(name, profiled, marks=pytest.mark.slow) for name in SLOW for profiled in (True, False)),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("profiled", [True, False])
+@pytest.mark.parametrize("model", MODELS)
 def test_each_kernel_of_symbolic_sizes_is_a_templates(model: str, profiled: bool) -> None:
     inputs = {spec.name: spec.shape for spec in get_preset(f"{model}-1-layers").inputs}
     axes = {axis for shape in inputs.values() for axis in shape if axis in PROFILE}

@@ -135,6 +135,7 @@ def told(monkeypatch: pytest.MonkeyPatch, *trials: dict[str, float], spread: flo
     monkeypatch.setattr(rerank_module, "compiled_arms", arms)
 
 
+@pytest.mark.quick_cases("faster", "one-percent-in-noise", "slower")
 @pytest.mark.parametrize(
     ("rival", "spread", "taken"),
     [(0.95, 0.01, True), (0.99, 0.005, True), (0.99, 0.025, True), (0.999, 0.0, False), (1.05, 0.0, False)],

@@ -55,6 +55,7 @@ def slow(prepared: PreparedModel) -> CompiledModule:
     return compile_module(prepared.lowered, choices, prepared.target)
 
 
+@pytest.mark.slow
 def test_tuned_kernels_ship_when_the_model_is_faster_with_them(prepared, fast, slow, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(shipping_module, "_QUESTION", Question(-LEAST_GAIN, 0.02, seconds=2.0))
     shipping, loaded = decide(prepared, tuned=fast, untuned=slow, folder=tmp_path)

@@ -199,6 +199,7 @@ def test_records_of_a_table_are_explained_where_none_is_taken(prepared: Prepared
     assert choice.trace
 
 
+@pytest.mark.slow
 def test_attention_of_free_sizes_is_tuned_at_each_of_them(tmp_path: Path) -> None:
     profile = {"batch": AxisProfile(1, 2, 8), "sequence": AxisProfile(16, 64, 64)}
     shapes = dict.fromkeys(("input_ids", "attention_mask", "token_type_ids"), ("batch", "sequence"))

@@ -51,6 +51,7 @@ def run(*arguments: object, code: int = 0) -> None:
     assert int(ended.value.code or 0) == code, arguments
 
 
+@pytest.mark.slow
 def test_no_output_holds_a_secret(server, tmp_path, capfd, monkeypatch):
     given, out = tmp_path / "given", tmp_path / "out"
     given.mkdir()

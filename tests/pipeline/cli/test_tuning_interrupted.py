@@ -68,6 +68,7 @@ def _wait_for(happened: Callable[[], object]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured_and_still_compiles(tuning_process, tmp_path) -> None:
     database, artifact = tmp_path / "tuning.db", tmp_path / "artifact"
     _wait_for(lambda: _valid_records(database))

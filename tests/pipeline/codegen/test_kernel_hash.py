@@ -87,6 +87,7 @@ def test_a_template_has_one_hash_in_the_build_process_and_in_an_artifact(lowered
     assert {entry.kernel_hash for entry in entries_of(lowered, task, record, target, tmp_path)} == {told}
 
 
+@pytest.mark.slow
 def test_a_fallback_has_one_hash_on_the_gpu(lowered, tasks, target, tmp_path: Path) -> None:
     task = tasks[0]
     told = built_hash(apply_fallback(task.mod, target.target), target, tmp_path)

@@ -22,6 +22,7 @@ from tests.pipeline.faults.small_models import make_model
 from tests.pipeline.faults.test_passes import CASES
 
 
+@pytest.mark.quick_cases("bert-fp16", "llama-decode-None")
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

@@ -85,6 +85,9 @@ CASES = {
 }
 
 
+@pytest.mark.quick_cases(
+    "a sum lacks its last product", "a record of another epsilon is used", "a mask is read one key early"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_in_a_kernel_is_caught_and_named(name: str, quick_target: ResolvedTarget, tmp_path: Path) -> None:
     case = CASES[name]
@@ -102,6 +105,7 @@ def test_a_fault_in_a_kernel_is_caught_and_named(name: str, quick_target: Resolv
     assert found.node in found.kernel.onnx_nodes
 
 
+@pytest.mark.slow
 def test_of_two_faulty_kernels_the_one_that_spoils_the_results_is_named(
     quick_target: ResolvedTarget, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_if_with_a_constant_condition_leaves_one_branch(condition: bool) -> None
     assert ("R.negative" in text, "R.abs" in text, "if " in text) == (condition, not condition, False)
 
 
+@pytest.mark.quick_cases("True-3", "False-0")
 @pytest.mark.parametrize("past", [0, 3])
 @pytest.mark.parametrize("flag", [True, False])
 def test_branches_are_converted_as_the_nodes_outside(past: int, flag: bool, tmp_path: Path) -> None:

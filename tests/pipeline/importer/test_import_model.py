@@ -97,12 +97,14 @@ def test_every_kernel_of_bert_leads_back_to_its_nodes_after_lowering(bert: Impor
     assert {node.name for node in bert.model.proto.graph.node if node.op_type == "MatMul"} <= reached
 
 
+@pytest.mark.quick_cases("gpt2-tiny-decode", "vit-tiny")
 @pytest.mark.parametrize("name", ["gpt2-tiny-decode", "llama-tiny", "vit-tiny", "whisper-tiny"])
 def test_zoo_model_imports_and_agrees(name: str) -> None:
     model = load_model(name)
     assert_agrees(model, random_feeds(model), tolerance=1e-4)
 
 
+@pytest.mark.quick_cases("bert-tiny")
 @pytest.mark.parametrize("name", ["bert-tiny", "llama-tiny", "t5-tiny"])
 def test_zoo_model_with_symbolic_axes_agrees_at_several_sizes(name: str) -> None:
     model = load_model(name, shapes={"input_ids": ["batch", "seq"]})

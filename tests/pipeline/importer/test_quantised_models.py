@@ -88,6 +88,7 @@ def test_a_bert_with_every_operator_quantised_is_right(tmp_path: Path) -> None:
     assert_right(quantise("bert-tiny-1-layers", "every operator", tmp_path))
 
 
+@pytest.mark.slow
 def test_a_dynamically_quantised_gpt2_is_right(tmp_path: Path) -> None:
     assert_right(quantise("gpt2-tiny-1-layers", "dynamic", tmp_path))
 

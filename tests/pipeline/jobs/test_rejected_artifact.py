@@ -97,6 +97,7 @@ def test_two_processes_with_one_place_keep_their_own_artifacts(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "artifact.rejected", "flags", "key.pem"]
 
 
+@pytest.mark.quick_cases("OSError")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_artifact_that_was_not_judged_is_not_left_as_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

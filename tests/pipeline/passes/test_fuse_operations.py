@@ -42,6 +42,7 @@ def test_size_is_defined_before_what_reads_it() -> None:
     ]
 
 
+@pytest.mark.quick_cases("llvm-True")
 @pytest.mark.parametrize(("target", "apart"), [("cuda:sm_90a", False), ("llvm", True)])
 def test_a_bias_of_positions_is_read_from_its_table_once_for_all_batch_rows_on_a_cpu(target: str, apart: bool) -> None:
     shapes = {spec.name: ("batch", "sequence") for spec in get_preset("t5-tiny").inputs}

@@ -77,6 +77,7 @@ def chain(nodes: int, *operators: str) -> OnnxModel:
     return make_model(made, {"x": ("float32", (2, 16))}, {"y": ("float32", (2, 16))}, weights)
 
 
+@pytest.mark.quick_cases("llvm")
 @pytest.mark.parametrize("target", ["llvm", "cuda:sm_90a"])
 def test_long_chain_of_one_operand_is_cut(target: str) -> None:
     lowered = lower(import_model(chain(600, "Sin", "Abs", "Neg")), resolve_target(target).target)

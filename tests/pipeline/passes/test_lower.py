@@ -39,12 +39,27 @@ OPTIONAL = tuple(step.name for step in lowering_steps() if not step.required)
 FP16_TOLERANCE = 2e-2
 
 
+@pytest.mark.quick_cases("bert-tiny", "gpt2-tiny-decode", "llama-tiny")
 @pytest.mark.parametrize("name", TINY)
 def test_lower_agrees_with_onnx_runtime_when_every_pass_is_on(name: str) -> None:
     feeds, expected = reference_of(name)
     assert_agrees(run_lowered(lowered_of(name), feeds), expected, FP32_TOLERANCE)
 
 
+@pytest.mark.quick_cases(
+    "recognise_norms",
+    "recognise_activations",
+    "fold_constants",
+    "gathers_to_views",
+    "simplify_views",
+    "combine_matmuls",
+    "recognise_rotary",
+    "recognise_attention",
+    "pack_weights",
+    "fold_legalised_constants",
+    "fuse_operations",
+    "reshapes_to_views",
+)
 @pytest.mark.parametrize("disabled", OPTIONAL)
 def test_lower_agrees_with_onnx_runtime_when_one_pass_is_off(disabled: str) -> None:
     feeds, expected = reference_of("llama-tiny")
@@ -55,6 +70,7 @@ def test_lower_agrees_with_onnx_runtime_when_one_pass_is_off(disabled: str) -> N
     assert_agrees(run_lowered(lowered, feeds), expected, FP32_TOLERANCE)
 
 
+@pytest.mark.quick_cases("gpt2-tiny")
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny"])
 def test_lower_agrees_with_onnx_runtime_when_every_optional_pass_is_off(name: str) -> None:
     feeds, expected = reference_of(name)
@@ -62,6 +78,7 @@ def test_lower_agrees_with_onnx_runtime_when_every_optional_pass_is_off(name: st
     assert_agrees(run_lowered(lowered, feeds), expected, FP32_TOLERANCE)
 
 
+@pytest.mark.quick_cases("llama-tiny")
 @pytest.mark.parametrize("name", ["bert-tiny", "llama-tiny", "gpt2-tiny-decode"])
 def test_lower_stays_near_onnx_runtime_when_precision_is_fp16(name: str) -> None:
     feeds, expected = reference_of(name)

@@ -79,6 +79,7 @@ def test_what_changed_is_named(place, tmp_path, capsys) -> None:
     assert "Versions that differ: tvm 0.1 ->" in written.err
 
 
+@pytest.mark.slow
 def test_a_bundle_has_the_records_of_the_artifacts_and_makes_the_same_kernels(place, tmp_path, capsys) -> None:
     artifact, database = place
     bundle = tmp_path / "bundle.db"

@@ -89,6 +89,7 @@ def test_a_refit_has_the_bits_of_a_compilation(tmp_path: Path, precision: str | 
     assert set(done.changed) == set(made.weights)
 
 
+@pytest.mark.slow
 def test_each_shape_bucket_takes_the_new_weights(tmp_path: Path) -> None:
     old, new = network(tmp_path / "old.onnx", 0, rows="n"), network(tmp_path / "new.onnx", 1, rows="n")
     first = compiled(old, tmp_path / "first", buckets={"n": (2, 4)})

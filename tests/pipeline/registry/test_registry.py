@@ -122,6 +122,7 @@ def test_collecting_keeps_what_a_link_of_another_database_needs(registry, build,
     assert registry.collect(steps=0, older_than_s=0) == ()
 
 
+@pytest.mark.quick_cases("folder")
 def test_promotion_is_by_the_gate(registry, build) -> None:
     with pytest.raises(GateRefusedError, match="may not be prod: it was not compared with ONNX Runtime"):
         registry.promote(build("unknown", validated=False), "prod", limits=LIMITS)

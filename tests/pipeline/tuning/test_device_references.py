@@ -172,6 +172,7 @@ class Specs(NoDevice):
         super().submit(artifact, spec, on_measured)
 
 
+@pytest.mark.quick_cases("True")
 @pytest.mark.parametrize("on_device", [True, False])
 def test_a_run_builds_both_references_of_a_large_task(database: TuningDatabase, on_device: bool) -> None:
     target = resolve_target("cuda:sm_90a")

@@ -93,6 +93,7 @@ def outcome_of(pool: BuildPool, backend: LocalBackend, place: Place, task: Tunin
     return outcome
 
 
+@pytest.mark.quick_cases("both", "gated")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_right_candidates_pass_on_every_output(
     pool: BuildPool, backend: LocalBackend, place: Place, case: NormCase
@@ -102,6 +103,7 @@ def test_right_candidates_pass_on_every_output(
     assert outcome_of(pool, backend, place, task, scheduled).status is Status.OK
 
 
+@pytest.mark.quick_cases("variance of K - 1 elements", "sums of other columns")
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
 def test_a_wrong_second_output_is_a_wrong_result(
     pool: BuildPool, backend: LocalBackend, place: Place, fault: tuple[NormCase, str, str, str]

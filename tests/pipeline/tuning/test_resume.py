@@ -112,6 +112,7 @@ with TuningDatabase.open(sys.argv[1]) as database:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_keeps_what_was_written_and_goes_on(place: Place, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/killed.db"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}

@@ -294,6 +294,7 @@ def test_tune_records_a_template_that_cannot_be_made(
     assert "the tile is wider than the matrix" in str(failed.error)
 
 
+@pytest.mark.quick_cases("signal")
 @pytest.mark.parametrize("how", ["signal", "exception"])
 def test_tune_keeps_finished_candidates_when_interrupted(place: Place, database: TuningDatabase, how: str) -> None:
     def interrupt() -> None:

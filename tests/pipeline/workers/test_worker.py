@@ -180,6 +180,7 @@ def test_a_child_that_takes_too_much_memory_is_killed(worker: Worker) -> None:
     assert raised.value.limit is Limit.MEMORY
 
 
+@pytest.mark.quick_cases("forked")
 def test_a_machine_that_slept_kills_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock jumps by an hour, as when everything was stopped meanwhile."""
     worker.ask("pid")

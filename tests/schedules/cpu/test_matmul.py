@@ -35,6 +35,7 @@ def test_row_times_a_matrix_of_any_columns_along_the_sum_is_not_packed():
     assert run(matmul_case(1, 53, 64, batch=3, transposed=True, epilogue="bias", symbolic="n")) != "cpu-matmul"
 
 
+@pytest.mark.quick_cases("m-None-False", "k-3-False", "mnk-3-True")
 @pytest.mark.parametrize(
     ("symbolic", "batch", "transposed"),
     [

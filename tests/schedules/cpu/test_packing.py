@@ -34,6 +34,7 @@ def test_packed_matmul_matches_numpy_when_shapes_do_not_fit_the_tile(m, n, k, ep
     assert run(packed_matmul_case(m, n, k, epilogue=epilogue)) == "cpu-matmul"
 
 
+@pytest.mark.quick_cases("None-101", "3-96")
 @pytest.mark.parametrize("n", [96, 101])
 @pytest.mark.parametrize("batch", [None, 3])
 def test_packed_matmul_matches_numpy_when_rows_are_symbolic(n, batch):

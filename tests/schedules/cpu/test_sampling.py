@@ -17,11 +17,13 @@ def run() -> cases.Run:
     return cases.built(resolve_target("llvm"), tvm.cpu())
 
 
+@pytest.mark.quick_cases("7")
 @pytest.mark.parametrize("vocabulary", [7, 500])
 def test_each_filter_keeps_the_references_set(run: cases.Run, vocabulary: int) -> None:
     cases.check_sets(run, vocabulary)
 
 
+@pytest.mark.quick_cases("1-2-float32", "7-60-float16", "1000-60-float32", "1000-60-bfloat16")
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize(("vocabulary", "rows"), [(1, 2), (7, 60), (1000, 60), (50257, 12), (128256, 6)])
 def test_random_rows_with_all_inputs_give_the_references_tokens(

@@ -66,6 +66,7 @@ SYMBOLIC = {
 }
 
 
+@pytest.mark.quick_cases("masked", "distances of one query", "windows", "caches")
 @pytest.mark.parametrize(("case", "sizes"), SYMBOLIC.values(), ids=SYMBOLIC.keys())
 def test_symbolic_function_computes_attention_at_any_size(
     case: AttentionCase, sizes: list[tuple[int, int, int]]

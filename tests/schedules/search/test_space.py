@@ -27,6 +27,7 @@ def candidates(case, per_design: int):
             yield schedule.mod
 
 
+@pytest.mark.quick_cases("fits", "prime-rows", "convolution")
 @pytest.mark.parametrize(
     "case",
     [

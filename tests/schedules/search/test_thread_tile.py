@@ -37,12 +37,14 @@ def on_a_cpu(module: tvm.IRModule) -> tvm.IRModule:
     return tvm.script.from_source(re.sub(r', scope="(shared|local)"', "", text))
 
 
+@pytest.mark.quick_cases("one row", "odd everything")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_candidates_compute_what_they_should(case):
     for seed in (1, 2, 3):
         check(case, on_a_cpu(drawn(case.module, seed).mod), host().target)
 
 
+@pytest.mark.quick_cases("prime rows", "batched, transposed")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_every_candidate_keeps_to_the_limits_of_a_block(case):
     space = make_space(TARGET.target)

@@ -56,6 +56,7 @@ def emulated(request: pytest.FixtureRequest, tmp_path: Path) -> cases.Run:
     return run
 
 
+@pytest.mark.quick_cases("sm_90a")
 def test_source_gives_the_references_tokens(emulated: cases.Run) -> None:
     cases.check_rows(emulated, cases.random_rows(np.random.default_rng(2), 1000, 2))
     # More tokens stay than a list holds.

@@ -118,6 +118,7 @@ def of_windows(*, apart: bool) -> OnnxModel:
     )
 
 
+@pytest.mark.quick_cases("64-True", "40-False")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("positions", [64, 40])
@@ -164,6 +165,7 @@ def test_masks_of_windows_are_not_repeated_for_each_image(apart: bool) -> None:
         assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 2e-2)
 
 
+@pytest.mark.quick_cases("model0")
 @pytest.mark.parametrize("model", [of_distances(causal=True), of_one_query(), of_windows(apart=False)])
 def test_templates_take_masks_where_they_lie(model: OnnxModel) -> None:
     lowered = lower(import_model(model), resolve_target("cuda:sm_90a").target, FP16)

@@ -35,6 +35,7 @@ def kernels_of_layer(lowered: LoweredModule, layer: str) -> list[str]:
     return [name for name, call in calls if any(node.startswith(layer) for node in call.onnx_nodes)]
 
 
+@pytest.mark.quick_cases("llama-tiny-fp16-options1")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize(
     ("name", "precision", "options"),

@@ -38,6 +38,7 @@ def count(lowered: LoweredModule, word: str) -> int:
     return sum(len(calls) for name, calls in lowered.kernels.items() if word in name)
 
 
+@pytest.mark.quick_cases("llama-tiny-decode-fp16-options2")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize(
     ("name", "precision", "options"),
@@ -59,6 +60,7 @@ def test_rotate_in_matmul_agrees_with_onnx_runtime_when_model_is_llama(
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), TOLERANCE)
 
 
+@pytest.mark.quick_cases("llama-tiny-decode-maxima0-calls0", "llama-tiny-maxima2-calls2")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize(
     ("name", "maxima", "calls"),

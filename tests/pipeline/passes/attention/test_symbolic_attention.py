@@ -31,6 +31,7 @@ def any_target(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "template_refusal", lambda _func, _target: None)
 
 
+@pytest.mark.quick_cases("gpt2-tiny-decode")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize("name", ["bert-tiny", "gpt2-tiny-decode", "llama-tiny"])
 def test_symbolic_attention_agrees_with_onnx_runtime_at_several_sizes(name: str) -> None:

@@ -42,6 +42,7 @@ def kernels(lowered: LoweredModule) -> int:
     return sum(map(len, lowered.kernels.values()))
 
 
+@pytest.mark.quick_cases("rounded-llama-tiny-4", "half-bert-tiny-3")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize(("name", "fused"), [("bert-tiny", 3), ("gpt2-tiny", 4), ("llama-tiny", 4), ("vit-tiny", 3)])
 @pytest.mark.parametrize("graph", ["rounded", "half"])
@@ -58,6 +59,7 @@ def test_fuse_norms_agrees_with_onnx_runtime_and_saves_a_kernel_a_norm(name: str
     assert_agrees(run_lowered(on, feeds), run_reference(model, feeds), 2e-2)
 
 
+@pytest.mark.quick_cases("llama-tiny-4")
 @pytest.mark.usefixtures("any_target")
 @pytest.mark.parametrize(("name", "fused"), [("bert-tiny", 3), ("llama-tiny", 4)])
 def test_fuse_norms_takes_as_many_norms_of_symbolic_rows(name: str, fused: int) -> None:
@@ -171,6 +173,7 @@ def normed_input(f: Form, x: str) -> str:
     return f.op("LayerNormalization", f.op("Tanh", x), 1 + f.weight(HIDDEN), f.weight(HIDDEN), axis=-1)
 
 
+@pytest.mark.quick_cases("cuda:sm_90a")
 @pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80", "cuda:sm_120"])
 def test_fuse_norms_leaves_five_launches_a_layer_of_bert(target: str) -> None:
     shapes = {spec.name: (1, 24) for spec in get_preset("bert-tiny").inputs}

@@ -56,6 +56,7 @@ def test_a_slice_from_a_symbolic_place_on_is_part_of_what_reads_it() -> None:
         assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
 
 
+@pytest.mark.quick_cases("bert-tiny")
 @pytest.mark.parametrize("name", ["bert-tiny", "llama-tiny", "gpt2-tiny-decode"])
 def test_symbolic_graph_has_no_more_kernels_than_the_static_one(name: str) -> None:
     """Attention of symbolic lengths is one kernel on a CPU, which outweighs a mask that is a constant otherwise."""
@@ -69,6 +70,7 @@ def test_symbolic_graph_has_no_more_kernels_than_the_static_one(name: str) -> No
         assert_agrees(run_compiled(machine, lowered, feeds), run_reference(model, feeds), 1e-4)
 
 
+@pytest.mark.quick_cases("bert-tiny-0", "llama-tiny-decode-0")
 @pytest.mark.parametrize(
     ("name", "more"), [("bert-tiny", 0), ("vit-tiny", 0), ("llama-tiny", 2), ("llama-tiny-decode", 0)]
 )

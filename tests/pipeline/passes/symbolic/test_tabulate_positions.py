@@ -179,6 +179,7 @@ def test_positions_that_an_input_gives_are_no_table() -> None:
     assert_agrees(run_lowered(lowered, feeds), run_reference(model, feeds), 1e-6)
 
 
+@pytest.mark.quick_cases("settled")
 @pytest.mark.parametrize(
     ("positions", "logarithms"), [pytest.param(64, False, id="settled"), pytest.param(9, True, id="unsettled")]
 )

@@ -130,6 +130,7 @@ def test_rows_beyond_what_a_kernel_should_dequantise_have_a_kernel_for_it() -> N
         assert any("dequantise" in name for name in module.kernels) == apart
 
 
+@pytest.mark.slow
 def test_workloads_of_different_precisions_are_different_tasks() -> None:
     def keys(precision: str) -> set[str]:
         return {

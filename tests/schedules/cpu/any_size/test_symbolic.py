@@ -170,6 +170,10 @@ KERNELS: dict[str, tuple[str, Callable[[], tirx.PrimFunc]]] = {
 }
 
 
+QUICK_NARROW = ("softmax, isnan, where", "layer norm", "matmul all", "attention, masked", "packed", "patches, partial")
+
+
+@pytest.mark.quick_cases(*(f"{name}-host" for name in KERNELS), *(f"{name}-avx2" for name in QUICK_NARROW))
 @pytest.mark.parametrize("narrow", [False, True], ids=["host", "avx2"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_agrees_with_itself_unscheduled_when_sizes_come_at_run_time(name: str, narrow: bool) -> None:
@@ -338,6 +342,7 @@ def test_rows_are_cut_for_cores_of_their_own_when_they_are_many(cores: int, part
     assert {rows: int(tvm.sym.Analyzer().simplify(found)) for rows, found in cut.items()} == parts
 
 
+@pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("cores", [2, 3, 4])
 def test_packed_weight_agrees_when_cores_have_rows_of_their_own(cores: int) -> None:
     facts = {"l1_bytes": 48 << 10, "l2_bytes": 2 << 20, "vector_bytes": 64, "cores": cores}

@@ -96,6 +96,7 @@ def test_it_is_what_an_untuned_attention_takes() -> None:
     assert AttentionSm80().parse(found[0].to_json()) == found[0]
 
 
+@pytest.mark.quick_cases("causal", "split")
 @pytest.mark.parametrize(
     ("case", "parameters", "arch"),
     [

@@ -117,6 +117,7 @@ def test_caches_of_keys_that_no_block_loads_once_are_refused(case: AttentionCase
     assert found == Refusal("no tile fits this shape")
 
 
+@pytest.mark.quick_cases("4")
 @pytest.mark.parametrize("split", [1, 4])
 def test_proposed_kernel_has_no_spills(split: int) -> None:
     case = replace(DECODE, batch=16, heads=32, kv_heads=8, keys=1024, past=1023)

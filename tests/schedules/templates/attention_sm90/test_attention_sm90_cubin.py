@@ -35,6 +35,7 @@ def target() -> ResolvedTarget:
     return resolve_target("cuda:sm_90a")
 
 
+@pytest.mark.quick_cases("small", "causal", "decode that appends")
 @pytest.mark.parametrize(
     ("case", "parameters", "registers_max"),
     [
@@ -100,6 +101,7 @@ def test_cubin_has_wgmma_and_no_spills(
     assert cubin.opcodes[places[0] : places[-1]].count(MOVE_TO_UNIFORM) < len(places)
 
 
+@pytest.mark.quick_cases("mask")
 @pytest.mark.parametrize(
     "case",
     [

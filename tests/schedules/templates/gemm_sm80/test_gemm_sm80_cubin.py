@@ -70,6 +70,9 @@ def assert_sound(case: MatmulCase | GemvCase, parameters: GemmParameters, arch: 
     assert (cubin.count(LAUNCH_DEPENDENTS) > 0) == parameters.dependent
 
 
+@pytest.mark.quick_cases(
+    "case0-parameters0-sm_80", "case2-parameters2-sm_120", "case4-parameters4-sm_86", "case5-parameters5-sm_80"
+)
 @pytest.mark.parametrize(
     ("case", "parameters", "arch"),
     [

@@ -57,6 +57,7 @@ def relative_error(found: np.ndarray, right: np.ndarray) -> float:
     return float(np.linalg.norm(found.astype("float64") - right) / np.linalg.norm(right))
 
 
+@pytest.mark.quick_cases("scales and bias-sm_89", "wide exponents-sm_90", "both wide, split-sm_89")
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
 def test_kernel_agrees_with_float64(case: MatmulCase, parameters: GemmParameters, arch: str, tmp_path: Path) -> None:

@@ -59,6 +59,12 @@ WIDE_CASES = {
 }
 
 
+@pytest.mark.quick_cases(
+    "five fragments of rows",
+    "normalised rows, statistics, both",
+    "normalised residual",
+    "statistics of blocks that share sums",
+)
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
 def test_kernel_agrees_with_float32(case: NormCase, parameters: GemmParameters, tmp_path: Path) -> None:
     func = case.func()
@@ -71,6 +77,7 @@ def test_kernel_agrees_with_float32(case: NormCase, parameters: GemmParameters, 
     assert_right(case, inputs, named(outputs), 1e-3)
 
 
+@pytest.mark.quick_cases("100")
 @pytest.mark.parametrize("rows", [1, 100])
 def test_kernel_of_symbolic_rows_agrees_with_float32(rows: int, tmp_path: Path) -> None:
     static = replace(NORMED, matmul=replace(NORMED.matmul, rows=(rows,)), keeps=True, sums=True)

@@ -59,6 +59,7 @@ def compiled(
     return read_cubin(data)
 
 
+@pytest.mark.quick_cases("split_k", "ragged", "pingpong", "odd columns")
 @pytest.mark.parametrize(
     ("case", "parameters", "registers_max"),
     [
@@ -122,6 +123,7 @@ def test_cubin_has_wgmma_and_no_spills(
     assert cubin.registers <= registers_max
 
 
+@pytest.mark.quick_cases("ragged rows")
 @pytest.mark.parametrize(
     ("rows", "parameters"),
     [
@@ -140,6 +142,7 @@ def test_multiplications_of_a_stage_follow_each_other(
     assert cubin.count(MOVE_TO_UNIFORM) < cubin.count(WGMMA)
 
 
+@pytest.mark.quick_cases("32-a bias", "64-an activation")
 @pytest.mark.parametrize(("constants", "early"), [((1, 2), 1), ((1,), 0)], ids=["a bias", "an activation"])
 @pytest.mark.parametrize("block_n", [32, 64])
 def test_only_constants_are_read_before_the_wait(
@@ -156,6 +159,7 @@ def test_only_constants_are_read_before_the_wait(
     assert cubin.count(LOAD) >= 3 + early
 
 
+@pytest.mark.quick_cases("64", "128")
 @pytest.mark.parametrize("block_n", [32, 64, 96, 128])
 def test_nothing_reads_accumulators_before_the_wait_for_them(block_n: int, target: ResolvedTarget) -> None:
     """The compiler is refused where one does (`pipeline.codegen.wgmma_check`)."""

@@ -149,6 +149,7 @@ def compiled(case: MatmulCase, parameters: GemmParameters) -> Cubin:
     return read_cubin(data)
 
 
+@pytest.mark.quick_cases("split_k", "mixed signs", "float8, split_k")
 @pytest.mark.parametrize(
     ("case", "parameters", "registers_max"),
     [

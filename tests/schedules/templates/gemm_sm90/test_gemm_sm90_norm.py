@@ -150,6 +150,7 @@ def compiled(case: NormCase, parameters: GemmParameters) -> Cubin:
     return read_cubin(data)
 
 
+@pytest.mark.quick_cases("small tiles", "residual and sums")
 @pytest.mark.parametrize(
     ("case", "parameters", "registers_max"),
     [

@@ -104,6 +104,19 @@ def blocks_of(case: NormCase, parameters: Shares) -> int:
     return plan.blocks
 
 
+@pytest.mark.quick_cases(
+    "normalised rows, read from the caches",
+    "one row, root mean square",
+    "partial sums of two groups of a block",
+    "normalised rows and partial sums",
+    "blocks share K",
+    "normalised residual",
+    "streams, 16 rows",
+    "streams, steps on their way before x",
+    "streams, collected",
+    "streams, x too",
+    "streams, blocks share K",
+)
 @pytest.mark.parametrize(("case", "parameters"), CASES.values(), ids=CASES.keys())
 def test_kernel_agrees_with_float32(case: NormCase, parameters: Shares, tmp_path: Path) -> None:
     kernel = made(case, parameters, TARGET)

@@ -51,6 +51,7 @@ def output_of(case: RotatedCase, arguments: list[np.ndarray]) -> np.ndarray:
     return np.full((case.batch, case.positions, case.n), np.nan, arguments[0].dtype)
 
 
+@pytest.mark.quick_cases("two heads, and a tile behind the last")
 @pytest.mark.parametrize("name", [name for name, (case, _) in CASES.items() if case.dtype == "float16"])
 def test_heads_are_rotated(name: str, tmp_path: Path) -> None:
     case, parameters = CASES[name]
