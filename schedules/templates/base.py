@@ -231,6 +231,13 @@ def refuse_registers(registers: int, threads: int, limits: CudaLimits) -> Refusa
     return Refusal(f"about {registers} registers a thread, a block of {threads} has {available}")
 
 
+def refuse_shared(shared_bytes: int, limits: CudaLimits) -> Refusal | None:
+    """Return why a block with so much shared memory does not fit, None where it does."""
+    if shared_bytes <= limits.shared_bytes_optin:
+        return None
+    return Refusal(f"{shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
+
+
 def refuse_target(target: ResolvedTarget, *features: Feature) -> Refusal | None:
     """Return why a template does not make kernels for a target: it is no GPU, or one without some features."""
     if target.kind == "cuda" and target.features.issuperset(features):

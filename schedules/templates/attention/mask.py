@@ -98,10 +98,9 @@ class BiasReader:
 
     def __init__(self, plan: TilePlan, param: tirx.Var, lane: tirx.Expr) -> None:
         assert plan.spec.bias is not None
-        self._plan = plan
-        self._bias: ScoreBias = plan.spec.bias
-        self._column = lane % 4 * 2
+        self._plan, self._lane, self._column = plan, lane, lane % 4 * 2
         self._pairs = plan.parameters.block_k // 8
+        self._bias: ScoreBias = plan.spec.bias
         bias = self._bias
         # TVM reads a bool as a byte, 0 or 1.
         self._dtype = str(param.ty.dtype).replace("bool", "int8")
@@ -127,7 +126,6 @@ class BiasReader:
         self._load = load[0] if load is not None else None
         words, kind = load[1:] if load is not None else (2, self._dtype)
         self._held = [[T.alloc_local([words], kind) for _ in range(self._pairs)] for _ in range(self._lines)]
-        self._lane = lane
         # Elements of a load and loads by which a warp sees whether there is anything in a block of a mask of padding.
         self._scan: tuple[int, int] | None = None
         if bias.kind == "add" and self._load is not None and self._even is None and bias.of_padding:

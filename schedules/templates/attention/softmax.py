@@ -94,13 +94,11 @@ class OnlineSoftmax:
     def __init__(
         self, plan: TilePlan, bias: tirx.Var | None, dtype: str, lane: tirx.Expr, *, searches: bool = True
     ) -> None:
-        self._plan = plan
+        self._plan, self._dtype = plan, dtype
         self._bias = None if bias is None else BiasReader(plan, bias, lane)
         searched = searches and bias is not None and PaddingSearch.serves(plan, bias)
         self._search = PaddingSearch(plan, bias, lane) if searched else None
-        self._dtype = dtype
-        self._pairs = plan.parameters.block_k // 8
-        self._column = lane % 4 * 2
+        self._pairs, self._column = plan.parameters.block_k // 8, lane % 4 * 2
         self.highest, self.total, self._used, self._change = (T.alloc_local([2], "float32") for _ in range(4))
 
     @property
@@ -169,9 +167,7 @@ class OnlineSoftmax:
             factor = scale if factor is None else scale * factor
         for row in range(2):
             # Still to be subtracted from the row's powers of 2; None for nothing.
-            less: tirx.Expr | None = self._used[row]
-            if self._subtracts:
-                less = None
+            less: tirx.Expr | None = None if self._subtracts else self._used[row]
             if self._subtracts and added is not None:
                 # Finite, for products of -inf (keys that are not seen).
                 lowest = tirx.FloatImm("float32", _LOWEST)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tvm import tirx
-from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.sizes import Size, is_positive, simplify
 from relaxtune.schedules.templates.attention.sizes import ceil_div, least
 from relaxtune.schedules.templates.emit.division import Divisor
+from relaxtune.schedules.templates.emit.registers import in_register
 
 ELEMENT_BYTES = 2
 # Of the L2 cache, what the keys and values of the tiles that are made together may take.
@@ -169,8 +169,8 @@ class Rows:
     def of(cls, plan: TilePlan, at: Tile, line: tirx.Expr) -> Rows:
         """Emit what a row of a tile and the one 8 below see: row r is query `r // group`, head `r % group`."""
         lines = [line + row * 8 for row in range(2)]
-        queries = [named("row_query", at.query + one // plan.group) for one in lines]
-        heads = [named("row_head", at.head + one % plan.group) for one in lines]
+        queries = [in_register(at.query + one // plan.group, name="row_query") for one in lines]
+        heads = [in_register(at.head + one % plan.group, name="row_head") for one in lines]
         first, end = T.alloc_local([2], "int32"), T.alloc_local([2], "int32")
         for row in range(2):
             position = queries[row] + plan.ahead
@@ -191,8 +191,8 @@ class WholeKeys:
         """Emit those of `count` rows from `top` on."""
         position = at.query + top // plan.group + plan.ahead
         bottom = at.query + (top + count - 1) // plan.group + plan.ahead
-        end = named("whole_end", at.end_at(plan, position))
-        return cls(end, named("whole_first", plan.first_key(bottom)) if plan.spec.hides_earlier else None)
+        end = in_register(at.end_at(plan, position), name="whole_end")
+        return cls(end, in_register(plan.first_key(bottom), name="whole_first") if plan.spec.hides_earlier else None)
 
     def exceeded_by(self, plan: TilePlan, block: tirx.Expr) -> tirx.Expr:
         """Return whether some of the rows do not see all of a block of keys."""
@@ -223,14 +223,6 @@ def each_tile(plan: TilePlan, block: tirx.Expr, make: Callable[[Tile], None]) ->
         make(_locate(plan, turn, tile, heads, None))
 
 
-def named(name: str, value: tirx.Expr) -> tirx.Expr:
-    """Emit the storing of an int32 in a register, and return that."""
-    register = T.alloc_local([1], "int32")
-    IRBuilder.name(name, register)
-    T.buffer_store(register, value, [0])
-    return register[0]
-
-
 def _divided(plan: TilePlan, item: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
     """Return an item's number within its group of heads, and the group's of all heads."""
     if plan.divisor is None:
@@ -242,19 +234,19 @@ def _divided(plan: TilePlan, item: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
 def _locate(plan: TilePlan, turn: tirx.Expr, tile: tirx.Expr, heads: tirx.Expr, rank: tirx.Expr | None) -> Tile:
     """Emit where a tile lies, and which blocks of keys this thread block, of a rank in its cluster, sums for it."""
     spec, p = plan.spec, plan.parameters
-    batch = named("batch", heads // plan.heads)
-    head = named("head", heads % plan.heads * plan.group)
-    query = named("query", tile * plan.tile_queries)
+    batch = in_register(heads // plan.heads, name="batch")
+    head = in_register(heads % plan.heads * plan.group, name="head")
+    query = in_register(tile * plan.tile_queries, name="query")
     first, end = _visible_blocks(plan, query)
     if p.split == 1 or rank is None:
-        start, count = named("first_block", first), named("block_count", tirx.max(end - first, 1))
+        start, count = in_register(first, name="first_block"), in_register(tirx.max(end - first, 1), name="block_count")
         return Tile(turn, batch, head, query, head // spec.group, start, count, spec.keys)
-    share = named("share", (end - first + p.split - 1) // p.split)
-    start = named("start", first + rank * share)
-    stop = named("stop", tirx.min(start + share, end))
-    count = named("block_count", tirx.max(stop - start, 1))
+    share = in_register((end - first + p.split - 1) // p.split, name="share")
+    start = in_register(first + rank * share, name="start")
+    stop = in_register(tirx.min(start + share, end), name="stop")
+    count = in_register(tirx.max(stop - start, 1), name="block_count")
     # A block without a share makes one block of keys that it does not see.
-    key_end = named("key_end", tirx.Select(start < stop, tirx.min(stop * p.block_k, spec.keys), 0))
+    key_end = in_register(tirx.Select(start < stop, tirx.min(stop * p.block_k, spec.keys), 0), name="key_end")
     return Tile(turn, batch, head, query, head // spec.group, start, count, key_end)
 
 

@@ -17,10 +17,10 @@ from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.sizes import flat_view
-from relaxtune.schedules.templates.attention.tiles import Tile, named
+from relaxtune.schedules.templates.attention.tiles import Tile
 from relaxtune.schedules.templates.attention_sm80.plan import AttentionPlan
 from relaxtune.schedules.templates.emit.async_copy import TileChunks
-from relaxtune.schedules.templates.emit.registers import load_vector, store_vector, when
+from relaxtune.schedules.templates.emit.registers import in_register, load_vector, store_vector, when
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 # The conditions under which a row is copied.
@@ -108,7 +108,7 @@ class KeyBlocks:
             shape = plan.parameters.block_k, plan.value_width if role == "value" else plan.width, plan.spec.width(role)
             memory = flat_view(params[layout.param])
             start = at.batch * layout.batch_stride + at.kv_head * layout.head_stride + layout.offset
-            start = named(f"{age}{role}_start".replace(" ", "_"), start)
+            start = in_register(start, name=f"{age}{role}_start".replace(" ", "_"))
             stride = layout.position_stride
             return RowCopies(address, memory, lambda row: start + row * stride, shape, plan.threads, thread)
 

@@ -20,7 +20,7 @@ from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.templates.attention.sizes import flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, inverse_total, pack
-from relaxtune.schedules.templates.attention.tiles import Rows, Tile, WholeKeys, each_tile, named
+from relaxtune.schedules.templates.attention.tiles import Rows, Tile, WholeKeys, each_tile
 from relaxtune.schedules.templates.attention_sm80.copies import KeyBlocks, RowCopies
 from relaxtune.schedules.templates.attention_sm80.multiply import AttentionMultiply
 from relaxtune.schedules.templates.attention_sm80.plan import ROWS, WARP, AttentionPlan
@@ -89,7 +89,7 @@ class _Kernel:
         self._keys = KeyBlocks(plan, "key", self._tile_k, at, thread, self._params)
         self._values = KeyBlocks(plan, "value", self._tile_v, at, thread, self._params)
         memory = flat_view(self._params[spec.query.param])
-        start = named("query_start", self._start(spec.query, at.head) + at.query * spec.query.position_stride)
+        start = self._start(spec.query, "query_start")
         queries = RowCopies(
             lambda _, place: self._tile_q.ptr_to([place]),
             memory,
@@ -110,8 +110,11 @@ class _Kernel:
                 blocks.load(step, stage)
             end_copies()
 
-    def _start(self, layout: HeadLayout, head: tirx.Expr) -> tirx.Expr:
-        return self._tile.batch * layout.batch_stride + head * layout.head_stride + layout.offset
+    def _start(self, layout: HeadLayout, name: str) -> tirx.Expr:
+        """Emit the place of the tile's first query in a register."""
+        at = self._tile
+        start = at.batch * layout.batch_stride + at.head * layout.head_stride + layout.offset
+        return in_register(start + at.query * layout.position_stride, name=name)
 
     def _row_offset(self, layout: HeadLayout, row: tirx.Expr) -> tirx.Expr:
         """Return the offset of a tile's row from its first: r is query `r // group`, head `r % group`."""
@@ -171,7 +174,7 @@ class _Kernel:
         T.evaluate(T.cuda.warp_sync())
         across = spec.value_dim // CHUNK
         flat = flat_view(self._params[spec.output.param])
-        start = named("output_start", self._start(spec.output, at.head) + at.query * spec.output.position_stride)
+        start = self._start(spec.output, "output_start")
         count = m_steps * ROWS * across
         for turn in range(math.ceil(count / WARP)):
             item = turn * WARP + self._lane

@@ -10,7 +10,7 @@ from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
-from relaxtune.schedules.templates.base import Parameters, added, among, refuse_registers
+from relaxtune.schedules.templates.base import Parameters, added, among, refuse_registers, refuse_shared
 from relaxtune.schedules.templates.emit.tensor_cores import CHUNK
 
 WARP = 32
@@ -137,9 +137,7 @@ def make_plan(
     one_tile = plan.tiles == 1 and plan.group == spec.group and rows <= _GROWTH_ROWS_MAX and not spec.window
     if spec.growth is not None and not one_tile:
         return Refusal(f"caches that grow take one tile of {_GROWTH_ROWS_MAX} rows at most, and no window")
-    if plan.shared_bytes > limits.shared_bytes_optin:
-        return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
-    return plan
+    return refuse_shared(plan.shared_bytes, limits) or plan
 
 
 def _width(columns: int) -> int:

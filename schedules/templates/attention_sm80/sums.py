@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.attention.mask import MINUS_INFINITY
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2
 from relaxtune.schedules.templates.attention_sm80.plan import WARP, AttentionPlan
 from relaxtune.schedules.templates.emit.registers import in_register
@@ -18,11 +18,10 @@ from relaxtune.schedules.templates.emit.sums_exchange import SumsExchange
 class SplitKeys:
     """Emits the exchange of blocks that share the keys of a tile: each has a run of them, the last one writes.
 
-    The others hand their sums over through global memory, with the largest score and the sum of weights of each row.
-    The last block brings them to the largest score of all, and adds them up in the order of their numbers, so that
-    results are the same in every bit from run to run. It waits for blocks of lower numbers alone, which wait for none,
-    and blocks start in the order of their numbers. There are [blocks, exchanged, threads] sums of 4 numbers, and
-    [blocks, warps] flags. `thread` is of the block, `block` of the grid; `sums` and `softmax` have 16 rows each.
+    The others hand their sums over (`schedules.templates.emit.sums_exchange`), with the largest score and the sum of
+    weights of each row. The last block brings them to the largest score of all, and adds them up in the order of their
+    numbers. There are [blocks, exchanged, threads] sums of 4 numbers. `thread` is of the block, `block` of the grid;
+    `sums` and `softmax` have 16 rows each.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class SplitKeys:
 
     def _add(self, helper: tirx.Expr) -> None:
         fours = self._plan.value_pairs * 2
-        lowest, zero = tirx.FloatImm("float32", -math.inf), tirx.FloatImm("float32", 0.0)
+        zero = tirx.FloatImm("float32", 0.0)
         for number, (sums, softmax) in enumerate(zip(self._sums, self._softmax, strict=True)):
             first = number * (fours + 1)
             found = T.alloc_local([4 * (fours + 1)], "float32")
@@ -79,7 +78,7 @@ class SplitKeys:
                 theirs = found[4 * fours + row]
                 highest = in_register(tirx.max(softmax.highest[row], theirs), "float32")
                 # Neither has seen a key.
-                used = in_register(tirx.Select(highest == lowest, zero, highest), "float32")
+                used = in_register(tirx.Select(highest == MINUS_INFINITY, zero, highest), "float32")
                 T.buffer_store(own, exp2((softmax.highest[row] - used) * unit), [row])
                 T.buffer_store(other, exp2((theirs - used) * unit), [row])
                 total = softmax.total[row] * own[row] + found[4 * fours + 2 + row] * other[row]

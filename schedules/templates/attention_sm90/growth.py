@@ -93,12 +93,9 @@ class NewPositions:
     def __init__(self, plan: AttentionPlan, role: str, params: list[tirx.Var]) -> None:
         assert plan.spec.growth is not None
         layouts = plan.spec.layouts()
-        new, result = layouts[f"new {role}"], layouts[role]
-        self._plan = plan
-        self._width = plan.spec.width(role)
-        self._past = plan.spec.growth.past
-        self._new, self._result = new, result
-        self._from, self._to = (flat_view(params[layout.param]) for layout in (new, result))
+        self._plan, self._width, self._past = plan, plan.spec.width(role), plan.spec.growth.past
+        self._new, self._result = layouts[f"new {role}"], layouts[role]
+        self._from, self._to = (flat_view(params[layout.param]) for layout in (self._new, self._result))
 
     def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
         """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""

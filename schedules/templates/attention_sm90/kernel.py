@@ -91,9 +91,7 @@ class _Kernel:
     def _allocate(self) -> list[tuple[Barriers, ...]]:
         """Emit the allocation of shared memory; return the barriers.
 
-        Tiles start at multiples of 1024 bytes, as swizzle atoms need: on sm_90 the system reserves the first KiB of a
-        block's shared memory, and the kernel has no static shared memory. `partial` has sums and statistics that blocks
-        of a cluster exchange.
+        Tiles start at multiples of 1024 bytes (`emit.wgmma`). `partial` has what blocks of a cluster exchange.
         """
         plan, p, maps, pool = self._plan, self._p, self._maps, shared_pool()
         shape = plan.query_stages, plan.rows * plan.query_chunks * CHUNK
@@ -156,8 +154,7 @@ class _Kernel:
         if p.dependent and (bias is not None or spec.growth is not None or spec.spans is not None):
             T.evaluate(T.ptx.griddepcontrol.wait())
         if spec.growth is not None:
-            self._new_keys = NewPositions(plan, "key", self._params)
-            self._new_values = NewPositions(plan, "value", self._params)
+            self._new_keys, self._new_values = (NewPositions(plan, role, self._params) for role in ("key", "value"))
         if p.pingpong:
             # The first turn is the first warpgroup's.
             with T.If(group == 0), T.Then():

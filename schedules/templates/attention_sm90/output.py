@@ -7,6 +7,7 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from relaxtune.schedules.templates.attention.mask import MINUS_INFINITY
 from relaxtune.schedules.templates.attention.sizes import ceil_div, flat_view
 from relaxtune.schedules.templates.attention.softmax import OnlineSoftmax, exp2, inverse_total, pack
 from relaxtune.schedules.templates.attention.tiles import Tile
@@ -28,11 +29,8 @@ class AttentionOutput:
     """
 
     def __init__(self, plan: AttentionPlan, param: tirx.Var, thread: tirx.Expr) -> None:
-        self._plan = plan
-        self._param = param
-        self._dtype = str(param.ty.dtype)
-        self._thread = thread
-        self._lane = thread % 32
+        self._plan, self._param, self._dtype = plan, param, str(param.ty.dtype)
+        self._thread, self._lane = thread, thread % 32
         self._line = thread // 32 * 16 + self._lane // 4
 
     def store(
@@ -124,8 +122,8 @@ class AttentionOutput:
         T.buffer_store(highest, statistics[0], [0])
         for rank in range(1, split):
             T.buffer_store(highest, tirx.max(highest[0], statistics[rank * 2]), [0])
-        lowest, zero = tirx.FloatImm("float32", -math.inf), tirx.FloatImm("float32", 0.0)
-        T.buffer_store(highest, tirx.Select(highest[0] == lowest, zero, highest[0]), [0])
+        zero = tirx.FloatImm("float32", 0.0)
+        T.buffer_store(highest, tirx.Select(highest[0] == MINUS_INFINITY, zero, highest[0]), [0])
         total, share = T.alloc_local([1], "float32"), T.alloc_local([1], "float32")
         sums = T.alloc_local([VECTOR], "float32")
         for rank in range(split):

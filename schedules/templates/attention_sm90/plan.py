@@ -12,7 +12,7 @@ from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.targets import CudaLimits
 from relaxtune.schedules.templates.attention.sizes import ceil_div, is_zero, least
 from relaxtune.schedules.templates.attention.tiles import ELEMENT_BYTES, TilePlan, section_of
-from relaxtune.schedules.templates.base import NOT_NEGATIVE, Parameters, among
+from relaxtune.schedules.templates.base import NOT_NEGATIVE, Parameters, among, refuse_shared
 from relaxtune.schedules.templates.emit.wgmma import ROWS, WARPGROUP
 
 # Columns of one swizzled row of shared memory: 128 bytes.
@@ -121,17 +121,15 @@ def make_plan(
     key_blocks = math.ceil(spec.keys / p.block_k)
     if p.split > key_blocks:
         return Refusal(f"split is {p.split}, there are {key_blocks} blocks of {p.block_k} keys")
-    registers = registers_needed(spec, p, bias_bytes)
-    available = registers_available(p, limits)
-    if registers > available:
-        return Refusal(f"a thread needs {registers} registers, {available} exist")
+    refusal = refuse_registers(registers_needed(spec, p, bias_bytes), p, limits)
+    if refusal is not None:
+        return refusal
     heads = spec.heads // group
-    tile_queries = ROWS * p.consumers // group
     plan = AttentionPlan(
         spec=spec,
         parameters=p,
         group=group,
-        tile_queries=tile_queries,
+        tile_queries=ROWS * p.consumers // group,
         heads=heads,
         section=section_of(spec, heads),
         chunks=math.ceil(spec.head_dim / CHUNK),
@@ -139,14 +137,14 @@ def make_plan(
         columns=16 * math.ceil(spec.head_dim / 16),
         threads=p.consumers * WARPGROUP + (WARPGROUP if p.consumers > 1 else 32),
     )
-    if plan.shared_bytes > limits.shared_bytes_optin:
-        return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
-    return plan if spec.growth is None else _refuse_growth(plan) or plan
+    return refuse_shared(plan.shared_bytes, limits) or _refuse_growth(plan) or plan
 
 
 def _refuse_growth(plan: AttentionPlan) -> Refusal | None:
     """Return why a kernel that writes K and V does not: each of their elements is to be loaded by one block, once."""
     spec, p = plan.spec, plan.parameters
+    if spec.growth is None:
+        return None
     if plan.tiles > 1 or plan.group != spec.group or plan.query_stages > 1:
         return Refusal("caches that grow take one tile for all queries of the heads that share a head of K and V")
     if spec.window or p.consumers > 1:
@@ -185,6 +183,12 @@ def spills(plan: AttentionPlan, limits: CudaLimits, bias_bytes: int) -> bool:
         return False
     beside = 3 * p.block_k // 4 - 32
     return registers_needed(spec, p, bias_bytes) + beside > registers_available(p, limits)
+
+
+def refuse_registers(needed: int, p: AttentionParameters, limits: CudaLimits) -> Refusal | None:
+    """Return why a consumer's thread does not have the registers that it needs, None where it has."""
+    available = registers_available(p, limits)
+    return Refusal(f"a thread needs {needed} registers, {available} exist") if needed > available else None
 
 
 def registers_available(p: AttentionParameters, limits: CudaLimits) -> int:

@@ -35,7 +35,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import (
     AttentionParameters,
     AttentionPlan,
     make_plan,
-    registers_available,
+    refuse_registers,
     registers_needed,
 )
 from relaxtune.schedules.templates.attention_sm90.template import predicted_cycles, propose_for
@@ -46,6 +46,7 @@ from relaxtune.schedules.templates.base import (
     TemplateError,
     canonical_json,
     cuda_limits,
+    refuse_shared,
     template_of,
 )
 from relaxtune.schedules.templates.cut import Line, Place, cover, cut_lines, nearest
@@ -201,16 +202,11 @@ def symbolic_plan(
     found = make_plan(
         with_values(spec, {name: 1 if name in batch else _LENGTHS[-1] for name in spec.variables}), p, limits
     )
-    plan = found if isinstance(found, Refusal) else replace(found, spec=spec)
-    if isinstance(plan, Refusal):
-        return plan
-    beside = _REGISTERS_OF_SIZES if p.residents > 1 else 0
-    needed, available = registers_needed(spec, p, mask_bytes) + beside, registers_available(p, limits)
-    if needed > available:
-        return Refusal(f"a thread needs {needed} registers, {available} exist")
-    if plan.shared_bytes > limits.shared_bytes_optin:
-        return Refusal(f"{plan.shared_bytes} bytes of shared memory, the target has {limits.shared_bytes_optin}")
-    return plan
+    if isinstance(found, Refusal):
+        return found
+    plan = replace(found, spec=spec)
+    needed = registers_needed(spec, p, mask_bytes) + (_REGISTERS_OF_SIZES if p.residents > 1 else 0)
+    return refuse_registers(needed, p, limits) or refuse_shared(plan.shared_bytes, limits) or plan
 
 
 @lru_cache(maxsize=64)
@@ -256,25 +252,17 @@ def _proposed(
 ) -> Iterator[AttentionParameters]:
     """Yield parameters for an attention at a point, of at most so many proposals, that fit symbolic sizes."""
     for proposed in propose_for(one, limits, mask_bytes, symbolic=True)[:most]:
-        p = _fitting(spec, proposed, limits, mask_bytes) if _suits(spec, proposed) else None
-        if p is not None:
-            yield p
+        # Symbolic sizes take more registers: with fewer residents where they must.
+        for residents in range(proposed.residents, 0, -1) if _suits(spec, proposed) else ():
+            p = replace(proposed, residents=residents, blocks=proposed.blocks // proposed.residents * residents)
+            if isinstance(symbolic_plan(spec, p, limits, mask_bytes), AttentionPlan):
+                yield p
+                break
 
 
 def _suits(spec: AttentionSpec, p: AttentionParameters) -> bool:
     """Whether parameters are for what an attention's sequences are: packed ones share no keys and no blocks."""
     return spec.spans is None or not (p.split > 1 or p.blocks)
-
-
-def _fitting(
-    spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mask_bytes: int
-) -> AttentionParameters | None:
-    """Return parameters that fit symbolic sizes, which take more registers: with fewer residents where they must."""
-    for residents in range(p.residents, 0, -1):
-        fewer = replace(p, residents=residents, blocks=p.blocks // p.residents * residents)
-        if isinstance(symbolic_plan(spec, fewer, limits, mask_bytes), AttentionPlan):
-            return fewer
-    return None
 
 
 def _axes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from tvm import tirx
 from tvm.ir import Call
 from tvm.ir.expr import TensorLoad
+from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Access, Accesses, Guard
@@ -208,9 +209,11 @@ def tree(combine: Callable[[tirx.Expr, tirx.Expr], tirx.Expr], values: Sequence[
     return values[0]
 
 
-def in_register(value: tirx.Expr, dtype: str = "int32") -> tirx.Expr:
-    """Emit the storing of a value in a register of its own, and return that."""
+def in_register(value: tirx.Expr, dtype: str = "int32", name: str | None = None) -> tirx.Expr:
+    """Emit the storing of a value in a register of its own, which may have a name in the kernel, and return that."""
     register = T.alloc_local([1], dtype)
+    if name is not None:
+        IRBuilder.name(name, register)
     T.buffer_store(register, value, [0])
     return register[0]
 

@@ -9,10 +9,11 @@ calls take turns). A wait of seconds, which only that can cause, ends the launch
 A warp sets its flag where it has written its sums; who has read them clears it for the next launch. Release and
 acquire: PTX ISA 9.0, "Memory Consistency Model".
 
-With `SplitSum`, blocks share the sum of a tile of a matmul: each has a run of K, the last one of them writes. The
-others hand their sums over; the last one adds them to its own, the nearest first, so that results are the same in every
-bit from run to run. It waits for blocks of lower numbers alone, which wait for none, and blocks start in the order of
-their numbers: no wait is for ever, however few run at a time.
+Blocks that share the sum of a tile each have a run of it, the last one of them writes. The others hand their sums over;
+the last one adds them to its own in a fixed order, so that results are the same in every bit from run to run. It waits
+for blocks of lower numbers alone, which wait for none, and blocks start in the order of their numbers: no wait is for
+ever, however few run at a time. (CUDA promises no order; where all blocks run at a time, none is needed.) `SplitSum` is
+that for matmuls whose blocks have equal runs of K.
 
     sums       [blocks, accumulators / 4, threads] of 4 accumulators
     flags      [blocks, warps]
@@ -101,7 +102,7 @@ class SumsExchange:
 
 
 class SplitSum:
-    """Emits the exchange of sums into the current IRBuilder.
+    """Emits the exchange of the sums of a tile of a matmul into the current IRBuilder, the nearest first.
 
     `split` neighbours of the grid's `blocks` blocks share a sum; `thread` is one of a block's `threads`.
     """

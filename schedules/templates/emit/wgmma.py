@@ -1,9 +1,10 @@
 """Multiplications of a warpgroup: 64 rows of A by columns of B, both in shared memory, or A in registers.
 
-A tile lies in shared memory in rows of 32, 64 or 128 bytes, swizzled as TMA writes them. Its descriptor holds the
-address and byte offsets in units of 16 bytes. "K-major" is a tile whose rows run along K; "MN-major" one whose rows run
-along M or N (16-bit operands only). PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate
-Instructions": shapes, register fragments, matrix descriptors, swizzle modes.
+A tile lies in shared memory in rows of 32, 64 or 128 bytes, swizzled as TMA writes them. It starts at a multiple of
+1024 bytes; so does a pool: on sm_90 the system reserves the first KiB of a block's shared memory, and kernels have no
+static shared memory. Its descriptor holds the address and byte offsets in units of 16 bytes. "K-major" is a tile whose
+rows run along K; "MN-major" one whose rows run along M or N (16-bit operands only). PTX ISA 9.0, "Asynchronous
+Warpgroup Level Matrix Multiply-Accumulate Instructions": shapes, register fragments, descriptors, swizzle modes.
 """
 
 from __future__ import annotations

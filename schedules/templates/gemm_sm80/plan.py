@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits, Feature
-from relaxtune.schedules.templates.base import POSITIVE, Parameters, added, among
+from relaxtune.schedules.templates.base import POSITIVE, Parameters, added, among, refuse_registers, refuse_shared
 from relaxtune.schedules.templates.emit.async_copy import COPY_BYTES
 from relaxtune.schedules.templates.emit.tensor_cores import FLOAT8_KINDS
 from relaxtune.schedules.templates.output.output_shares import (
@@ -115,9 +115,10 @@ def make_plan(
     if matmul.norm is not None:
         # A lane has two rows of 16.
         registers += m_steps * 2 * COUNT
+    refusal = refuse_registers(registers, warps * WARP, limits)
+    if refusal is not None:
+        return refusal
     available = min(limits.registers_per_thread, limits.registers_per_block // (warps * WARP))
-    if registers > available:
-        return Refusal(f"about {registers} registers a thread, a block of {warps * WARP} threads has {available}")
     each = matmul.epilogue.accumulators
     columns = n_steps * COLUMNS // each
     held = residual_registers(matmul, m_steps, columns)
@@ -143,9 +144,7 @@ def make_plan(
         p.block_n * rows * _SCALE_BYTES,
     )
     total = p.stages * sum(tile_bytes) + shared_bytes(matmul, shares)
-    if total > limits.shared_bytes_optin:
-        return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
-    return GemmPlan(
+    return refuse_shared(total, limits) or GemmPlan(
         parameters=p,
         threads=warps * WARP,
         tiles_m=math.ceil(matmul.m / p.block_m),

@@ -84,11 +84,7 @@ class _Kernel:
             meet_cluster()
 
     def _allocate(self) -> list[tuple[Barriers, ...]]:
-        """Emit the allocation of shared memory; return the barriers.
-
-        It starts at a multiple of 1024 bytes, as tiles need: on sm_90 the system reserves the first KiB of a block's
-        shared memory, and the kernel has no static shared memory.
-        """
+        """Emit the allocation of shared memory; return the barriers."""
         p, pool = self._p, shared_pool()
         self._operands.allocate(pool)
         if self._cluster_sum is not None:

@@ -43,7 +43,7 @@ class OperandTiles:
         self._map_b = encode_tensor("map_b", params[matmul.b], self._dtype, *b)
 
     def allocate(self, pool: T.SMEMPool) -> None:
-        """Take shared memory for all stages; swizzle atoms start at multiples of 1024 bytes."""
+        """Take shared memory for all stages."""
         p = self._p
         self._tile_a = pool.alloc((p.stages, self._plan.rows_a * self._block_k), self._dtype, align=1024)
         self._tile_b = pool.alloc((p.stages, p.block_n * self._block_k), self._dtype, align=1024)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.targets import CudaLimits
-from relaxtune.schedules.templates.base import NOT_NEGATIVE, POSITIVE, Parameters, added, among
+from relaxtune.schedules.templates.base import NOT_NEGATIVE, POSITIVE, Parameters, added, among, refuse_shared
 from relaxtune.schedules.templates.emit.wgmma import ROW_BYTES, STEP_BYTES, WARPGROUP
 from relaxtune.schedules.templates.output.output_shares import (
     Shares,
@@ -287,12 +287,10 @@ def make_plan(
     partial_bytes = p.block_m * p.block_n * 4 if p.split_k > 1 else 0
     total = max(p.stages * stage_bytes, partial_bytes) + shared_bytes(matmul, shares) + 8 * (2 * p.stages + 2)
     total += STATISTICS_SLOTS * (4 * COUNT * p.block_m + 2 * 8) if apart else 0
-    if total > limits.shared_bytes_optin:
-        return Refusal(f"{total} bytes of shared memory, the target has {limits.shared_bytes_optin}")
     # The widest that divides the tile.
     chunk = next(width for width in SWIZZLES if p.block_n % width == 0)
     least = min(k_tiles, k_share) if p.stream_k else k_tiles - k_share * (p.split_k - 1)
-    return GemmPlan(
+    return refuse_shared(total, limits) or GemmPlan(
         parameters=p,
         operands=operands,
         columns=instruction_columns,

@@ -1,12 +1,8 @@
 """Sums that several blocks of the kernel of `template.py` share.
 
 With `split_k`, the blocks of a cluster exchange their partial sums through shared memory (`ClusterSum`). With
-`stream_k`, blocks hand over the parts of sums that `tiles.py` cuts, through global memory (`StreamSum`)::
-
-    sums       [blocks, block_m/64, block_n/8, 128] of 4 accumulators: those of each thread, by the part's block
-    flags      [blocks, warps]: set where a warp has written its sums
-
-Both lie as `schedules.templates.emit.sums_exchange` says.
+`stream_k`, blocks hand over the parts of sums that `tiles.py` cuts, through global memory (`StreamSum`): for each part,
+[block_m/64, block_n/8, 128] of 4 accumulators, in the place of its block (`schedules.templates.emit.sums_exchange`).
 """
 
 from __future__ import annotations

@@ -12,10 +12,8 @@ A block makes the parts of its run from the last to the first. To a part that ha
 the blocks before it have of that tile, the nearest first, and writes the tile (`sums.py`). A part that lacks the end
 can only be the one that its block makes first: it goes to global memory.
 
-So a block waits for blocks of lower numbers alone, and for the first thing that they make, before which they wait for
-none. Blocks start in the order of their numbers, so no wait is for ever, however few run at a time. (CUDA promises no
-order; where all blocks run at a time, as with a block for each multiprocessor, none is needed.) The order of sums
-follows from the plan: results are the same in every bit from run to run.
+So a block waits for the first thing that blocks of lower numbers make, before which they wait for none:
+`schedules.templates.emit.sums_exchange` says why no wait is for ever, and results repeat.
 
 Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", PPoPP
 2023 (arXiv:2301.03598).
