@@ -1,1 +1,1 @@
-"""Pieces of kernels that several templates emit: copies, registers, barriers, fast math, the kernel frame."""
+"""The vocabulary of kernels: frame, copies, barriers, multiplications, registers, sums, epilogues."""
