@@ -168,6 +168,7 @@ def test_calls_leave_padding_out_as_in_python(runtime: Path, tmp_path: Path) -> 
         assert_same(runtime, made.directory, feed, tmp_path)
 
 
+@pytest.mark.quick_cases("padded", "tables")
 @pytest.mark.parametrize("name", ARTIFACTS)
 def test_c_keeps_the_table_of_calls(runtime: Path, name: str, tmp_path: Path) -> None:
     artifact = ARTIFACTS[name](tmp_path)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tests.command_line import exit_code
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("precision") / "llama"
-    options = ["--target", "llvm", "--precision", "w8a16", "--group-size", "64", "--shape", "input_ids=1x12"]
+    options = ["--target", UNOPTIMISED_TEXT, "--precision", "w8a16", "--group-size", "64", "--shape", "input_ids=1x12"]
     assert exit_code("compile", "llama-tiny", *options, "--out", directory) == 0
     return directory
 

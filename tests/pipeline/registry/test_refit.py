@@ -25,6 +25,7 @@ from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.lora import ADAPTER_FILE, CONFIG_FILE
 from relaxtune.pipeline.registry.refit import refit_artifact
 from tests.pipeline.importer.onnx_cases import make_model
+from tests.unoptimised import UNOPTIMISED_TEXT
 
 WIDTH = 32
 
@@ -58,7 +59,7 @@ def network(
 def compiled(source: Path, out: Path, **asked: object) -> Path:
     lowering = asked.pop("lowering", LoweringOptions())
     assert isinstance(lowering, LoweringOptions)
-    request = ModelRequest(source, target="llvm", lowering=lowering, **asked)  # type: ignore[arg-type]
+    request = ModelRequest(source, target=UNOPTIMISED_TEXT, lowering=lowering, **asked)  # type: ignore[arg-type]
     return compile_model(request, out, samples=0).directory
 
 

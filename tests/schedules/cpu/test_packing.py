@@ -28,6 +28,16 @@ def test_pack_keeps_every_element_and_fills_the_last_panel_with_zeros(rows, colu
     assert not unpacked[:, columns:].any()
 
 
+@pytest.mark.quick_cases(
+    "1-1-1-none",
+    "7-13-5-bias",
+    "17-33-65-gelu",
+    "31-48-7-none",
+    "64-101-16-bias",
+    "1-200-37-gelu",
+    "2-3001-11-none",
+    "13-64-3-bias",
+)
 @pytest.mark.parametrize("epilogue", ["none", "bias", "gelu"])
 @pytest.mark.parametrize(("m", "n", "k"), ODD_SHAPES)
 def test_packed_matmul_matches_numpy_when_shapes_do_not_fit_the_tile(m, n, k, epilogue):
