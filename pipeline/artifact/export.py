@@ -213,13 +213,15 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
 
 def policy_of(lowered: LoweredModule) -> PolicyEntry:
     """Return what the artifact of a lowered module says about its precision."""
+    policy = lowered.options.policy
     return policy_entry(
-        lowered.options.policy,
+        policy.of_rows() if policy is not None and lowered.rows_to_bytes else policy,
         lowered.graph.model,
         lowered.weights,
         lowered.quantised_nodes,
         compute_dtype(lowered.graph.model),
         lowered.float_nodes,
+        lowered.float_reasons,
     )
 
 

@@ -85,6 +85,8 @@ def _lower(
         reports=tuple(reports),
         quantised_nodes=tuple(sorted(state.quantised_nodes)),
         float_nodes=tuple(sorted(state.float_nodes)),
+        float_reasons=dict(sorted(state.float_reasons.items())),
+        rows_to_bytes=state.rows_to_bytes,
         unpadding=state.unpadding,
     )
 

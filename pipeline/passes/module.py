@@ -95,6 +95,10 @@ class LoweredModule:
     # Names of the ONNX matmuls whose weights were quantised; under precision int8, of those computed in integers.
     quantised_nodes: tuple[str, ...] = ()
     float_nodes: tuple[str, ...] = ()  # Names of the ONNX matmuls that precision int8 has left in floats.
+    float_reasons: Mapping[str, str] = field(default_factory=dict)  # Why, by their names, where a reason is known.
+    rows_to_bytes: bool = (
+        False  # Whether int8 has quantised a graph of floats, its activations row by row in each call.
+    )
     unpadding: Unpadding | None = None  # `main` then has more inputs than the graph.
 
     @property

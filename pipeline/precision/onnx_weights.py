@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,8 @@ from onnx import helper, numpy_helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer.normalise import node_label
 from relaxtune.pipeline.precision.policy import PolicyEntry
-from relaxtune.pipeline.precision.quantise import quantise, quantise_float8
+from relaxtune.pipeline.precision.quantise import quantise, quantise_float8, quantise_to_int8
+from relaxtune.schedules.functions.byte_rows import BYTE_MAX, LEAST_RANGE
 
 _MATMULS = ("MatMul", "Gemm")
 # What may stand between an initialiser and a matmul.
@@ -88,12 +90,13 @@ class MatmulWeights:
 def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> OnnxModel:
     """Return the model with the weights that a policy has quantised replaced by what their quantised form stands for.
 
-    Each weight is first rounded to float16, as the pass that quantises finds it. Under "fp8", rows of what these
-    matmuls read are rounded to float8 too. A model without quantised weights is returned as it is.
+    Each weight is first rounded to float16, as the pass that quantises finds it, except under "int8". Under this and
+    "fp8", rows of what these matmuls read are rounded too. A model without quantised weights is returned as it is.
     """
-    bits = None if policy is None else policy.weight_bits
-    if policy is None or (bits is None and not policy.float8):
+    if policy is None or not policy.rewrites:
         return model
+    bits = policy.weight_bits
+    rows_in, constants = (_rows_in_float8, _FLOAT8_CONSTANTS) if policy.float8 else (_rows_in_bytes, _BYTE_CONSTANTS)
     weights = MatmulWeights(model)
     proto = onnx.ModelProto()
     proto.CopyFrom(model.inline_proto())
@@ -110,9 +113,13 @@ def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> Onnx
         if bits is not None:
             rounded = quantise(half, bits, policy.group_size or 0).dequantised().astype(array.dtype)
         else:
-            levels, scales = quantise_float8(half)
-            rounded = (levels.astype(np.float32) * scales[:, None]).T.astype(array.dtype)
-            nodes[-1:] = [*_rows_in_float8(node, opset), node]
+            if policy.float8:
+                levels, scales = quantise_float8(half)
+                levels = levels.T
+            else:
+                levels, scales = quantise_to_int8(array)
+            rounded = (levels.astype(np.float32) * scales).astype(array.dtype)
+            nodes[-1:] = [*rows_in(node, opset), node]
             node.input[0] = nodes[-2].output[0]
         if weights.is_turned(label):
             rounded = rounded.T
@@ -120,9 +127,7 @@ def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> Onnx
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(rounded, order="C"), name))
         node.input[1] = name
     if bits is None:
-        proto.graph.initializer.extend(
-            numpy_helper.from_array(array, name) for name, array in _FLOAT8_CONSTANTS.items()
-        )
+        proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
         del proto.graph.node[:]
         proto.graph.node.extend(nodes)
     return replace(model, proto=proto, data_dir=None)
@@ -135,16 +140,9 @@ def _rows_in_float8(matmul: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
     Technique for Extending the Available Precision", 1971); a + d - d with d = 1.5 * 2^14 is a multiple of 2^-9, the
     least subnormal.
     """
-    prefix = f"{label_of(matmul)}__float8_"
     made: list[onnx.NodeProto] = []
-
-    def add(op: str, *inputs: str, **attributes: object) -> str:
-        made.append(helper.make_node(op, list(inputs), [f"{prefix}{len(made)}"], **attributes))
-        return str(made[-1].output[0])
-
-    data, axis = matmul.input[0], 0 if _integer(matmul, "transA") else -1
-    along = (f"float8__axis_{axis}",) if opset >= 18 else ()
-    largest = add("ReduceMax", add("Abs", data), *along, keepdims=1, **({} if along else {"axes": [axis]}))
+    add, data = _adder(matmul, made), matmul.input[0]
+    largest = _reduced("ReduceMax", add("Abs", data), matmul, opset, add)
     scale = add("Mul", add("Max", largest, "float8__least"), "float8__unit")
     value = add("Div", data, scale)
     split = add("Mul", value, "float8__split")
@@ -155,9 +153,51 @@ def _rows_in_float8(matmul: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
     return made
 
 
+def _rows_in_bytes(matmul: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
+    """Return nodes that round each row of a matmul's left operand to 256 levels: `schedules.functions.byte_rows`."""
+    made: list[onnx.NodeProto] = []
+    add, data = _adder(matmul, made), matmul.input[0]
+    low = add("Min", _reduced("ReduceMin", data, matmul, opset, add), "bytes__0")
+    high = add("Max", _reduced("ReduceMax", data, matmul, opset, add), "bytes__0")
+    scale = add("Mul", add("Max", add("Sub", high, low), "bytes__least"), "bytes__unit")
+    inverse = add("Div", "bytes__1", scale)
+    zero = add("Min", add("Round", add("Mul", add("Neg", low), inverse)), "bytes__most")
+    level = add("Add", add("Round", add("Mul", data, inverse)), zero)
+    level = add("Min", add("Max", level, "bytes__0"), "bytes__most")
+    add("Mul", add("Sub", level, zero), scale)
+    return made
+
+
+def _adder(matmul: onnx.NodeProto, made: list[onnx.NodeProto]) -> Callable[..., str]:
+    """Return what appends a node before a matmul, and returns the name of its result."""
+
+    def add(op: str, *inputs: str, **attributes: object) -> str:
+        name = f"{label_of(matmul)}__rounded_{len(made)}"
+        made.append(helper.make_node(op, list(inputs), [name], **attributes))
+        return name
+
+    return add
+
+
+def _reduced(op: str, data: str, matmul: onnx.NodeProto, opset: int, add: Callable[..., str]) -> str:
+    """Reduce the rows of a matmul's left operand; the axes of ReduceMin and ReduceMax are an input from opset 18 on."""
+    axis = 0 if _integer(matmul, "transA") else -1
+    if opset >= 18:
+        return add(op, data, f"rows__axis_{axis}", keepdims=1)
+    return add(op, data, keepdims=1, axes=[axis])
+
+
+_AXES = {"rows__axis_0": np.array([0], np.int64), "rows__axis_-1": np.array([-1], np.int64)}
+_BYTE_CONSTANTS = {
+    **_AXES,
+    "bytes__0": np.array(0, np.float32),
+    "bytes__1": np.array(1, np.float32),
+    "bytes__least": np.array(LEAST_RANGE, np.float32),
+    "bytes__unit": np.array(1 / BYTE_MAX, np.float32),
+    "bytes__most": np.array(BYTE_MAX, np.float32),
+}
 _FLOAT8_CONSTANTS = {
-    "float8__axis_0": np.array([0], np.int64),
-    "float8__axis_-1": np.array([-1], np.int64),
+    **_AXES,
     "float8__least": np.array(1e-30, np.float32),
     "float8__unit": np.array(1 / 448, np.float32),
     "float8__split": np.array(2**20 + 1, np.float32),

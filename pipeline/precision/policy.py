@@ -14,6 +14,7 @@ bf16          bfloat16             bfloat16             float32
 w8a16         uint8, scales fp16   float16              float32       offset 128, a scale for each group of a column
 w4a16         uint4, scales fp16   float16              float32       offset 8, two in a byte, as above
 int8          int8                 int8 or uint8        int32         of graphs that come quantised, as they come
+int8          int8                 uint8                int32         of float graphs: scales a column and a row
 fp8           float8_e4m3fn        float8_e4m3fn        float32       a scale a column and a row; the rest as fp16
 ============  ===================  ===================  ============  ================================================
 
@@ -23,7 +24,7 @@ fp8           float8_e4m3fn        float8_e4m3fn        float32       a scale a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,6 +72,10 @@ class PrecisionPolicy:
         """Whether the matmuls of a graph that comes quantised are computed in integers."""
         return self.accumulators == "int32"
 
+    def of_rows(self) -> PrecisionPolicy:
+        """Return what int8 is of a float graph: uint8 activations, each row with a scale and a zero point."""
+        return replace(self, activations="uint8", scale_dtype="float32")
+
     @property
     def weight_bits(self) -> int | None:
         """Bits of a weight that the policy quantises, None where it leaves weights as they come."""
@@ -101,6 +106,7 @@ class PolicyEntry:
     # Names of the ONNX matmuls that int8 has left in floats (of two activations, with scales along K, of 16 bits), or
     # fp8 in 16 bits; empty under other policies.
     float_nodes: tuple[str, ...] = ()
+    float_reasons: Mapping[str, str] = field(default_factory=dict)  # Why, by their names, where a reason is known.
 
     @property
     def weight_bits(self) -> int | None:
@@ -111,6 +117,16 @@ class PolicyEntry:
     def float8(self) -> bool:
         """Whether some matmuls multiply float8."""
         return self.weights == FLOAT8 and bool(self.quantised_nodes)
+
+    @property
+    def rows_to_bytes(self) -> bool:
+        """Whether int8 has quantised a float graph."""
+        return self.weights == "int8" and self.scale_dtype is not None
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a reference computes with other weights, or other operands of matmuls, than the graph as given."""
+        return self.weight_bits is not None or self.float8 or self.rows_to_bytes
 
 
 _POLICIES = {
@@ -158,6 +174,7 @@ def policy_entry(
     quantised_nodes: tuple[str, ...],
     graph_dtype: str,
     float_nodes: tuple[str, ...] = (),
+    float_reasons: Mapping[str, str] | None = None,
 ) -> PolicyEntry:
     """Return the entry of a lowered model.
 
@@ -165,14 +182,24 @@ def policy_entry(
     `graph_dtype`: the dtype in which the graph as given computes. `float_nodes`: see `PolicyEntry`.
     """
     cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
+    reasons = dict(float_reasons or {})
     # Without a matmul in integers (the pass is switched off) the graph is compiled as given.
     if policy is not None and policy.float8 and not quantised_nodes:
         half = str(policy.half)
-        return PolicyEntry(policy.name, half, half, policy.accumulators, policy.norms, cache, float_nodes=float_nodes)
+        return PolicyEntry(
+            policy.name,
+            half,
+            half,
+            policy.accumulators,
+            policy.norms,
+            cache,
+            float_nodes=float_nodes,
+            float_reasons=reasons,
+        )
     if policy is not None and (quantised_nodes or not policy.integer):
         return PolicyEntry(
             policy.name, policy.weights, policy.activations, policy.accumulators, policy.norms, cache,
-            policy.group_size, policy.scale_dtype, quantised_nodes, float_nodes,
+            policy.group_size, policy.scale_dtype, quantised_nodes, float_nodes, reasons,
         )  # fmt: skip
     stored = _largest_dtype(weights) or graph_dtype
     name = "fp32" if (stored, graph_dtype) == ("float32", "float32") else AS_GIVEN

@@ -97,6 +97,14 @@ def quantise_float8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(float8_array(rows / scales[:, None])), scales
 
 
+def quantise_to_int8(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return a [K, N] float matrix in int8, -127 to 127, and a scale for each column, float32 [N]."""
+    numbers = weight.astype(np.float32)
+    scales = np.abs(numbers).max(axis=0, initial=0.0) / np.float32(127)
+    scales[scales == 0] = 1.0
+    return np.rint(numbers / scales).astype(np.int8), scales
+
+
 def packed_rows(matrix: QuantisedMatrix) -> np.ndarray:
     """Return the levels as bytes [N, K * bits / 8]: of 4 bits, the even position along K is the lower half."""
     if matrix.bits == 8:

@@ -63,7 +63,7 @@ class Reference:
 
         Raises `PipelineError`: ONNX Runtime does not accept it.
         """
-        quantises = policy is not None and (policy.weight_bits is not None or policy.float8)
+        quantises = policy is not None and policy.rewrites
         self.quantised = policy.name if policy is not None and quantises else None
         model = with_quantised_weights(model, policy)
         self.upcast = computes_in_half(model)

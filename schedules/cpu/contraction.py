@@ -38,6 +38,8 @@ MAX_ROWS = 14
 MAX_VECTORS = 4
 MAX_VECTORS_FEW_ROWS = 8
 FEW_ROWS = 2
+# Bytes along k that one lane multiplies in one step.
+BYTES_OF_WORD = 4
 # What a load costs, in multiply-adds, and what the load of a vector from the second cache does.
 _LOAD, _STREAMED_VECTOR = 0.25, 1.25
 
@@ -59,6 +61,17 @@ class TiledContraction:
     contiguous: bool  # Whether `right` is contiguous along the vector axis, within a panel if it is packed.
     # Columns of one panel when `right` is a weight packed at compile time (see `packing`), else None.
     panel: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Neighbours along k that lie side by side in a packed weight: 4 for bytes, else 1."""
+        return BYTES_OF_WORD if self.panel is not None and len(self.right.indices) == 4 else 1
+
+    @property
+    def steps(self) -> int | None:
+        """Groups along the reduction, None where symbolic."""
+        length = self.block.extents[self.reduce[0]]
+        return None if length is None else length // self.group
 
 
 @dataclass(frozen=True)
@@ -209,10 +222,15 @@ def lanes_of(dtype: str, limits: CpuLimits) -> int:
 
 
 def find_panel(load: TensorLoad, column: Var) -> int | None:
-    """Return the panel width of an operand read as `[column // width, k, column % width]`, None for any other."""
-    if len(load.indices) != 3:
+    """Return the panel width of an operand read as `[column // width, k, column % width]`, None for any other.
+
+    Bytes are read as `[column // width, k // 4, column % width, k % 4]`.
+    """
+    if len(load.indices) not in (3, 4):
         return None
-    first, _, last = load.indices
+    first, _, last, *byte = load.indices
+    if byte and not (isinstance(byte[0], tirx.FloorMod) and static_extent(byte[0].b) == BYTES_OF_WORD):
+        return None
     if not isinstance(first, tirx.FloorDiv) or not isinstance(last, tirx.FloorMod):
         return None
     width = static_extent(last.b)

@@ -1,6 +1,7 @@
 """Weights laid out at compile time the way the register tile of a matmul reads them.
 
     packed[p, k, c] = W[k, p * width + c], and 0 past the last column
+    packed[p, k, c, b] = W[4 * k + b, p * width + c], of bytes that a core multiplies by fours
 
 One panel of `width` columns is what one tile of C needs: it is contiguous, so that the tile streams through it with
 aligned loads, and the panel stays in the second cache for all rows. Read in place, the rows of a panel lie N elements
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 from tvm import te, tirx
 
-from relaxtune.schedules.cpu.contraction import best_tile, lanes_of
+from relaxtune.schedules.cpu.contraction import BYTES_OF_WORD, best_tile, lanes_of
 from relaxtune.schedules.targets import CpuLimits
 
 #: A vector of so many bytes is a line of the caches. A tall tile then reads little of its panel: 14 x 2 vectors in
@@ -34,6 +35,18 @@ def panel_width(rows: int | None, columns: int, dtype: str, limits: CpuLimits) -
     exact = columns % lanes == 0
     streamed = rows is None and exact and limits.vector_bytes >= LINE_BYTES
     return best_tile(rows, columns, lanes, limits.vector_registers, exact=exact, streamed=streamed).columns
+
+
+def packs_words(x: str, weight: np.ndarray, limits: CpuLimits) -> bool:
+    """Whether products of activations in a dtype by a [K, N] weight take four bytes along K in one step."""
+    return limits.has_byte_dot and (x, str(weight.dtype)) == ("uint8", "int8") and len(weight) % BYTES_OF_WORD == 0
+
+
+def pack_words(weight: np.ndarray, width: int) -> np.ndarray:
+    """Return an int8 [K, N] matrix as [ceil(N / width), K / 4, width, 4], zeros past the last column."""
+    panels = pack_weight(weight, width)
+    words = panels.reshape(len(panels), -1, BYTES_OF_WORD, width).transpose(0, 1, 3, 2)
+    return np.ascontiguousarray(words)
 
 
 def pack_weight(weight: np.ndarray, width: int) -> np.ndarray:
@@ -56,7 +69,11 @@ def packed_matmul(columns: int, dtype: str = "float32") -> Callable[[te.Tensor, 
 
         def element(*index: tirx.Var) -> tirx.Expr:
             *rows, column = index
-            weight = packed(tirx.floordiv(column, width), k, tirx.floormod(column, width))
+            panel, place = tirx.floordiv(column, width), tirx.floormod(column, width)
+            if len(packed.shape) == 4:
+                weight = packed(panel, tirx.floordiv(k, BYTES_OF_WORD), place, tirx.floormod(k, BYTES_OF_WORD))
+            else:
+                weight = packed(panel, k, place)
             return te.sum(x(*rows, k).astype(dtype) * weight.astype(dtype), axis=k)
 
         whole = int(packed.shape[0]) * width

@@ -54,7 +54,8 @@ _THREADS_MAX, _RESERVED_BYTES, _REGISTER_UNIT = 2048, 1024, 8
 class CpuLimits:
     """The resources of a core, and the number of cores; None where unknown.
 
-    `has_tiles` says that a core multiplies tiles of bfloat16 (Intel AMX), which Linux allows.
+    `has_tiles` says that a core multiplies tiles of bfloat16 (Intel AMX), which Linux allows; `has_byte_dot`, that it
+    adds products of four pairs of bytes to an int32 in one step, in vectors of the width above (AVX-512 or AVX VNNI).
     """
 
     vector_bytes: int
@@ -63,6 +64,7 @@ class CpuLimits:
     l1_bytes: int | None = None
     l2_bytes: int | None = None
     has_tiles: bool = False
+    has_byte_dot: bool = False
 
 
 @dataclass(frozen=True)
@@ -329,6 +331,7 @@ def _cpu_limits(target: Target) -> CpuLimits:
         l1_bytes=caches.l1_bytes,
         l2_bytes=caches.l2_bytes,
         has_tiles=linux and all(name in features for name in _TILES),
+        has_byte_dot=("avx512vnni" if width == 64 else "avxvnni") in features,
     )
 
 

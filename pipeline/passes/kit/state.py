@@ -35,6 +35,9 @@ class LoweringState:
     # Names of the ONNX matmuls that `quantise_weights` has quantised, or `integer_matmuls` has turned into integers.
     quantised_nodes: set[str] = field(default_factory=set)
     float_nodes: set[str] = field(default_factory=set)  # Names of those that precision int8 leaves in floats.
+    float_reasons: dict[str, str] = field(default_factory=dict)  # Why, by their names, where a reason is known.
+    # Whether precision int8 finds a graph of floats, whose matmuls `quantise_weights` then quantises.
+    rows_to_bytes: bool = False
     # Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
     unfolded: set[str] = field(default_factory=set)
     tf32: bool = False  # Whether the operands of float32 matmuls were rounded to tf32.

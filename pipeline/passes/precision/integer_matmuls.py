@@ -29,10 +29,15 @@ from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.sizes import size_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.targets import CpuLimits, target_limits
 
 _BYTES = ("int8", "uint8")
 _LARGEST_ACTIVATION = 255
+# What int8 gains nothing on, among CPUs.
+NO_WORDS = "multiplies no bytes by fours (features avx512vnni and avxvnni of x86 do)"
 _INT32_MAX = 2**31 - 1
+# Between int8 and uint8.
+_OFFSET = 128
 
 _Values = Mapping[relax.Var, tvm.ir.Expr]
 
@@ -55,7 +60,10 @@ def integer_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
     operands of 16 bits and scales along K stay as they are; `LoweringState.float_nodes` has the ONNX matmuls of numbers
     that stay, `LoweringState.quantised_nodes` those that are integer.
 
-    Raises `UsageError`: there is none: the precision would have no effect.
+    Without any, `quantise_weights` quantises the floats where a CPU multiplies bytes by fours. Such a CPU reads
+    activations as uint8: those of int8 get 128 more, their zero point too.
+
+    Raises `UsageError`: there is none elsewhere: the precision would have no effect.
     """
     policy = state.options.policy
     if policy is None or not policy.integer:
@@ -69,14 +77,39 @@ def integer_matmuls(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModu
                 found[binding.var] = match
             nodes = state.float_nodes if match is None else state.quantised_nodes
             nodes.update(state.nodes_of([binding.var.name]))
+    has_words = multiplies_words(state.target)
     if not found:
-        raise UsageError(
-            f"precision {policy.name!r} of model {state.graph.name!r}: none of its matmuls reads 8-bit activations and "
-            "a constant 8-bit matrix with one scale or one a column; quantise the model first (quantize_static in QDQ "
-            "format or quantize_dynamic, of onnxruntime.quantization), or choose another precision"
-        )
+        if not has_words:
+            raise UsageError(_no_integers(policy.name, state))
+        state.rows_to_bytes = True
+        state.float_nodes.clear()
+        return mod
     state.note(f"{len(found)} matmuls in integers, {len(state.float_nodes)} not")
+    if state.target.kind.name == "llvm" and not has_words:
+        state.note(f"their operands are widened: the target {NO_WORDS}")
     return replace_found(mod, state, found, _in_integers)
+
+
+def multiplies_words(target: tvm.target.Target) -> bool:
+    """Whether a target is a CPU that adds four products of bytes in one step."""
+    limits = target_limits(target) if target.kind.name == "llvm" else None
+    return isinstance(limits, CpuLimits) and limits.has_byte_dot
+
+
+def _no_integers(precision: str, state: LoweringState) -> str:
+    what = (
+        f"precision {precision!r} of model {state.graph.name!r}: none of its matmuls reads 8-bit activations and a "
+        "constant 8-bit matrix with one scale or one a column"
+    )
+    quantise = (
+        "quantise the model first (quantize_static in QDQ format or quantize_dynamic, of onnxruntime.quantization)"
+    )
+    if state.target.kind.name == "llvm":
+        return (
+            f"{what}, and floats are not quantised for this target, which {NO_WORDS}; name a processor that has them "
+            f'by --target (as {{"kind": "llvm", "mcpu": "cascadelake"}}), {quantise}, or choose another precision'
+        )
+    return f"{what}, and floats are quantised for CPUs only; {quantise}, or choose another precision, such as 'fp8'"
 
 
 def _match(matmul: relax.Call, values: _Values) -> IntegerMatmul | None:
@@ -163,8 +196,16 @@ def _in_integers(new: Rewriter, binding: relax.VarBinding, match: IntegerMatmul)
     def extra(what: str, value: tvm.ir.Expr) -> relax.Var:
         return new.extra(f"{binding.var.name}__{what}", value, [binding.var])
 
-    result = relax.op.matmul(new.of(match.integers), relax.const(narrowed(match.centred)), out_dtype="int32")
-    zero, scale = match.zero, match.scale
+    integers, zero, scale = new.of(match.integers), match.zero, match.scale
+    if dtype_of(integers) == "int8" and multiplies_words(new.state.target):
+        offset = relax.const(_OFFSET, "int32")
+        wide = new.emit(relax.op.add(new.emit(relax.op.astype(integers, "int32")), offset))
+        integers = new.emit(relax.op.astype(wide, "uint8"))
+        if zero is None or is_constant(zero):
+            zero = relax.const(_OFFSET + (np.zeros(1, np.int32) if zero is None else array_of(zero).astype(np.int32)))
+        else:
+            zero = new.emit(relax.op.add(new.of(zero), offset))
+    result = relax.op.matmul(integers, relax.const(narrowed(match.centred)), out_dtype="int32")
     if zero is not None:
         products = extra("products", result)
         # The zero point's share of each column's sum: one row, where it is one.

@@ -16,7 +16,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
-from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul, panel_width
+from relaxtune.schedules.cpu.packing import pack_weight, pack_words, packed_matmul, packs_words, panel_width
 from relaxtune.schedules.targets import CpuLimits, target_limits
 
 # (Of x, of the weight, of the sums.) The other types have no kernels of their own on a CPU, and gain nothing.
@@ -46,9 +46,13 @@ def pack_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
             return None
         left, weight = binding.value.args
         columns, dtype = (static_shape(weight) or ())[1], dtype_of(binding.var)
-        width = panel_width(None if state.options.one_packing else longest_row_axis(left), columns, dtype, limits)
+        words = packs_words(dtype_of(left), array_of(weight), limits)
+        width = panel_width(
+            None if words or state.options.one_packing else longest_row_axis(left), columns, dtype, limits
+        )
         if (weight, width) not in packed:
-            packed[weight, width] = relax.const(pack_weight(array_of(weight), width))
+            pack = pack_words if words else pack_weight
+            packed[weight, width] = relax.const(pack(array_of(weight), width))
         return new.kernel(packed_matmul(columns, dtype), new.of(left), packed[weight, width], name="packed_matmul")
 
     result = rewrite(mod, state, rule)

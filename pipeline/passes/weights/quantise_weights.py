@@ -1,17 +1,22 @@
-"""Pass: precisions "w8a16", "w4a16" and "fp8": matmuls by constant matrices read them quantised."""
+"""Pass: precisions "w8a16", "w4a16", "fp8" and "int8": matmuls by constant matrices read them quantised."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 
 import numpy as np
 import tvm
 from tvm import relax
 
+from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     bindings_of,
     dtype_of,
+    is_constant,
+    is_op,
     longest_row_axis,
     main_of,
     multiplies_by_matrix,
@@ -30,8 +35,11 @@ from relaxtune.pipeline.precision.quantise import (
     packed_rows,
     quantise,
     quantise_float8,
+    quantise_to_int8,
 )
+from relaxtune.schedules.cpu.contraction import BYTES_OF_WORD
 from relaxtune.schedules.cpu.packing import panel_width
+from relaxtune.schedules.functions.byte_rows import quantise_rows_to_bytes
 from relaxtune.schedules.functions.float8 import QUANTISES_ROWS, quantise_rows
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
@@ -47,6 +55,13 @@ _STORED_ROWS = 128
 _HALF = "float16"
 # Bytes at which rows of float8 start; K and N below which quantising takes longer than float8 saves.
 _FLOAT8_ALIGNMENT, _FLOAT8_LEAST = 16, 256
+# Rows and columns below which bytes save less than making them takes.
+_BYTES_LEAST = 64
+# What stands between the matmul of a head and an output.
+_AFTER_HEADS = (
+    "add", "multiply", "astype", "reshape", "squeeze", "expand_dims", "permute_dims", "tanh", "sigmoid", "nn.softmax",
+    "nn.log_softmax", "nn.relu",
+)  # fmt: skip
 _NO_FLOAT8 = "has no tensor cores of float8 (NVIDIA sm_89, sm_90a, sm_120 and sm_121 have)"
 
 
@@ -63,21 +78,34 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 
     For "fp8", a kernel of rows quantises what a matmul reads, once for all its readers, and the matmul scales its sums
     by a number for each row and one for each column. What stays in 16 bits is noted with the reason.
+
+    For "int8" of a float graph, a kernel of rows makes bytes of float32 with a scale and a zero point for each row;
+    sums are exact, and scaled alike. Matrices that are small, and the heads of classifiers, stay in float32.
+
+    Raises `UsageError`: nothing can be quantised under "int8": the precision would have no effect.
     """
     policy = state.options.policy
-    if policy is None or not policy.quantises:
+    if policy is None or not (policy.quantises or state.rows_to_bytes):
         return mod
+    held = "float32" if state.rows_to_bytes else _HALF
     if policy.float8 and not multiplies_float8(state.target):
         state.note(f"all matmuls stay in {_HALF}: the target {_NO_FLOAT8}")
         return mod
     weights = MatmulWeights(state.graph.model)
+    heads = _heads(Graph(mod)) if state.rows_to_bytes else set()
     found = {
         binding.var
         for binding in bindings_of(main_of(mod))
         if multiplies_by_matrix(binding.value)
-        and {dtype_of(arg) for arg in binding.value.args} == {_HALF}
-        and not _stays(binding, weights, policy, state)
+        and {dtype_of(arg) for arg in binding.value.args} == {held}
+        and not _stays(binding, weights, policy, state, heads)
     }
+    if not found and state.rows_to_bytes:
+        raise UsageError(
+            f"precision {policy.name!r} of model {state.graph.name!r}: none of its matmuls reads 8-bit activations, "
+            f"and none of float32 between other operators has a constant matrix of {_BYTES_LEAST} rows and columns or "
+            f"more, K a multiple of {BYTES_OF_WORD}; choose another precision"
+        )
     if not found:
         state.note("no matmul by a constant matrix found")
         logger.warning(
@@ -86,7 +114,11 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
             policy.name,
         )
         return mod
-    rule = _Float8(found) if policy.float8 else _Quantise(state, policy, found)
+    rule: _Bytes | _Float8 | _Quantise
+    if state.rows_to_bytes:
+        rule = _Bytes(found)
+    else:
+        rule = _Float8(found) if policy.float8 else _Quantise(state, policy, found)
     result = rewrite(mod, state, rule)
     for var in found:
         state.quantised_nodes.update(name for name in state.nodes_of([var.name]) if weights.is_matmul(name))
@@ -100,7 +132,36 @@ def multiplies_float8(target: tvm.target.Target) -> bool:
     return target.kind.name == "cuda" and bool(features & {Feature.WGMMA, Feature.FLOAT8_CORES})
 
 
-def _stays(binding: relax.VarBinding, weights: MatmulWeights, policy: PrecisionPolicy, state: LoweringState) -> bool:
+def _heads(graph: Graph) -> set[relax.Var]:
+    """Return the matmuls whose results are outputs but for constants that are added, views and activations."""
+    heads: set[relax.Var] = set()
+    seen: set[relax.Var] = set()
+    waiting = [var for var in graph.values if var in graph.readers(var)]
+    while waiting:
+        var = waiting.pop()
+        value = graph.value(var)
+        if var in seen or value is None:
+            continue
+        seen.add(var)
+        operands = [one for one in getattr(value, "args", ()) if not is_constant(one)]
+        if isinstance(value, relax.Var):
+            waiting.append(value)
+        elif isinstance(value, relax.Tuple):
+            waiting += [field for field in value.fields if isinstance(field, relax.Var)]
+        elif is_op(value, "matmul"):
+            heads.add(var)
+        elif is_op(value, *_AFTER_HEADS) and isinstance(operands[0], relax.Var):
+            waiting += operands[:1] if all(isinstance(one, relax.ShapeExpr) for one in operands[1:]) else []
+    return heads
+
+
+def _stays(
+    binding: relax.VarBinding,
+    weights: MatmulWeights,
+    policy: PrecisionPolicy,
+    state: LoweringState,
+    heads: Set[relax.Var],
+) -> bool:
     """Return whether a matrix is not the constants of ONNX matmuls side by side, or has no scales."""
     k, columns = static_shape(binding.value.args[1]) or (0, 0)
     matmuls = [name for name in state.nodes_of([binding.var.name]) if weights.is_matmul(name)]
@@ -110,6 +171,13 @@ def _stays(binding: relax.VarBinding, weights: MatmulWeights, policy: PrecisionP
     rows = row_count(binding.value.args[0])
     if not known or sum(shape[1] for shape in shapes if shape is not None) != columns or k % 2:
         reason = f"its {k}x{columns} matrix is no constant of ONNX matmuls"
+    elif state.rows_to_bytes:
+        if binding.var in heads:
+            reason = "its result is an output: rounded scores of a head would be the model's"
+        elif k % BYTES_OF_WORD or min(k, columns) < _BYTES_LEAST:
+            reason = f"its {k}x{columns} matrix is small, or K is no multiple of {BYTES_OF_WORD}"
+        elif not np.isfinite(array_of(binding.value.args[1])).all():
+            reason = "its weights are not all finite"
     elif policy.float8:
         if k % _FLOAT8_ALIGNMENT or min(k, columns) < _FLOAT8_LEAST:
             reason = f"its {k}x{columns} matrix is small, or K is no multiple of {_FLOAT8_ALIGNMENT}"
@@ -118,9 +186,10 @@ def _stays(binding: relax.VarBinding, weights: MatmulWeights, policy: PrecisionP
     elif bits is not None and not holds_scales(array_of(binding.value.args[1]), bits, group or 0):
         reason = f"its weights are so small that their scales have no {_HALF}"
     if reason:
-        state.note(f"{binding.var.name} stays in {_HALF}: {reason}")
-        if policy.float8:
+        state.note(f"{binding.var.name} stays in {_HALF if policy.half else 'float32'}: {reason}")
+        if policy.float8 or state.rows_to_bytes:
             state.float_nodes.update(matmuls)
+            state.float_reasons.update(dict.fromkeys(matmuls, reason))
     return bool(reason)
 
 
@@ -146,6 +215,30 @@ class _Float8:
         scaled = relax.op.multiply(new.emit(relax.op.multiply(product, row_scales)), relax.const(scales))
         dtype = dtype_of(binding.var)
         return scaled if dtype == "float32" else relax.op.astype(new.emit(scaled), dtype)
+
+
+class _Bytes:
+    def __init__(self, found: set[relax.Var]) -> None:
+        self._found = found
+        self._rows: dict[tvm.ir.Expr, tuple[relax.Var, ...]] = {}
+        self.bytes_before = self.bytes_after = 0
+
+    def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
+        if binding.var not in self._found:
+            return None
+        left, weight = binding.value.args
+        if left not in self._rows:
+            parts = new.emit(new.kernel(quantise_rows_to_bytes, new.of(left), name="quantise_rows", op_pattern=OPAQUE))
+            self._rows[left] = tuple(new.emit(relax.TupleGetItem(parts, place)) for place in range(3))
+        data, row_scales, zeros = self._rows[left]
+        matrix, scales = quantise_to_int8(array_of(weight))
+        self.bytes_before += array_of(weight).nbytes
+        self.bytes_after += matrix.nbytes + scales.nbytes
+        products = new.emit(relax.op.matmul(data, relax.const(matrix), out_dtype="int32"))
+        # A row's zero point is taken out of its sums by the sums of the columns.
+        shifts = new.emit(relax.op.multiply(zeros, relax.const(-matrix.sum(axis=0, dtype=np.int32))))
+        sums = new.emit(relax.op.astype(new.emit(relax.op.add(products, shifts)), "float32"))
+        return relax.op.multiply(sums, new.emit(relax.op.multiply(row_scales, relax.const(scales))))
 
 
 class _Quantise:

@@ -67,9 +67,9 @@ def places(number: tirx.Expr, sizes: Sequence[Size]) -> list[tirx.Expr]:
     return found[::-1]
 
 
-def row_buffer(elements: int) -> tirx.Var:
-    """Return a float32 buffer of the current loop. TVM puts one of scope "local" on the heap, however small it is."""
-    return T.alloc_buffer([elements], "float32", scope="global")
+def row_buffer(elements: int, dtype: str = "float32") -> tirx.Var:
+    """Return a buffer of the current loop. TVM puts one of scope "local" on the heap, however small it is."""
+    return T.alloc_buffer([elements], dtype, scope="global")
 
 
 def unfolded(value: tirx.Expr) -> tirx.Expr:

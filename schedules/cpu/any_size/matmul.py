@@ -21,6 +21,9 @@ A part of M is all of it, or the rows of one core: see `row_tiles`. Rows and col
 twice, to the same value. Where a tile of fewer rows ends past the last row, that one is computed again. Columns of
 fewer than a tile run through a plain loop, which LLVM makes vectors of.
 
+Bytes, where a core adds four products in one step, are the same loops over words: a lane's step takes four bytes along
+k of a row, and of a column, that lie side by side (AVX-512 or AVX VNNI, VPDPBUSD: uint8 times int8, exact in int32).
+
 Where a core has a tile unit, many rows of packed weights are computed on it, also where all sizes are known: see
 `tile_kernel`.
 """
@@ -40,6 +43,7 @@ from relaxtune.schedules.cpu.contraction import MAX_ROWS, TiledContraction, find
 from relaxtune.schedules.cpu.tiling import find_epilogue
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.blocks import position_of, written_params
+from relaxtune.schedules.tir.contraction import are_axes
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock, block_facts, find_only_reduction, list_blocks
 
 # Vectors of columns that no panel and no size gives: two hide the latency of the multiply-add behind 14 rows.
@@ -50,9 +54,9 @@ _TILES_L2_BYTES = 2 << 20
 
 
 def any_size_matmul(func: PrimFunc, target: Target) -> Schedule | None:
-    """Return the kernel of one float32 matmul of a symbolic size, or that fills tiles; None for any other function."""
+    """Return the kernel of a float32 matmul of a symbolic size, or that fills tiles, or of bytes; None for others."""
     found = find_product(func, cpu_limits(target))
-    if found is None or not (found.is_symbolic or fills_tiles(found)):
+    if found is None or not (found.is_symbolic or fills_tiles(found) or found.con.group > 1):
         return None
     return Schedule(tvm.IRModule({"main": ProductKernel(found).build()}))
 
@@ -76,7 +80,10 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     operands = (con.left.source, con.right.source)
     if len(con.reduce) != 1 or not con.contiguous or block.init is None:
         return None
-    if {str(buffer.dtype) for buffer in (*operands, block.store.buffer)} != {"float32"}:
+    dtypes = tuple(str(buffer.dtype) for buffer in (*operands, block.store.buffer))
+    if dtypes != (("float32",) * 3 if con.group == 1 else ("uint8", "int8", "int32")):
+        return None
+    if con.group > 1 and not (limits.has_byte_dot and are_axes(con.left.indices[-1:], [block.axes[con.reduce[0]]])):
         return None
     # Neither operand is made inside the function, and C is its only result.
     written = written_params(func)
@@ -93,8 +100,8 @@ def _find(func: PrimFunc, con: TiledContraction, epilogue: ScheduledBlock | None
     if vectors < 1 or vectors > _VECTORS_MAX or vectors * lanes != (con.panel or vectors * lanes):
         return None
     rows = min(MAX_ROWS, (limits.vector_registers - 1 - vectors) // vectors)
-    length = block.extents[con.reduce[0]]
+    length = con.steps
     if limits.l1_bytes is not None and length is not None and length * ELEMENT_BYTES % SET_STRIDE_BYTES == 0:
         rows = min(rows, max(1, limits.l1_bytes // SET_STRIDE_BYTES))
-    tiles = limits.l2_bytes or _TILES_L2_BYTES if limits.has_tiles else 0
+    tiles = limits.l2_bytes or _TILES_L2_BYTES if limits.has_tiles and con.group == 1 else 0
     return Product(func, con, epilogue, vectors, lanes, rows, find_cut(con, limits, rows), tiles)

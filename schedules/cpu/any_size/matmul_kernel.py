@@ -26,6 +26,7 @@ from relaxtune.schedules.cpu.any_size.emit import (
 from relaxtune.schedules.cpu.any_size.product import Product
 from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, parts_of_rows, tiles_of_rows
 from relaxtune.schedules.cpu.any_size.tile_kernel import TileKernel, has_tile_kernel, is_worth_tiles
+from relaxtune.schedules.cpu.contraction import BYTES_OF_WORD
 from relaxtune.schedules.sizes import Size
 from relaxtune.schedules.tir.expressions import substitute
 
@@ -167,7 +168,7 @@ class ProductKernel:
         product, cut = self._product, self._product.cut
         tile_size = product.rows * product.width
         kept = cut.tiles * tile_size
-        sums = row_buffer(kept * (cut.panels if cut.parts > 1 else 1))
+        sums = row_buffer(kept * (cut.panels if cut.parts > 1 else 1), product.sums_dtype)
         with T.serial(0, wide(cut.parts)) as part, T.serial(0, group.panels) as turn:
             panel = T.Bind(group.first_panel + turn)
             # A panel begins where it begins; its last columns may be no columns of C.
@@ -254,7 +255,7 @@ class ProductKernel:
         lanes, vectors, cut = product.lanes, product.vectors, product.cut
         column, reduced = product.block.axes[con.column], product.block.axes[con.reduce[0]]
         # A buffer a row: TVM puts up to 1 KiB on the stack, where LLVM makes registers of it.
-        sums = [row_buffer(product.width) for _ in rows]
+        sums = [row_buffer(product.width, product.sums_dtype) for _ in rows]
 
         def each(body: Callable[[int, tirx.Expr], None]) -> None:
             for row in range(len(rows)):
@@ -263,9 +264,9 @@ class ProductKernel:
                         body(row, vector * lanes + lane)
 
         def clear() -> None:
-            each(lambda row, at: T.buffer_store(sums[row], tirx.FloatImm("float32", 0.0), [at]))
+            each(lambda row, at: T.buffer_store(sums[row], tirx.const(0, product.sums_dtype), [at]))
 
-        begin, size = wide(0), wide(product.block.sizes[con.reduce[0]])
+        begin, size = wide(0), wide(con.steps if con.steps is not None else product.block.sizes[con.reduce[0]])
         if cut.is_whole:
             clear()
         else:
@@ -279,20 +280,42 @@ class ProductKernel:
         whole = len(rows) == product.rows
         fetch_next = self._next_block(size, step, whole) if fetch and con.panel is not None else None
         with T.serial(0, size) as k:
-            known = {**values, reduced: begin + k}
+            known = {**values, reduced: (begin + k) * con.group if con.group > 1 else begin + k}
 
             def multiply(row: int, at: tirx.Expr) -> None:
                 here = {**known, **rows[row], column: start + wide(at)}
                 term = self.load(con.left, here) * self.load(con.right, here)
                 T.buffer_store(sums[row], sums[row][at] + term, [at])
 
-            each(multiply)
+            if con.group > 1:
+                self._add_words(sums, known, rows, start // product.width, begin + k)
+            else:
+                each(multiply)
             if fetch_next is not None:
                 fetch_next(k)
             if next_rows is not None:
                 row = self._row_in_place(next_rows + k % _LINE)
-                prefetch(self.load(con.left, {**known, **row, reduced: begin + k // _LINE * _LINE}), INTO_FIRST)
+                line = (begin + k // _LINE * _LINE) * con.group if con.group > 1 else begin + k // _LINE * _LINE
+                prefetch(self.load(con.left, {**known, **row, reduced: line}), INTO_FIRST)
         each(lambda row, at: T.buffer_store(step.sums, sums[row][at], [step.at + row * product.width + at]))
+
+    def _add_words(
+        self, sums: list[tirx.Var], values: Values, rows: list[Values], panel: tirx.Expr, step: tirx.Expr
+    ) -> None:
+        """Add, to the sums of some rows, the products of four bytes along k from `values` on: VPDPBUSD."""
+        product, con, lanes = self._product, self._product.con, self._product.lanes
+        reduced, one = product.block.axes[con.reduce[0]], wide(1)
+        word = tirx.Ramp(values[reduced], one, BYTES_OF_WORD)
+        panels, count = self.buffers[con.right.source], lanes * BYTES_OF_WORD
+        name = f"llvm.x86.avx512.vpdpbusd.{count * 8}"
+        for row, place in enumerate(rows):
+            four = tirx.reinterpret("int32", self.load(con.left, {**values, **place, reduced: word}))
+            left = tirx.reinterpret(f"uint8x{count}", tirx.Broadcast(four, lanes))
+            for vector in range(product.vectors):
+                right = panels[panel, step, wide(vector * lanes), tirx.Ramp(wide(0), one, count)]
+                at = tirx.Ramp(wide(vector * lanes), one, lanes)
+                total = tirx.call_llvm_pure_intrin(f"int32x{lanes}", name, sums[row][at], left, right)
+                T.buffer_store(sums[row], total, [at])
 
     def _next_block(self, size: tirx.Expr, step: _Step, whole: bool) -> Callable[[tirx.Expr], None]:
         """Return what fetches a part of the next block at a step of k: each tile's share is contiguous.
@@ -303,14 +326,14 @@ class ProductKernel:
         fetching = unfolded(tirx.min(step.readers, wide(product.cut.fetching)))
         stride = unfolded((product.width + (fetching - 1)) // fetching)
         share = unfolded(step.place % fetching * size * stride)
-        panels = self.buffers[product.con.right.source]
+        panels, byte = self.buffers[product.con.right.source], [wide(0)] * (product.con.group > 1)
 
         def fetch(k: tirx.Expr) -> None:
             first = share + k * stride
-            prefetch(panels[step.next_panel, step.next_begin, first], INTO_SECOND)
+            prefetch(panels[(step.next_panel, step.next_begin, first, *byte)], INTO_SECOND)
             for further in range(_LINE, 1 if whole else product.width, _LINE):
                 with T.If(stride > further), T.Then():
-                    prefetch(panels[step.next_panel, step.next_begin, first + further], INTO_SECOND)
+                    prefetch(panels[(step.next_panel, step.next_begin, first + further, *byte)], INTO_SECOND)
 
         return fetch
 

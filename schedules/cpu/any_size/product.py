@@ -22,6 +22,7 @@ from relaxtune.schedules.tir.blocks import same_sizes, shape_of
 from relaxtune.schedules.tir.contraction import are_axes
 from relaxtune.schedules.tir.scheduled_blocks import ScheduledBlock
 
+# Of an element, or of the bytes along k that a lane multiplies in one step.
 ELEMENT_BYTES = 4
 # Rows that begin multiples of this apart share a set of the first cache, which holds as many lines as fit into it.
 SET_STRIDE_BYTES = 4096
@@ -73,7 +74,7 @@ class Cut:
 
 def find_cut(con: TiledContraction, limits: CpuLimits, rows: int) -> Cut:
     """Return the cut for tiles of so many rows; where nothing is packed, or no cache is known, each tile is a group."""
-    length = con.block.extents[con.reduce[0]]
+    length = con.steps
     if con.panel is None or length is None or limits.l2_bytes is None or limits.l1_bytes is None:
         return Cut()
     step_bytes = con.panel * ELEMENT_BYTES
@@ -119,6 +120,11 @@ class Product:
     def block(self) -> ScheduledBlock:
         """The reduction block."""
         return self.con.block
+
+    @property
+    def sums_dtype(self) -> str:
+        """The dtype of the sums."""
+        return "float32" if self.con.group == 1 else "int32"
 
     @property
     def is_symbolic(self) -> bool:

@@ -38,7 +38,7 @@ class AnySizeParameters(Parameters):
 
 
 class CpuAnySize(KernelTemplate[Product, AnySizeParameters]):
-    """The template of float32 products of packed weights whose rows are known when the kernel is called.
+    """The template of products of packed weights: of bytes, or of float32 whose rows are known in a call.
 
     It proposes for a function at one set of sizes (`AT_SIZES_ATTR`), and makes that of any sizes, too.
     """
@@ -49,9 +49,9 @@ class CpuAnySize(KernelTemplate[Product, AnySizeParameters]):
         if not isinstance(target.limits, CpuLimits):
             return Refusal(f"the target is {target.kind} {target.arch}, expected llvm")
         product = find_product(with_named_sizes(func), target.limits)
-        if product is None or product.con.panel is None or product.block.extents[product.con.reduce[0]] is None:
-            return Refusal("it is no float32 product of packed weights")
-        if not product.is_symbolic and not (func.attrs and AT_SIZES_ATTR in func.attrs):
+        if product is None or product.con.panel is None or product.con.steps is None:
+            return Refusal("it is no product of packed weights in float32 or bytes")
+        if product.con.group == 1 and not product.is_symbolic and not (func.attrs and AT_SIZES_ATTR in func.attrs):
             return Refusal("its sizes are known (the search makes such functions)")
         return product
 
@@ -73,7 +73,7 @@ class CpuAnySize(KernelTemplate[Product, AnySizeParameters]):
         return list(dict.fromkeys(found))
 
     def _make(self, case: Case[Product], p: AnySizeParameters) -> tirx.PrimFunc | Refusal:
-        product, length = case.found, case.found.block.extents[case.found.con.reduce[0]]
+        product, length = case.found, case.found.con.steps
         assert length is not None
         refused = p.refuse_values()
         if refused is not None or p.rows > product.rows or p.parts * p.blocks > length:
