@@ -100,30 +100,24 @@ class NewPositions:
     def put(self, thread: tirx.Expr, block: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile) -> None:
         """Emit it for one block of keys whose cached positions have arrived, by all of a warpgroup."""
         spec, block_k = self._plan.spec, self._plan.parameters.block_k
-        across = self._width // VECTOR
+        across, start = self._width // VECTOR, block * block_k
         items = (spec.keys - self._past) * across
-        start = block * block_k
         with T.If(start + block_k > self._past), T.Then():
             with T.serial(ceil_div(items, WARPGROUP)) as turn:
                 item = turn * WARPGROUP + thread
                 row, vector = item // across, item % across
                 line = self._past + row - start
                 with T.If(tirx.all(item < items, line >= 0, line < block_k)), T.Then():
-                    self._put_vector(row, line, vector, tile, stage, at)
+                    words = T.alloc_local([4], "uint32")
+                    load_vector("global", words, self._from.ptr_to([_element(self._new, row, at) + vector * VECTOR]))
+                    # The swizzle: 16-byte units of a row change places by the row's number in its 8.
+                    unit = tirx.bitwise_xor(vector % (CHUNK // VECTOR), line % 8)
+                    chunk = vector // (CHUNK // VECTOR) * (block_k * CHUNK)
+                    store_vector("shared", tile.ptr_to([stage, chunk + line * CHUNK + unit * VECTOR]), words)
+                    target = _element(self._result, self._past + row, at) + vector * VECTOR
+                    store_vector("global", self._to.ptr_to([target]), words)
             order_before_tma()
             T.evaluate(T.ptx.bar.sync(tirx.const(GROUP_BARRIER, "uint32"), WARPGROUP))
-
-    def _put_vector(
-        self, row: tirx.Expr, line: tirx.Expr, vector: tirx.Expr, tile: tirx.Var, stage: tirx.Expr, at: Tile
-    ) -> None:
-        words = T.alloc_local([4], "uint32")
-        load_vector("global", words, self._from.ptr_to([_element(self._new, row, at) + vector * VECTOR]))
-        # The swizzle: 16-byte units of a row change places by the row's number in its 8.
-        unit = tirx.bitwise_xor(vector % (CHUNK // VECTOR), line % 8)
-        chunk = vector // (CHUNK // VECTOR) * (self._plan.parameters.block_k * CHUNK)
-        store_vector("shared", tile.ptr_to([stage, chunk + line * CHUNK + unit * VECTOR]), words)
-        target = self._to.ptr_to([_element(self._result, self._past + row, at) + vector * VECTOR])
-        store_vector("global", target, words)
 
 
 def _element(layout: HeadLayout, position: tirx.Expr, at: Tile) -> tirx.Expr:

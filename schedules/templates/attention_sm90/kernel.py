@@ -196,7 +196,7 @@ class _Kernel:
         with T.serial(self._tile.block_count) as step:
             self._begin_scores(step)
             self._softmax.prefetch(self._tile.first_block + step)
-            self._release_query(step)
+            self._queries.release(self._tile, tirx.all(self._leader, self._tile.turn > 0, step == 0))
             self._end(self._scores, self._keys, self._ring_k)
             self._weigh(step)
             with T.If(step > 0), T.Then():
@@ -212,7 +212,7 @@ class _Kernel:
         """
         zero, group, pingpong = tirx.IntImm("int32", 0), self._group, self._p.pingpong
         self._softmax.prefetch(self._tile.first_block)
-        self._release_query(zero)
+        self._queries.release(self._tile, tirx.all(self._leader, self._tile.turn > 0, zero == 0))
         self._end(self._scores, self._keys, self._ring_k)
         self._weigh(zero)
         self._softmax.convert(self._scores, self._weights)
@@ -232,14 +232,6 @@ class _Kernel:
             self._softmax.convert(self._scores, self._weights)
         self._begin_values(self._tile.block_count - 1)
         self._end(self._sums, self._values, self._ring_v)
-
-    def _release_query(self, step: tirx.Expr) -> None:
-        """Emit, at a tile's first step, the release of the memory of the tile before, once its output is copied."""
-        turn, stages = self._tile.turn, self._plan.query_stages
-        if stages > 1:
-            with T.If(tirx.all(self._leader, turn > 0, step == 0)), T.Then():
-                wait_for_stores_to_read()
-                self._queries.empty.arrive((turn + 1) % stages)
 
     def _begin_scores(self, step: tirx.Expr, *, wait: bool = True) -> None:
         stage = self._ring_k.stage

@@ -47,9 +47,6 @@ the new positions, and copies each block of keys from shared memory (`growth.py`
 What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row that sees no key
 (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
 read (TMA fills with zeros) nor written.
-
-Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" and "Tensor
-Memory Access"; CUDA driver API, cuTensorMapEncodeTiled (16-byte aligned address and strides, box sides of at most 256).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
+from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.functions.attention import HeadLayout
 from relaxtune.schedules.sizes import Size
@@ -21,7 +22,7 @@ from relaxtune.schedules.templates.attention_sm90.plan import CHUNK, AttentionPl
 from relaxtune.schedules.templates.emit.barriers import Barriers, Ring
 from relaxtune.schedules.templates.emit.registers import all_of
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
-from relaxtune.schedules.templates.emit.tma import encode_tensor, load_tile
+from relaxtune.schedules.templates.emit.tma import encode_tensor, load_tile, wait_for_stores_to_read
 from relaxtune.schedules.templates.emit.wgmma import ROW_UNITS, ROWS, STEP_UNITS, Descriptor, multiply
 
 
@@ -91,6 +92,13 @@ class QueryTiles:
         for chunk in range(plan.chunks):
             to = self.tile.ptr_to([stage, chunk * plan.rows * CHUNK])
             load_tile(to, self.source, (chunk * CHUNK, at.head, at.query, at.batch), self.full.at(stage))
+
+    def release(self, at: Tile, when: tirx.Expr) -> None:
+        """Emit, under a condition, the release of the tile before, once its output is copied from there."""
+        if self.plan.query_stages > 1:
+            with T.If(when), T.Then():
+                wait_for_stores_to_read()
+                self.empty.arrive((at.turn + 1) % self.plan.query_stages)
 
 
 @dataclass(frozen=True)

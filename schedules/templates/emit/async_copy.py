@@ -113,13 +113,14 @@ class TileChunks:
     """A thread's chunks of a tile of `rows` rows of `width` chunks of some elements, at most one for each thread.
 
     `row` and `chunk` are of the first one, the others are `step` rows apart each; `count` is how many there are for a
-    thread at most, and `inside` says which exist.
+    thread at most, and `inside` says which exist. `shape` is the tile's, in elements.
     """
 
     def __init__(
         self, threads: int, thread: tirx.Expr, rows: int, width: int, elements: int = CHUNK, together: int = 1
     ) -> None:
-        self._rows, self._width, self._elements, self._together = rows, width, elements, together
+        self._rows, self._width, self.elements, self._together = rows, width, elements, together
+        self.shape = rows, width * elements
         self.step = min(threads // width, rows)
         self.count = math.ceil(rows / self.step)
         self.row, self.chunk = thread // width, thread % width
@@ -131,11 +132,11 @@ class TileChunks:
         if self.step % 8 == 0:
             # The pattern of rows some eights apart is the same.
             first = self._at(self.row)
-            return first + number * (self.step * self._width * self._elements)
+            return first + number * (self.step * self._width * self.elements)
         return self._at(self.row + number * self.step)
 
     def _at(self, row: tirx.Expr) -> tirx.Expr:
-        return chunk_place(row, self.chunk, self._width, self._elements, self._together)
+        return chunk_place(row, self.chunk, self._width, self.elements, self._together)
 
     def inside(self, number: int) -> list[tirx.Expr]:
         """Return the conditions under which a chunk exists."""

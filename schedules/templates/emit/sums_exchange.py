@@ -92,6 +92,11 @@ class SumsExchange:
         """Emit a call that sets, awaits or clears this warp's flag of a block."""
         self.call(function, block * self._warps + self._thread // _WARP)
 
+    def publish(self, block: tirx.Expr, move: Callable[[str, tirx.Expr], None]) -> None:
+        """Emit the handing over of a block's sums, which `move` puts."""
+        move("put", block)
+        self.flag("set", block)
+
     def add(self, block: tirx.Expr, helpers: tirx.Expr | int, move: Callable[[str, tirx.Expr], None]) -> None:
         """Emit the adding of what `helpers` blocks before this one have, the nearest first; `move` adds one's sums."""
         with T.serial(helpers, unroll=False) as number:
@@ -128,8 +133,7 @@ class SplitSum:
 
         with T.If(self._block % self._split < self._split - 1):
             with T.Then():
-                move("put", self._block)
-                self._exchange.flag("set", self._block)
+                self._exchange.publish(self._block, move)
             with T.Else():
                 self._exchange.add(self._block, self._split - 1, move)
                 yield

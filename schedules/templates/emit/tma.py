@@ -1,6 +1,7 @@
 """Copies of boxes of tensors by TMA, and the tensor maps that they take; all emit into the current IRBuilder.
 
-CUDA driver API, cuTensorMapEncodeTiled; PTX ISA 9.0, "Tensor Memory Access" (cp.async.bulk.tensor).
+Addresses and strides are multiples of 16 bytes, sides of boxes 256 at most (CUDA driver API, cuTensorMapEncodeTiled;
+PTX ISA 9.0, "Tensor Memory Access": cp.async.bulk.tensor).
 """
 
 from __future__ import annotations

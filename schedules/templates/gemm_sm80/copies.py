@@ -39,17 +39,18 @@ def tile_copies(
     read = [matmul.a, matmul.b] if stored is None else [matmul.a, stored.packed, stored.scales]
     sources = [flat_view(params[number]) for number in read]
 
-    def of(operand: int, shape: tuple[int, int], together: int = 1) -> _Tile:
-        return _Tile(sources[operand], tiles[operand], plan.threads, thread, shape, together)
+    def chunks(operand: int, rows: int, columns: int, together: int = 1) -> TileChunks:
+        each = COPY_BYTES // element_bytes(str(tiles[operand].ty.dtype))
+        return TileChunks(plan.threads, thread, rows, columns // each, each, together)
 
+    of_a = chunks(0, p.block_m, p.block_k, 1 if stored is None else chunks_together(16))
+    load_a = _by_rows(sources[0], tiles[0], of_a, first[0], k, matmul.extent)
+    if stored is None and not matmul.b_transposed:
+        return load_a, _by_depths(sources[1], tiles[1], chunks(1, p.block_k, p.block_n), first[1], k, n)
     if stored is None:
-        load_a = of(0, (p.block_m, p.block_k)).by_rows(first[0], k, matmul.extent)
-        if matmul.b_transposed:
-            return load_a, of(1, (p.block_n, p.block_k)).by_rows(first[1], k, n)
-        return load_a, of(1, (p.block_k, p.block_n)).by_depths(first[1], k, n)
-    load_a = of(0, (p.block_m, p.block_k), chunks_together(16)).by_rows(first[0], k, matmul.extent)
-    shape, together = (p.block_n, p.block_k * stored.bits // 8), chunks_together(stored.bits)
-    load_packed = of(1, shape, together).by_rows(first[1], k * stored.bits // 8, n)
+        return load_a, _by_rows(sources[1], tiles[1], chunks(1, p.block_n, p.block_k), first[1], k, n)
+    of_b = chunks(1, p.block_n, p.block_k * stored.bits // 8, chunks_together(stored.bits))
+    load_packed = _by_rows(sources[1], tiles[1], of_b, first[1], k * stored.bits // 8, n)
     load_scales = _scales(sources[2], tiles[2], matmul, plan, first[1], thread)
 
     def load_b(stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
@@ -59,63 +60,44 @@ def tile_copies(
     return load_a, load_b
 
 
-class _Tile:
-    """A tile of `shape` of a matrix, its stages in shared memory."""
+def _by_rows(source: tirx.Var, tile: tirx.Var, chunks: TileChunks, first: tirx.Expr, depth: int, limit: Size) -> Load:
+    """Return the copies of a matrix whose rows run along K: of A, and of B as [N, K]."""
+    height, width = chunks.shape
+    starts, inside = T.alloc_local([chunks.count], "int32"), chunks.chunk * chunks.elements
+    for number in range(chunks.count):
+        row = first + chunks.row + number * chunks.step
+        row = row if isinstance(limit, int) and limit % height == 0 else tirx.min(row, limit - 1)
+        T.buffer_store(starts, row * depth + inside, [number])
 
-    def __init__(
-        self,
-        source: tirx.Var,
-        tile: tirx.Var,
-        threads: int,
-        thread: tirx.Expr,
-        shape: tuple[int, int],
-        together: int,
-    ) -> None:
-        self._source, self._tile, self._shape = source, tile, shape
-        self._each = COPY_BYTES // element_bytes(str(tile.ty.dtype))
-        self._chunks = TileChunks(threads, thread, shape[0], shape[1] // self._each, self._each, together)
-
-    def by_rows(self, first: tirx.Expr, depth: int, limit: Size) -> Load:
-        """Return the copies of a matrix whose rows run along K: of A, and of B as [N, K]."""
-        chunks, (height, width) = self._chunks, self._shape
-        starts, inside = T.alloc_local([chunks.count], "int32"), chunks.chunk * self._each
-        for number in range(chunks.count):
-            row = first + chunks.row + number * chunks.step
-            row = row if isinstance(limit, int) and limit % height == 0 else tirx.min(row, limit - 1)
-            T.buffer_store(starts, row * depth + inside, [number])
-
-        def find(number: int, k_tile: tirx.Expr | int) -> tuple[tirx.Expr, list[tirx.Expr]]:
+    def load(stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        def find(number: int) -> tuple[tirx.Expr, list[tirx.Expr]]:
             k = k_tile * width
             if depth % width == 0:
                 return starts[number] + k, []
             exists = k + inside < depth
             return tirx.Select(exists, starts[number] + k, starts[number] - inside), [exists]
 
-        return self._load(find)
+        chunks.copy(lambda place: tile.ptr_to([stage, place]), source, find)
 
-    def by_depths(self, first: tirx.Expr, depth: int, limit: int) -> Load:
-        """Return the copies of B as [K, N], whose rows run along N."""
-        chunks, (height, width) = self._chunks, self._shape
-        column = first + chunks.chunk * self._each
-        start = in_register(tirx.min(column, limit - self._each) if limit % width else column)
+    return load
 
-        def find(number: int, k_tile: tirx.Expr | int) -> tuple[tirx.Expr, list[tirx.Expr]]:
+
+def _by_depths(source: tirx.Var, tile: tirx.Var, chunks: TileChunks, first: tirx.Expr, depth: int, limit: int) -> Load:
+    """Return the copies of B as [K, N], whose rows run along N."""
+    height, width = chunks.shape
+    column = first + chunks.chunk * chunks.elements
+    start = in_register(tirx.min(column, limit - chunks.elements) if limit % width else column)
+
+    def load(stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
+        def find(number: int) -> tuple[tirx.Expr, list[tirx.Expr]]:
             k = k_tile * height + chunks.row + number * chunks.step
             exists = [k < depth] if depth % height else []
             row = tirx.Select(exists[0], k, tirx.IntImm("int32", 0)) if exists else k
             return row * limit + start, exists
 
-        return self._load(find)
+        chunks.copy(lambda place: tile.ptr_to([stage, place]), source, find)
 
-    def _load(self, find: Callable[[int, tirx.Expr | int], tuple[tirx.Expr, list[tirx.Expr]]]) -> Load:
-        """Return the copies of chunks; `find` gives the place of one and the conditions under which it exists."""
-
-        def load(stage: tirx.Expr | int, k_tile: tirx.Expr | int) -> None:
-            self._chunks.copy(
-                lambda place: self._tile.ptr_to([stage, place]), self._source, lambda number: find(number, k_tile)
-            )
-
-        return load
+    return load
 
 
 def _scales(

@@ -101,7 +101,7 @@ def make_plan(
     size = element_bytes(matmul.input_dtype)
     depth = STORED_DEPTH if matmul.stored else FLOAT_DEPTH if is_plain(matmul) else _STEP_BYTES // size
     refusal = p.refuse_values() or _refuse_parameters(p, 2 * depth, _ROW_BYTES // size)
-    refusal = refusal or _refuse_columns(matmul, p) or _refuse_split(matmul, p)
+    refusal = refusal or _refuse_shares(matmul, p)
     if refusal is not None:
         return refusal
     warps = p.warps_m * p.warps_n
@@ -216,14 +216,10 @@ def _refuse_parameters(p: GemmParameters, low: int, high: int) -> Refusal | None
     return None
 
 
-def _refuse_columns(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
+def _refuse_shares(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
     unit = share_unit(matmul) * matmul.epilogue.accumulators
     if p.block_n // p.warps_n % unit:
         return Refusal(f"a warp has {p.block_n // p.warps_n} columns, expected whole groups of {unit}")
-    return None
-
-
-def _refuse_split(matmul: MatmulFunction, p: GemmParameters) -> Refusal | None:
     k_tiles = math.ceil(matmul.k / p.block_k)
     if p.split_k < 1 or k_tiles % p.split_k:
         return Refusal(f"split_k is {p.split_k}, expected a divisor of the {k_tiles} tiles of K")

@@ -175,7 +175,7 @@ class GemmSm80(KernelTemplate[MatmulFunction, GemmParameters]):
         return _for_target(_recognise(func), target)
 
     def _recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
-        found = _for_target(_recognise_any(func), target)
+        found = _for_target(_recognise(func, OPEN_ROWS), target)
         return found if isinstance(found, Refusal) else replace(found, m=rows)
 
     def _predict(self, case: Case[MatmulFunction], p: GemmParameters, rows: int) -> float | None:
@@ -198,12 +198,8 @@ def _for_target(found: MatmulFunction | Refusal, target: ResolvedTarget) -> Matm
     return refused or found
 
 
+# One of a symbolic number of rows is looked for again and again.
 @lru_cache(maxsize=4)
-def _recognise_any(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
-    """Return the matmul of a function with a symbolic number of rows, which is asked for again and again."""
-    return _recognise(func, OPEN_ROWS)
-
-
 def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:
     matmul = recognise_matmul(func, rows)
     if isinstance(matmul, Refusal) and rows is None and any(dtype_of(one) == "uint8" for one in func.params):

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -176,15 +178,8 @@ class _Kernel:
             self._ring.set(done % p.stages, done // p.stages % 2)
             self._turn.wait(self._group, part.turn // 2 % 2)
         sums = self._sum_exactly(part.count) if exact else self._sum(part.count)
-        if not isinstance(part, StreamPart):
+        with self._stream_sum.of_the_last(sums, part) if isinstance(part, StreamPart) else nullcontext():
             self._write(sums, part)
-            return
-        with T.If(part.ends):
-            with T.Then():
-                self._stream_sum.collect(sums, part)
-                self._write(sums, part)
-            with T.Else():
-                self._stream_sum.publish(sums)
 
     def _sum(self, count: tirx.Expr | int) -> tirx.Var:
         """Emit the sum over some tiles of K; return its registers."""

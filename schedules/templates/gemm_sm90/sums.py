@@ -7,6 +7,9 @@ With `split_k`, the blocks of a cluster exchange their partial sums through shar
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -96,21 +99,23 @@ class StreamSum:
         sums = plan.blocks * self._groups * self._eights * WARPGROUP
         self._exchange = SumsExchange(plan.operands.register, sums, plan.blocks, 4 * p.consumers, thread)
 
-    def publish(self, accumulators: tirx.Var) -> None:
-        """Emit the handing over of a part without its end to the block that has it."""
-        self._move("put", self._block, accumulators)
-        self._exchange.flag("set", self._block)
+    @contextmanager
+    def of_the_last(self, accumulators: tirx.Var, part: StreamPart) -> Iterator[None]:
+        """Emit the handing over of a part's sums to the block that has its tile's end, which runs the body with all."""
 
-    def collect(self, accumulators: tirx.Var, part: StreamPart) -> None:
-        """Emit the adding of what other blocks have of a part's tile to its sums."""
-        self._exchange.add(self._block, part.helpers, lambda how, block: self._move(how, block, accumulators))
+        def move(function: str, block: tirx.Expr) -> None:
+            """Emit a call for every 4 accumulators of rows that exist, at their place among a block's sums."""
+            first = block * self._groups + self._thread // WARPGROUP * self._plan.m_blocks
+            for group in range(self._plan.m_blocks):
+                with self._output.rows_exist(group):
+                    for eight in range(self._eights):
+                        at = ((first + group) * self._eights + eight) * WARPGROUP + self._thread % WARPGROUP
+                        held = (group * self._eights + eight) * 4
+                        self._exchange.call(function, at, *(accumulators[held + index] for index in range(4)))
 
-    def _move(self, function: str, block: tirx.Expr, accumulators: tirx.Var) -> None:
-        """Emit a call for every 4 accumulators of rows that exist, at their place among a block's sums."""
-        first = block * self._groups + self._thread // WARPGROUP * self._plan.m_blocks
-        for group in range(self._plan.m_blocks):
-            with self._output.rows_exist(group):
-                for eight in range(self._eights):
-                    at = ((first + group) * self._eights + eight) * WARPGROUP + self._thread % WARPGROUP
-                    held = (group * self._eights + eight) * 4
-                    self._exchange.call(function, at, *(accumulators[held + index] for index in range(4)))
+        with T.If(part.ends):
+            with T.Then():
+                self._exchange.add(self._block, part.helpers, move)
+                yield
+            with T.Else():
+                self._exchange.publish(self._block, move)

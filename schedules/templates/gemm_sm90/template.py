@@ -47,10 +47,6 @@ TMA fills what lies outside A and B with zeros, so K may be ragged; rows and col
 TMA's strides are multiples of 16 bytes: K has to be a multiple of 8 (of 8 bits, of 16), and N too where B is [K, N]; as
 [N, K], B may have any N, such as a vocabulary's 50257. Fewer than 64 rows (a token or a few, in decoding) waste
 arithmetic, which is not what such matmuls wait for: they read B at memory bandwidth.
-
-Limits and encodings: PTX ISA 9.0, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions" (shapes,
-register fragments, matrix descriptors, swizzle modes) and "Tensor Memory Access" (cp.async.bulk.tensor); CUDA driver
-API, cuTensorMapEncodeTiled (16-byte aligned address and strides, box sides of at most 256).
 """
 
 from __future__ import annotations
@@ -110,7 +106,7 @@ class GemmSm90(KernelTemplate[MatmulFunction, GemmParameters]):
 
     def _recognise_rows(self, func: tirx.PrimFunc, target: ResolvedTarget, rows: int) -> MatmulFunction | Refusal:
         refusal = refuse_target(target, Feature.WGMMA, Feature.TMA)
-        found = refusal or _recognise_any(func)
+        found = refusal or _recognise(func, OPEN_ROWS)
         return found if isinstance(found, Refusal) else replace(found, m=rows)
 
     def _predict(self, case: Case[MatmulFunction], p: GemmParameters, rows: int) -> float | None:
@@ -123,7 +119,7 @@ def _predictor(
     func: tirx.PrimFunc, parameters: GemmParameters, limits: CudaLimits, loaded: int
 ) -> Callable[[int], float] | Refusal:
     """Return what predicts the time for a number of rows, as many of which are loaded at a time."""
-    found = _recognise_any(func)
+    found = _recognise(func, OPEN_ROWS)
     if isinstance(found, Refusal):
         return found
     found = replace(found, m=loaded)
@@ -131,12 +127,8 @@ def _predictor(
     return plan if isinstance(plan, Refusal) else predictor(found, plan, limits.likely_sm_count)
 
 
+# One of a symbolic number of rows is looked for again and again.
 @lru_cache(maxsize=4)
-def _recognise_any(func: tirx.PrimFunc) -> MatmulFunction | Refusal:
-    """Return the matmul of a function with a symbolic number of rows, which is asked for again and again."""
-    return _recognise(func, OPEN_ROWS)
-
-
 def _recognise(func: tirx.PrimFunc, rows: int | None = None) -> MatmulFunction | Refusal:
     matmul = recognise_matmul(func, rows)
     if isinstance(matmul, Refusal):

@@ -43,7 +43,8 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     unflatten,
     wait_for_predecessor,
 )
-from relaxtune.schedules.templates.emit.registers import Lanes, refuse_dtypes, when
+from relaxtune.schedules.templates.emit.lanes import Lanes, refuse_dtypes
+from relaxtune.schedules.templates.emit.registers import when
 from relaxtune.schedules.templates.launch_table import element_checks, launch_first
 from relaxtune.schedules.templates.rows.template import DataflowTemplate, Shape, accesses_of, predicted_us
 from relaxtune.schedules.tir.blocks import Size, element_bytes, is_multiple, narrow, shape_of

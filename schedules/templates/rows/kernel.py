@@ -23,7 +23,8 @@ from relaxtune.schedules.templates.emit.kernel_frame import (
     unflatten,
     wait_for_predecessor,
 )
-from relaxtune.schedules.templates.emit.registers import Lanes, tree, when
+from relaxtune.schedules.templates.emit.lanes import Lanes
+from relaxtune.schedules.templates.emit.registers import tree, when
 from relaxtune.schedules.tir.blocks import Size, element_bytes, narrow
 from relaxtune.schedules.tir.dataflow import Dataflow, Output, Reduction
 from relaxtune.schedules.tir.expressions import dtype_of

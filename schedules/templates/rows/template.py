@@ -34,7 +34,7 @@ from relaxtune.schedules.targets import ResolvedTarget
 from relaxtune.schedules.templates.base import Case, KernelTemplate, Own, refuse_target
 from relaxtune.schedules.templates.emit.accesses import VECTOR_BYTES, Accesses
 from relaxtune.schedules.templates.emit.kernel_frame import tensor_bytes
-from relaxtune.schedules.templates.emit.registers import refuse_dtypes
+from relaxtune.schedules.templates.emit.lanes import refuse_dtypes
 from relaxtune.schedules.templates.rows.kernel import LANES_MAX, RowsParameters, RowsPlan, build_rows_kernel, make_plan
 from relaxtune.schedules.tir.blocks import element_bytes
 from relaxtune.schedules.tir.dataflow import Dataflow, Reduction, recognise_dataflow
