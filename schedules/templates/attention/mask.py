@@ -15,7 +15,7 @@ from relaxtune.schedules.templates.attention.padding_search import any_lane
 from relaxtune.schedules.templates.attention.sizes import flat_view, is_zero
 from relaxtune.schedules.templates.attention.tiles import Rows, TilePlan
 from relaxtune.schedules.templates.emit.device_function import device_call
-from relaxtune.schedules.templates.emit.registers import in_register, load_vector
+from relaxtune.schedules.templates.emit.registers import all_of, in_register, load_vector
 from relaxtune.schedules.templates.emit.tensor_cores import MMA_KINDS
 
 LOG2_E = math.log2(math.e)
@@ -60,7 +60,7 @@ class _OfLanes:
     @property
     def words(self) -> list[tirx.Expr]:
         """The registers of the lane."""
-        return [self._held[word] for word in _words(self._held)]
+        return all_of(self._held)
 
     def read(self, start: tirx.Expr, block: tirx.Expr) -> None:
         """Emit the reads of a block, of a row that begins at an element; past the last key, the last is read."""
@@ -146,7 +146,7 @@ class BiasReader:
             return
         (elements, loads), plan = self._scan, self._plan
         block_k = plan.parameters.block_k
-        each = len(_words(self._scanned)) // loads
+        each = len(all_of(self._scanned)) // loads
         for load in range(loads):
             inside = tirx.min((load * 32 + self._lane) * elements, block_k - elements)
             key = tirx.min(block * block_k + inside, plan.spec.keys - elements)
@@ -214,7 +214,7 @@ class BiasReader:
             for pair in range(self._pairs):
                 held = self._held[line][pair]
                 low, high = (self._buffer[start + tirx.min(first + (pair * 8 + index), last)] for index in range(2))
-                if len(_words(held)) == 2:
+                if len(all_of(held)) == 2:
                     T.buffer_store(held, low, [0])
                     T.buffer_store(held, high, [1])
                     continue
@@ -229,8 +229,7 @@ class BiasReader:
             for pair in range(self._pairs):
                 held = self._held[line][pair]
                 if self._load is not None:
-                    registers = [held[word] for word in _words(held)]
-                    T.evaluate(T.ptx[self._load](*registers, self._buffer.ptr_to([start + key(pair)])))
+                    T.evaluate(T.ptx[self._load](*all_of(held), self._buffer.ptr_to([start + key(pair)])))
                     continue
                 for index in range(2):
                     at = tirx.min(key(pair) + index, last) * self._bias.key_stride
@@ -254,10 +253,10 @@ class BiasReader:
         if self._of_lanes is not None:
             words = self._of_lanes.words
         elif self._scan is not None:
-            words = [self._scanned[word] for word in _words(self._scanned)]
+            words = all_of(self._scanned)
         else:
-            held = [pair for line in self._held for pair in line]
-            words = [tirx.reinterpret("uint32", pair[word]) for pair in held for word in _words(pair)]
+            held = [word for line in self._held for pair in line for word in all_of(pair)]
+            words = [tirx.reinterpret("uint32", word) for word in held]
         return any_lane(reduce(tirx.bitwise_or, words), self._dtype)
 
     def apply(self, scores: tirx.Var, block: tirx.Expr, rows: Rows) -> None:
@@ -291,7 +290,3 @@ class BiasReader:
         if self._dtype in ("int8", "uint8"):
             return tirx.bitwise_and(held[0], tirx.const(0xFF << 8 * index, str(held.ty.dtype)))
         return tirx.reinterpret(self._dtype, held[index])
-
-
-def _words(held: tirx.Var) -> range:
-    return range(int(held.ty.shape[0]))

@@ -26,7 +26,7 @@ from tvm import tirx
 
 from relaxtune.schedules.errors import Refusal
 from relaxtune.schedules.functions.attention import AttentionSpec, spec_of
-from relaxtune.schedules.sizes import Size, variables_of
+from relaxtune.schedules.sizes import variables_of
 from relaxtune.schedules.targets import CudaLimits, Feature, ResolvedTarget
 from relaxtune.schedules.templates.attention.recognise import bias_bytes, recognise_attention
 from relaxtune.schedules.templates.attention.sizes import variables_in, with_values
@@ -198,7 +198,7 @@ def symbolic_plan(
     if spec.growth is not None and p.blocks:
         return Refusal("caches that grow take a block for each tile")
     # Registers and shared memory are those of long sequences; only tiles of one batch element are made together.
-    batch = _names(spec.batch)
+    batch = variables_of([[spec.batch]])
     found = make_plan(
         with_values(spec, {name: 1 if name in batch else _LENGTHS[-1] for name in spec.variables}), p, limits
     )
@@ -267,7 +267,7 @@ def _suits(spec: AttentionSpec, p: AttentionParameters) -> bool:
 
 def _axes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
     """Return the sizes of points along each variable: of the batch, of lengths, of what is before the queries."""
-    batch, queries, keys = (_names(size) for size in (spec.batch, spec.queries, spec.keys))
+    batch, queries, keys = (variables_of([[size]]) for size in (spec.batch, spec.queries, spec.keys))
     past = [name for name in keys if name not in queries]
     before = _PAST if queries else _LENGTHS
     axes: dict[str, tuple[int, ...]] = dict.fromkeys(batch, _BATCHES)
@@ -286,7 +286,3 @@ def _cycles(spec: AttentionSpec, p: AttentionParameters, limits: CudaLimits, mas
         # A block that makes one tile takes as long as one that was made for that.
         plan = make_plan(spec, replace(p, blocks=0), limits, bias_bytes=mask_bytes)
     return math.inf if isinstance(plan, Refusal) else predicted_cycles(plan, limits)
-
-
-def _names(size: Size) -> list[str]:
-    return list(variables_of([[size]]))
