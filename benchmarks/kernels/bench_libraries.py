@@ -135,7 +135,7 @@ def _tune(prepared: PreparedModel, database: TuningDatabase, seconds: float) -> 
         database=database,
         environment=prepared.environment,
         still_true=still_true_in(database, prepared.target, prepared.environment),
-        options=TuningOptions(trials=None, time_budget_s=seconds, routes=frozenset(COMPARED), norm_forms=False),
+        options=TuningOptions(trials=None, time_budget_s=seconds, routes=frozenset(COMPARED)),
         job_id=job.id,
     )
     database.finish_job(job.id, "done")

@@ -13,6 +13,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax.utils import copy_with_new_vars
 from tvm.target import codegen
+from tvm_ffi import structural_equal
 
 from relaxtune.pipeline.artifact.determinism import describe_determinism
 from relaxtune.pipeline.artifact.device_choice import missing_features
@@ -112,6 +113,11 @@ class CompiledModule:
     determinism: DeterminismEntry | None = None  # What it promises about equal bits.
     variants: tuple[tuple[KernelChoice, ...], ...] = ()  # The choices of the entries beside `main`.
 
+    def is_code_of(self, lowered: LoweredModule, kernel_hashes: Mapping[str, str]) -> bool:
+        """Whether this is the code of a lowered module whose kernels have these hashes."""
+        same = lowered is self.lowered or structural_equal(lowered.mod, self.lowered.mod)
+        return same and kernel_hashes == self.kernel_hashes
+
 
 def compile_module(
     lowered: LoweredModule,
@@ -169,7 +175,7 @@ def _compiled(
         determinism = describe_determinism({name: mod[name] for name in lowered.kernels}, choices, target)
         mod = finish_kernels(mod, target.target)
         hashes = {name: kernel_hash(mod[name], target.kind) for name in lowered.kernels}
-        if like is not None and not variants and hashes == like.kernel_hashes:
+        if like is not None and not variants and like.is_code_of(lowered, hashes):
             return replace(like, lowered=lowered, choices=tuple(choices))
         if not graph:
             mod = without_dependent_launch(mod)

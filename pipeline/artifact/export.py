@@ -42,6 +42,7 @@ from relaxtune.pipeline.codegen.cuda_compiler import compiler_release
 from relaxtune.pipeline.codegen.cuda_libraries import CUDART, DRIVER
 from relaxtune.pipeline.codegen.library_objects import compile_library_objects, list_library_sources
 from relaxtune.pipeline.errors import LoweringError
+from relaxtune.pipeline.passes.graph_decisions import decision_notes
 from relaxtune.pipeline.passes.module import LoweredModule
 from relaxtune.pipeline.precision.graph_dtypes import compute_dtype
 from relaxtune.pipeline.precision.policy import PolicyEntry, policy_entry
@@ -190,7 +191,11 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         ),
         precision=lowered.options.precision,
         passes=tuple(
-            PassEntry(r.phase, r.name, r.enabled, r.seconds, r.bindings_removed, r.constants_folded, r.notes, r.failure)
+            PassEntry(
+                *(r.phase, r.name, r.enabled, r.seconds, r.bindings_removed, r.constants_folded),
+                (*r.notes, *decision_notes(lowered.options, r.name)),
+                r.failure,
+            )
             for r in lowered.reports
         ),
         kernels=tuple(_kernel_entry(compiled, choice) for choice in compiled.choices),
@@ -200,7 +205,7 @@ def build_manifest(compiled: CompiledModule, link_seconds: float) -> Manifest:
         policy=policy_of(lowered),
         memory=memory_entry(compiled.planned_bytes, lowered.weights, lowered.graph.model),
         deterministic=compiled.determinism,
-        norm_rows_max=lowered.options.norm_rows_max,
+        rows_max=lowered.options.rows_max,
         maxima=lowered.options.maxima,
         unpadding=lowered.unpadding,
         recipe=recipe_of(lowered),

@@ -62,8 +62,8 @@ class Manifest:
     deterministic: DeterminismEntry | None = None  # Its determinism contract; None where a version before did not say.
     # Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
     buckets: BucketsEntry | None = None
-    # Rows of a matmul up to which norms were taken into it; None where a version before did not say.
-    norm_rows_max: int | None = None
+    # Pass -> rows of a matmul up to which it acted, where a tune decided that.
+    rows_max: Mapping[str, int] = field(default_factory=dict)
     # Symbolic axis -> its largest size; none for an axis without one.
     maxima: Mapping[str, int] = field(default_factory=dict)
     unpadding: Unpadding | None = None  # How padding is left out; None where it is not.

@@ -177,7 +177,7 @@ def group_options(plan: Plan, cells: int, every: int, devices: int = 1) -> Tunin
     Its hours of GPUs are shared by the target's devices.
 
     Without a budget each cell has the candidates of the plan's effort, less the part of its tasks that cells before it
-    have too. Norms are tuned in the form that the request or the newest record says, not in all forms.
+    have too. The graph is as the request or the newest record says; it is not searched.
     """
     budget, effort = plan.table.budget, plan.table.effort
     share = cells / every
@@ -186,7 +186,7 @@ def group_options(plan: Plan, cells: int, every: int, devices: int = 1) -> Tunin
     seconds = None if limit_s is None else limit_s * share
     if trials is None and seconds is None:
         trials = cells * (LEVELS[effort].trials or 0)
-    return replace(options_for(effort, trials, seconds), seed=plan.table.seed, norm_forms=False)
+    return replace(options_for(effort, trials, seconds), seed=plan.table.seed, graph_s=0.0)
 
 
 def trials_of(plan: Plan, every: int) -> Callable[[Cell, float], int | None]:

@@ -22,7 +22,7 @@ from relaxtune.pipeline.choose.selection import select_kernels
 from relaxtune.pipeline.environment import detect_environment
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import lower
-from relaxtune.pipeline.passes.module import NORM_ROWS_MAX, LoweredModule, LoweringOptions
+from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions
 from relaxtune.pipeline.tasks.extract import extract_tasks
 from relaxtune.pipeline.temporary import temporary_folder
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
@@ -97,7 +97,7 @@ def lowering_options(manifest: Manifest) -> LoweringOptions:
         disabled_passes=disabled,
         embed_weights=not manifest.weights,
         group_size=policy.group_size if grouped and policy is not None else None,
-        norm_rows_max=NORM_ROWS_MAX if manifest.norm_rows_max is None else manifest.norm_rows_max,
+        rows_max=manifest.rows_max,
         maxima=manifest.maxima,
         unpad=manifest.unpadding is not None,
         one_packing=manifest.buckets is not None,

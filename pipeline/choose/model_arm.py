@@ -26,14 +26,6 @@ class LoadedArm:
     arm: Arm
 
 
-def compiled_arm(prepared: PreparedModel, choices: Sequence[KernelChoice], directory: Path) -> Arm:
-    """Return a model as an arm on random inputs; its artifact is written to a directory that stays while it runs.
-
-    Raises `LoweringError`, `ArtifactError`: the model does not compile, or not load here.
-    """
-    return compiled_arms(prepared, choices, (), directory)[0]
-
-
 def compiled_arms(
     prepared: PreparedModel,
     choices: Sequence[KernelChoice],
@@ -42,7 +34,10 @@ def compiled_arms(
 ) -> list[Arm]:
     """Return a model as an arm, and behind it each of its variants: the model with some other choices.
 
-    All are one compilation and one copy of the weights; otherwise as `compiled_arm`.
+    They run on random inputs. All are one compilation and one copy of the weights; their artifact is written to a
+    directory that stays while they run.
+
+    Raises `LoweringError`, `ArtifactError`: the model does not compile, or not load here.
     """
     compiled = compile_module(prepared.lowered, choices, prepared.target, variants=variants)
     calls = timed_calls(prepared)

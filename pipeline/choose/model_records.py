@@ -1,8 +1,9 @@
-"""Records of whole models, which decide how a model is compiled: the form of its norms, and re-ranked kernels.
+"""Records of whole models, which decide how a model is compiled: graph decisions, and re-ranked kernels.
 
 A kernel timed alone may mislead, and so may the sum of a model's kernels. What a tuning run finds out in the compiled
-model (`pipeline.choose.norm_forms`, `pipeline.choose.rerank`) is recorded as a measurement of a workload of its own,
-the model: its latencies are the model's, and its decision is what `relaxtune compile` follows.
+model (`pipeline.choose.graph_search`, `pipeline.choose.rerank`) is recorded as a measurement of a workload of its own,
+the model: its latencies are the model's, and its decision is what `relaxtune compile` follows. Each graph decision that
+was tried is a workload, too, with the model's latencies with it, and without it in the decision.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -39,18 +40,26 @@ logger = logging.getLogger(__name__)
 
 _US_PER_MS = 1e3
 _LISTED = 64
+_EARLIER = "measured by an earlier version"
+_NORMS = {0: {"norms apart": _EARLIER}, 1 << 31: {"norms in all matmuls": _EARLIER}}
 
 
 @dataclass(frozen=True)
 class ModelDecision:
     """How a model is compiled."""
 
-    norm_rows_max: int  # As of `LoweringOptions`.
+    # Decisions of `pipeline.passes.graph_decisions`, each with the reason for it.
+    graph: Mapping[str, str] = field(default_factory=dict)
     # Workload hash -> route and decision of the kernel that is faster inside the model than the fastest one alone.
     kernels: Mapping[str, tuple[Route, str]] = field(default_factory=dict)
     untuned: bool = False  # Whether the whole model is no faster with kernels from records: it is compiled without any.
     # When; a kernel whose fastest record is newer goes by that record. None for a decision that is being made.
     made_at: datetime | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the decision as plain JSON data, without its time."""
+        kernels = {key: [str(route), text] for key, (route, text) in self.kernels.items()}
+        return {"graph": dict(self.graph), "kernels": kernels, **({"untuned": True} if self.untuned else {})}
 
     def preferred(self, workload_hash: str) -> Preferred | None:
         """Return the decision that the model prefers for a kernel."""
@@ -66,47 +75,53 @@ class MeasuredModel:
     target: TargetKey
     environment: Environment
 
-    def _newest(self, database: TuningDatabase) -> TuningRecord | None:
+    def with_decision(self, name: str) -> MeasuredModel:
+        """Return the database's form of the experiment on a graph decision of the model."""
+        key = content_key([self.workload.workload_hash, name])
+        signature = canonical_json({"family": MODEL_FAMILY, "kernels": self.workload.workload_hash, "decision": name})
+        workload = replace(self.workload, workload_hash=key, signature=signature, name=f"{self.workload.name}: {name}")
+        return replace(self, workload=workload)
+
+    def newest(self, database: TuningDatabase) -> TuningRecord | None:
+        """Return the newest valid record that is true here, None without one."""
         question = Question(self.workload.workload_hash, self.workload.signature_key, self.target, self.environment)
         records = database.list_top(question, k=_LISTED)
         return max(records, key=lambda record: (record.created_at, record.id or 0), default=None)
 
     def find(self, database: TuningDatabase) -> ModelDecision | None:
         """Return the newest decision that is true here, None without one."""
-        newest = self._newest(database)
+        newest = self.newest(database)
         if newest is None:
             return None
         decision = read_decision(newest)
         logger.info(
-            "record %s (%s) decides for the whole model: %snorms of up to %d rows inside matmuls; %d re-ranked kernels",
+            "record %s (%s) decides for the whole model: %s%s; %d re-ranked kernels",
             newest.id, newest.environment.device_name,
             "untuned kernels, since tuned ones were not surely faster; " * decision.untuned,
-            decision.norm_rows_max, len(decision.kernels),
+            ", ".join(decision.graph) or "the usual graph", len(decision.kernels),
         )  # fmt: skip
         return decision
 
     def record(
         self,
         database: TuningDatabase,
-        decision: ModelDecision,
+        decision: ModelDecision | Mapping[str, object],
         *,
         seed: int,
         job_id: str | None,
         latencies_ms: Sequence[float] = (),
         error: str | None = None,
     ) -> None:
-        """Record what a model takes that is compiled by a decision, or why it does not compile."""
-        kernels = {key: [str(route), text] for key, (route, text) in decision.kernels.items()}
-        plain = {"template": MODEL_FAMILY, "norm_rows_max": decision.norm_rows_max, "kernels": kernels}
-        before = self._newest(database)
-        text = canonical_json({**plain, "untuned": True} if decision.untuned else plain)
+        """Record what a model takes that is compiled by a decision (or its JSON data), or why it does not compile."""
+        plain = decision.to_json() if isinstance(decision, ModelDecision) else decision
+        before = self.newest(database)
         record = TuningRecord(
             workload_hash=self.workload.workload_hash,
             signature_key=self.workload.signature_key,
             target=self.target,
             environment=self.environment,
             route=Route.TEMPLATE,
-            decision=text,
+            decision=canonical_json({"template": MODEL_FAMILY, **plain}),
             status=Status.OK if error is None else Status.BUILD_ERROR,
             latencies_us=tuple(ms * _US_PER_MS for ms in latencies_ms),
             error=error,
@@ -127,12 +142,20 @@ def read_decision(record: TuningRecord) -> ModelDecision:
     try:
         plain = json.loads(record.decision)
         kernels = {key: (Route(route), str(text)) for key, (route, text) in plain["kernels"].items()}
-        return ModelDecision(int(plain["norm_rows_max"]), kernels, plain.get("untuned") is True, record.created_at)
+        # Earlier versions decided about norms alone, by rows.
+        graph = plain["graph"] if "graph" in plain else _NORMS.get(int(plain["norm_rows_max"]), {})
+        graph = {str(name): str(reason) for name, reason in graph.items()}
+        return ModelDecision(graph, kernels, plain.get("untuned") is True, record.created_at)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise DatabaseOpenError(
-            f"record {record.id} does not say how its model is compiled ({e}): the database is damaged. Restore it "
-            f"from a copy, or remove the record: relaxtune db delete {record.id}"
-        ) from e
+        raise damaged_record(record, e) from e
+
+
+def damaged_record(record: TuningRecord, error: Exception) -> DatabaseOpenError:
+    """Return the error about a record of a model that cannot be read."""
+    return DatabaseOpenError(
+        f"record {record.id} does not say how its model is compiled ({error}): the database is damaged. Restore it "
+        f"from a copy, or remove the record: relaxtune db delete {record.id}"
+    )
 
 
 def measured_model(prepared: PreparedModel) -> MeasuredModel:

@@ -63,10 +63,9 @@ class Shipping:
     @property
     def verdict(self) -> str:
         """One sentence on what ships, and why."""
-        if not self.searched:
-            return "The kernels are the untuned ones: none of them can be tuned."
         if self.contrast is None:
-            return "The tuned kernels are the untuned ones: the search found nothing faster."
+            found = "the search found nothing faster" if self.searched else "none of them can be tuned"
+            return f"Ships with the untuned kernels: {found}."
         gain, least = self.contrast.gain, self.contrast.least_gain
         runs = f"{self.report.runs} paired runs"
         if len(self.report.sizes) > 1:
@@ -119,7 +118,7 @@ def decide(
 
     Raises `ArtifactError`: one of them does not load here.
     """
-    same = tuned.kernel_hashes == untuned.kernel_hashes
+    same = untuned.is_code_of(tuned.lowered, tuned.kernel_hashes)
     calls = timed_calls(prepared)
     loaded = load_arm(tuned, calls, folder / "tuned")
     other = loaded if same else load_arm(untuned, calls, folder / "untuned", beside=loaded)

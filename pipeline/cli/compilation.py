@@ -95,8 +95,11 @@ class SearchOptions:
         metavar="N",
         rare=True,
     )
-    norm_forms: bool | None = option(
-        None, "Tune with norms inside matmuls and apart; keep the faster. Default: set by --effort.", rare=True
+    graph_search: bool = option(
+        True,
+        "Time the whole model with passes left out; keep what is faster.",
+        "--graph-search/--no-graph-search",
+        rare=True,
     )
     compare_seconds: float | None = option(
         None, "Seconds to compare tuned and untuned. Default: 8, or a sixth of --time-budget.", min=1.0, rare=True
@@ -115,7 +118,7 @@ class SearchOptions:
             build_timeout_s=self.build_timeout,
             run_timeout_s=self.run_timeout,
             rerank=level.rerank if self.rerank is None else self.rerank,
-            norm_forms=level.norm_forms if self.norm_forms is None else self.norm_forms,
+            graph_s=level.graph_s if self.graph_search else 0.0,
         )
 
 
@@ -210,20 +213,22 @@ def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
         buckets = {name: one.to_json() for name, one in result.bucket_shipping.items()}
         tuned = {"job": result.job_id, "tuning": to_data(result.summary)}
         reranked = result.rerank.to_json() if result.rerank else None
-        forms = result.norm_forms.to_json() if result.norm_forms else None
+        graph = result.graph.to_json() if result.graph else None
         made = {**tuned, **_compile_data(result.compiled)}
         found = {"benchmark": benchmark, "shipping": shipping, "bucket_shipping": buckets}
-        print_json({**made, **found, "rerank": reranked, "norm_forms": forms})
+        print_json({**made, **found, "rerank": reranked, "graph": graph})
         return
     stdout_console().print(summary_table(result.summary) if result.summary.tasks else headline(result.summary))
-    if result.norm_forms is not None:
+    if result.graph is not None and result.graph.trials:
         columns = {
-            "form": lambda trial: trial.form,
-            "kernels": lambda trial: trial.launches,
-            "model ms": lambda trial: f"{trial.model_ms:.4f}",
-            "": lambda trial: "taken" if trial.taken else None,
+            "decision": lambda trial: trial.decision,
+            "model ms": lambda trial: "-" if trial.model_ms is None else f"{trial.model_ms:.4f}",
+            "without ms": lambda trial: "-" if trial.baseline_ms is None else f"{trial.baseline_ms:.4f}",
+            "found": lambda trial: trial.reason,
+            "record": lambda trial: trial.record_id,
         }
-        print_table(TableView.of("where norms are computed", result.norm_forms.trials, columns))
+        title = f"decisions about the graph, {result.graph.seconds:.0f} s"
+        print_table(TableView.of(title, result.graph.trials, columns))
     if result.rerank is not None:
         _print_reranked(result.rerank)
     _print_compiled(result.compiled)

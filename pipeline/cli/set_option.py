@@ -11,7 +11,10 @@ from typer.core import TyperCommand, TyperOption
 
 from relaxtune.pipeline.errors import UsageError
 
-_TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_TRUTHS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 
 
 def set_option(keys: Sequence[str]) -> inspect.Parameter:

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 # The seconds of the steps after the search but for the comparison, and of those after that, for each second that the
 # untuned model took; a tuned table has more kernels than an untuned one, up to twice as long to compile.
 _AFTER, _AFTER_TABLES, _VALIDATE = 1.5, 2.0, 0.25
+# The part of a budget that is for the search of the graph, and of the search half at most.
+_GRAPH_SHARE = 1 / 4
 # Seconds of a comparison at least, where a budget does not leave more.
 _COMPARE_LEAST_S = 2.0
 
@@ -160,14 +162,18 @@ def tune_model(
             follows_s = after * (now - before) + compare_s * tune_request.benchmark
             beforehand = replace(beforehand, until=began + budget_s - _VALIDATE * (now - before))
             tuning = replace(tune_request.tuning, reserved_s=now - began + follows_s)
+            graph_s = min(tuning.graph_s, _GRAPH_SHARE * budget_s, (search_seconds(tuning) or 0.0) / 2)
+            tuning = replace(tuning, graph_s=graph_s)
             tune_request = replace(tune_request, tuning=tuning, compare_s=compare_s)
             progress = None if progress is None else UntilTheEnd(progress, follows_s)
             logger.info(
-                "time budget %.0f s: %.0f s are over, %.0f s are for the search, about %.0f s to compile, compare and "
-                "validate", budget_s, now - began, search_seconds(tuning), follows_s
+                "time budget %.0f s: %.0f s are over, %.0f s are for the search (of the graph: about %.0f s), about "
+                "%.0f s to compile, compare and validate",
+                budget_s, now - began, search_seconds(tuning), graph_s, follows_s
             )  # fmt: skip
         try:
-            tuned = tune_prepared(prepared, tune_request.tuning, database, progress)
+            untuned = None if beforehand is None else beforehand.untuned
+            tuned = tune_prepared(prepared, tune_request.tuning, database, progress, untuned)
         except NothingMeasuredError as error:
             raise NothingMeasuredError(f"{error} {_write_untuned(prepared, tune_request, database, out)}") from error
         if beforehand is not None:
@@ -272,7 +278,7 @@ def finish_tuned(
     if shipping is not None and request.record:
         artifact = artifact_of(made.manifest, made.directory, tuned.job_id)
         note_benchmark(database, artifact, prepared.environment, shipping.report)
-    return TuneResult(tuned.job_id, tuned.summary, made, shipping, tuned.rerank, tuned.norm_forms, missed, of_buckets)
+    return TuneResult(tuned.job_id, tuned.summary, made, shipping, tuned.rerank, tuned.graph, missed, of_buckets)
 
 
 def _decide_shipping(

@@ -1,4 +1,4 @@
-"""Why a model gets the kernels it gets: for each kernel, the records that were looked at and what became of each.
+"""Why a model gets its graph and its kernels: the records that were looked at, and what became of each.
 
 The reasons are those of the choice itself (`tuning_db.winner`). Nothing is compiled or measured.
 """
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
+from relaxtune.pipeline.choose.graph_search import GraphTrial, recorded_trials
+from relaxtune.pipeline.choose.model_records import measured_model
 from relaxtune.pipeline.jobs.tuned_model import UNTUNED, bucket_kernels, select_as_measured
 from relaxtune.pipeline.prepare import ModelRequest, prepare_model
 from relaxtune.tuning_db.layers import open_databases
@@ -46,6 +48,7 @@ class Explanation:
     tvm_version: str
     note: str  #: A note on all kernels, where the newest record of the whole model is no faster with records.
     kernels: tuple[ExplainedKernel, ...]
+    decisions: tuple[GraphTrial, ...] = ()  #: The decisions about the graph that were tried.
 
     def to_json(self) -> dict[str, object]:
         """Return the explanation as plain JSON data."""
@@ -59,7 +62,9 @@ def explain_model(request: ModelRequest, database: DatabasePlace, shared: Sequen
     database cannot be had; see `pipeline.errors`.
     """
     with open_databases([database, *shared], mode=Mode.READ_ONLY, create=False) as opened:
-        prepared, choices = select_as_measured(prepare_model(request), opened, explain=True)
+        requested = prepare_model(request)
+        decisions = recorded_trials(measured_model(requested), opened)
+        prepared, choices = select_as_measured(requested, opened, explain=True)
         named = [(choice.function, choice) for choice in choices]
         for bucket in prepared.buckets:
             chosen = bucket_kernels(prepared.of_bucket(bucket), opened, explain=True)
@@ -87,4 +92,5 @@ def explain_model(request: ModelRequest, database: DatabasePlace, shared: Sequen
         tvm_version=prepared.environment.tvm_version,
         note=UNTUNED if untuned else "",
         kernels=tuple(kernels),
+        decisions=decisions,
     )

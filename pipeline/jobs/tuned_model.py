@@ -1,4 +1,4 @@
-"""Tunes the tasks of a model, then chooses its form and its kernels by timing the whole model.
+"""Searches the graph of a model, tunes its tasks, and tries its kernels inside the whole model.
 
 `tune_prepared` measures; `select_as_measured` picks from records alone, as the newest record of the whole model says.
 """
@@ -11,24 +11,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from relaxtune.pipeline.artifact.compile import CompiledModule
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.bench.measure import OWN_ARM
+from relaxtune.pipeline.choose.graph_search import GraphReport, relowered, search_graph
 from relaxtune.pipeline.choose.model_records import MeasuredModel, ModelDecision, measured_model
-from relaxtune.pipeline.choose.norm_forms import (
-    NormFormsReport,
-    all_tasks,
-    choose_form,
-    default_form,
-    in_form,
-    other_forms,
-    with_common_tasks,
-)
 from relaxtune.pipeline.choose.record_lookup import still_true_in
 from relaxtune.pipeline.choose.rerank import RerankReport, rerank
 from relaxtune.pipeline.choose.selection import NO_DATABASE, select_kernels
 from relaxtune.pipeline.choose.shipping import Shipping
 from relaxtune.pipeline.environment import code_version, target_key
 from relaxtune.pipeline.errors import InterruptedEarlyError, NothingMeasuredError
+from relaxtune.pipeline.passes.graph_decisions import with_decisions
 from relaxtune.pipeline.prepare import PreparedModel, stage
 from relaxtune.pipeline.tasks.task import TuningTask
 from relaxtune.pipeline.tuning.admission import TaskFeed
@@ -63,29 +57,51 @@ class TuningJob:
 class TunedModel:
     """A tuning run, and the form of the model that was the fastest, with its choices.
 
-    `norm_forms` and `rerank` are what was found in the compiled model, None where nothing was looked for.
+    `graph` and `rerank` are what was found in the compiled model, None where nothing was looked for.
     """
 
     job_id: str
     summary: TuningSummary
     prepared: PreparedModel
     choices: tuple[KernelChoice, ...]
-    norm_forms: NormFormsReport | None = None
+    graph: GraphReport | None = None
     rerank: RerankReport | None = None
     # The decision of a model whose tables keep untuned kernels at some sizes.
     with_untuned: ModelDecision | None = None
 
 
 def tune_prepared(
-    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, progress: OnCandidate | None
+    prepared: PreparedModel,
+    tuning: TuningOptions,
+    database: TuningDatabase,
+    progress: OnCandidate | None,
+    untuned: CompiledModule | None = None,
 ) -> TunedModel:
-    """Tune a model, then look inside it where the options say so; all findings are recorded.
+    """Search the graph of a model, tune its kernels, and look inside where the options say so; all is recorded.
+
+    `untuned` is the model compiled without records, where that was made already.
 
     Raises `NothingMeasuredError`: not one candidate nor fallback was measured validly, and the database knew none; the
     failures are recorded; `InterruptedEarlyError`: Ctrl-C or SIGTERM came before that.
     """
     model = measured_model(prepared)
-    return _reranked(_tune_forms(prepared, model, tuning, database, progress), model, tuning, database)
+    decision = model.find(database)
+    prepared = _as_decided(prepared, decision)
+    graph: GraphReport | None = None
+
+    def choose(form: PreparedModel) -> tuple[KernelChoice, ...]:
+        return choose_kernels(form, database, decision=decision)
+
+    if tuning.graph_s > 0:
+        with stage("graph search"):
+            found, graph = search_graph(prepared, model, database, choose, tuning, untuned)
+        if found is not prepared:
+            prepared, latencies_ms = found, graph.latencies_ms
+            decided = _decision(prepared, choose(prepared))
+            model.record(database, decided, seed=tuning.seed, job_id=None, latencies_ms=latencies_ms)
+        tuning = dataclasses.replace(tuning, graph_spent_s=graph.seconds)
+    job_id, summary = _tune(prepared, tuning, database, progress)
+    return _reranked(TunedModel(job_id, summary, prepared, choose(prepared), graph), model, tuning, database)
 
 
 def select_tuned(
@@ -177,11 +193,7 @@ def record_shipped(
     decision = (
         with_untuned
         if with_untuned is not None and not untuned
-        else (
-            ModelDecision(requested.lowered.options.norm_rows_max, untuned=True)
-            if untuned
-            else _decision(prepared, shipping.compiled.choices)
-        )
+        else (ModelDecision(untuned=True) if untuned else _decision(prepared, shipping.compiled.choices))
     )
     latencies_ms = shipping.report.arm(OWN_ARM).latencies_ms
     model.record(database, decision, seed=tuning.seed, job_id=job_id, latencies_ms=latencies_ms)
@@ -223,33 +235,10 @@ def _as_it_ships(
     )
 
 
-def _tune_forms(
-    prepared: PreparedModel,
-    model: MeasuredModel,
-    tuning: TuningOptions,
-    database: TuningDatabase,
-    progress: OnCandidate | None,
-) -> TunedModel:
-    """Tune a model, in all its forms where the options say so."""
-    others = other_forms(prepared) if tuning.norm_forms else {}
-    if not others:
-        decision = model.find(database)
-        prepared = _as_decided(prepared, decision)
-        job_id, summary = _tune(prepared, prepared.tasks, tuning, database, progress)
-        return TunedModel(job_id, summary, prepared, choose_kernels(prepared, database, decision=decision))
-    forms = dict(zip((default_form(prepared), *others), with_common_tasks([prepared, *others.values()]), strict=True))
-    job_id, summary = _tune(prepared, all_tasks(list(forms.values())), tuning, database, progress)
-    selected = {name: (form, choose_kernels(form, database)) for name, form in forms.items()}
-    if summary.interrupted:
-        return TunedModel(job_id, summary, *selected[default_form(prepared)])
-    with stage("norm forms"):
-        default = default_form(prepared)
-        taken, report = choose_form(selected, default, model, database, seed=tuning.seed, job_id=job_id)
-    return TunedModel(job_id, summary, *selected[taken], report)
-
-
 def _as_decided(prepared: PreparedModel, decision: ModelDecision | None) -> PreparedModel:
-    return prepared if decision is None else in_form(prepared, decision.norm_rows_max)
+    if decision is None:
+        return prepared
+    return relowered(prepared, with_decisions(prepared.lowered.options, decision.graph))
 
 
 def _decision(prepared: PreparedModel, choices: Sequence[KernelChoice]) -> ModelDecision:
@@ -259,15 +248,11 @@ def _decision(prepared: PreparedModel, choices: Sequence[KernelChoice]) -> Model
         for choice in choices
         if choice.task is not None and choice.within_model
     }
-    return ModelDecision(prepared.lowered.options.norm_rows_max, kernels)
+    return ModelDecision(prepared.lowered.options.decided, kernels)
 
 
 def _tune(
-    prepared: PreparedModel,
-    tasks: Sequence[TuningTask],
-    tuning: TuningOptions,
-    database: TuningDatabase,
-    progress: OnCandidate | None,
+    prepared: PreparedModel, tuning: TuningOptions, database: TuningDatabase, progress: OnCandidate | None
 ) -> tuple[str, TuningSummary]:
     job = TuningJob(
         model=prepared.model.name,
@@ -277,7 +262,7 @@ def _tune(
         request={"source": str(prepared.request.source), "target": prepared.request.target},
     )
     tuning = dataclasses.replace(tuning, routes=tuning.routes & prepared.request.routes)
-    return tune_tasks(job, tasks, tuning, database, progress)
+    return tune_tasks(job, prepared.tasks, tuning, database, progress)
 
 
 def tune_tasks(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relaxtune.pipeline.artifact.kernel_choice import KernelChoice
 from relaxtune.pipeline.artifact.manifest import Manifest
-from relaxtune.pipeline.choose.norm_forms import NormFormsReport
+from relaxtune.pipeline.choose.graph_search import GraphReport
 from relaxtune.pipeline.choose.rerank import RerankReport
 from relaxtune.pipeline.choose.shipping import Shipping
 from relaxtune.pipeline.tuning.options import TuningOptions, TuningSummary
@@ -34,7 +34,7 @@ class CompileResult:
 class TuneResult:
     """A tuning run and the artifact made of its records.
 
-    `shipping` is None when it was left out, as is `rerank`; `norm_forms` also where there is one form only.
+    `shipping` is None when it was left out, as are `rerank` and `graph`.
     `missed` is the limit that the artifact does not keep, None without one. `bucket_shipping` has what was compared of
     the shape buckets, by name; one without kernels that tuning changed is not in it.
     """
@@ -44,7 +44,7 @@ class TuneResult:
     compiled: CompileResult
     shipping: Shipping | None
     rerank: RerankReport | None = None
-    norm_forms: NormFormsReport | None = None
+    graph: GraphReport | None = None
     missed: str | None = None
     bucket_shipping: Mapping[str, Shipping] = field(default_factory=dict)
 

@@ -7,10 +7,12 @@ import time
 from dataclasses import replace
 
 import tvm
+from tvm_ffi import structural_equal
 
 import relaxtune.pipeline.passes.kit.tvm_errors  # noqa: F401  TVM hands on interrupts
 from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.passes.graph_decisions import DECIDED_PASSES
 from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, bindings_of, constants_in, dtype_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.module import LoweredModule, LoweringOptions, PassReport
@@ -149,6 +151,9 @@ def _run(step: Step, mod: tvm.ir.IRModule, state: LoweringState) -> tuple[tvm.ir
     seconds = time.perf_counter() - start
     removed = before - binding_count(result)
     notes = tuple(state.notes)
-    report = PassReport(step.phase, step.name, not failure, seconds, removed, state.constants_folded, notes, failure)
+    changed = step.name not in DECIDED_PASSES or not structural_equal(result, mod)
+    report = PassReport(
+        step.phase, step.name, not failure, seconds, removed, state.constants_folded, notes, failure, changed
+    )
     _LOG.debug("%s: %.3f s, %d bindings removed, %d folded", step.name, seconds, removed, state.constants_folded)
     return result, report

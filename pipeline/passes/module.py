@@ -16,10 +16,6 @@ from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.precision.policy import PrecisionPolicy, named_policy
 
-# With more, what a norm costs the matmuls around it is no less than the norm: BERT-base in half precision took, on an
-# H200, 0.94, 0.93 and 1.03 times as long with norms fused as without, with 128, 1024 and 4096 rows.
-NORM_ROWS_MAX = 2048
-
 
 @dataclass(frozen=True)
 class LoweringOptions:
@@ -34,8 +30,10 @@ class LoweringOptions:
     embed_weights: bool = False
     weight_bytes_min: int = 16
     group_size: int | None = None  # Of quantised weights; None for the policy's own.
-    # Rows of a matmul up to which `fuse_norms` takes norms into it; `pipeline.choose.norm_forms` measures them.
-    norm_rows_max: int = NORM_ROWS_MAX
+    # Pass -> rows of a matmul up to which it acts, in place of the pass's own limit.
+    rows_max: Mapping[str, int] = field(default_factory=dict)
+    # Decision of `pipeline.passes.graph_decisions` that is part of these options -> the reason for it.
+    decided: Mapping[str, str] = field(default_factory=dict)
     # Symbolic axis -> its largest size: memory is planned for it. A call with more is refused.
     maxima: Mapping[str, int] = field(default_factory=dict)
     unpad: bool = False  # Whether padding is left out (`pipeline.passes.tokens.unpad`).
@@ -70,6 +68,7 @@ class PassReport:
     constants_folded: int
     notes: tuple[str, ...] = ()
     failure: str = ""
+    changed: bool = True  # Whether the module is another one behind it; known of passes that decisions are about.
 
 
 @dataclass(frozen=True)

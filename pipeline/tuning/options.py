@@ -41,9 +41,10 @@ class TuningOptions:
     warm_start_s: float = 5.0
     all_templates: bool = False  # Measure every candidate of the templates, also those that are predicted to be slow.
     rerank: int = 0  # Hottest tasks whose best candidates are tried inside the compiled model; 0 leaves that out.
-    # Tune the model with its norms inside the matmuls around them and apart, and take the faster; see
-    # `pipeline.choose.norm_forms`.
-    norm_forms: bool = False
+    # Seconds for graph decisions at most, before kernels are searched (`pipeline.choose.graph_search`); 0 leaves them
+    # out. Of a time budget, a quarter.
+    graph_s: float = 0.0
+    graph_spent_s: float = 0.0  # Seconds of the search that graph decisions took.
     seed: int = 0  # Of the search and of the arguments' values.
     # Seconds for building and for measuring one candidate.
     build_timeout_s: float = 30.0
@@ -80,8 +81,8 @@ class Effort(StrEnum):
 #: The options of each level; all others are the defaults of `TuningOptions`.
 LEVELS: Mapping[Effort, TuningOptions] = {
     # A first look: the kernels that take most of the time, one or two rounds each.
-    Effort.QUICK: TuningOptions(trials=64, population=32, min_gain=0.005, finals=5, warm_start_s=2.0),
-    Effort.NORMAL: TuningOptions(trials=256, population=64, min_gain=0.001),
+    Effort.QUICK: TuningOptions(trials=64, population=32, min_gain=0.005, finals=5, warm_start_s=2.0, graph_s=5.0),
+    Effort.NORMAL: TuningOptions(trials=256, population=64, min_gain=0.001, graph_s=30.0),
     # All that templates offer, a search until a round saves a ten-thousandth, and a look at the whole model.
     Effort.THOROUGH: TuningOptions(
         trials=2048,
@@ -91,7 +92,7 @@ LEVELS: Mapping[Effort, TuningOptions] = {
         warm_start_s=15.0,
         all_templates=True,
         rerank=6,
-        norm_forms=True,
+        graph_s=180.0,
     ),
 }
 
@@ -101,9 +102,15 @@ FINALS_SHARE = 1 / 8
 
 
 def search_seconds(options: TuningOptions) -> float | None:
-    """Return the seconds of the search itself: what is left of the budget, a third of it at least."""
+    """Return the seconds of the search of kernels: what is left of the budget, a third of it at least.
+
+    What graph decisions took is subtracted, down to a quarter.
+    """
     budget_s = options.time_budget_s
-    return None if budget_s is None else max(budget_s / 3, budget_s - options.reserved_s)
+    if budget_s is None:
+        return None
+    seconds = max(budget_s / 3, budget_s - options.reserved_s)
+    return max(seconds / 4, seconds - options.graph_spent_s)
 
 
 def options_for(effort: Effort, trials: int | None, time_budget_s: float | None) -> TuningOptions:

@@ -299,7 +299,7 @@ def measured_again(records: Sequence[TuningRecord]) -> list[tuple[str, str, str]
     first: dict[tuple[str, str, str], str | None] = {}
     again = []
     for one in sorted(records, key=lambda record: record.id or 0):
-        if "norm_rows_max" not in one.decision:
+        if '"template":"model"' not in one.decision:
             key = (one.workload_hash, one.route.value, one.decision)
             if first.setdefault(key, one.job_id) != one.job_id:
                 again.append(key)

@@ -26,7 +26,7 @@ _ROWS = 4
 @app.command(cls=CommandWithSet)
 @takes_groups(without=("limit", "dump_ir", "embed_weights"))
 def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabasesOption = None) -> None:
-    """List the records of each kernel of MODEL, and why each was taken or not.
+    """List the records of each kernel of MODEL and of decisions about its graph, and why each was taken or not.
 
     It looks records up as `compile` does for --target, shapes and precision, and compiles nothing.
     """
@@ -45,6 +45,10 @@ def explain(model: ModelOptions, table: TableOptions, shared_db: SharedDatabases
     counts = ", ".join(f"{count} by {name}" for name, count in made.most_common())
     title = f"{found.model} on {found.target}, device {found.device}, TVM {found.tvm_version}: {counts}"
     cells = [row for kernel in found.kernels for row in _rows(kernel, found.note)]
+    cells += [
+        (f"graph: {one.decision}", str(one.record_id), "", microseconds(1e3 * (one.model_ms or 0.0)), "", one.reason)
+        for one in found.decisions
+    ]
     columns = ("kernel", "record", "route", "us", "device", "reason")
     emit(table.output_format, found.to_json(), TableView(title, columns, tuple(cells), found.note))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tvm
@@ -23,6 +23,7 @@ from relaxtune.pipeline.passes.kit.ir import (
 )
 from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.module import LoweringOptions
 from relaxtune.pipeline.passes.weights.turn_weights import is_turned, stored_shape, stored_weight
 from relaxtune.schedules.sizes import largest_size
 from relaxtune.schedules.tir.rotated_matmul import HEAD_UNIT, interleaved_heads, rotated_matmul
@@ -73,7 +74,7 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
         attrs = mod[callee].attrs if callee is not None else None
         if attrs and ROTARY_ATTR in attrs:
             start, columns, head = (int(number) for number in attrs[ROTARY_ATTR])
-            one = _projection(binding, graph, columns, head, state.options.maxima) if start == 0 else None
+            one = _projection(binding, graph, columns, head, state.options) if start == 0 else None
             if one is not None and template_refusal(_function(one, state), state.target) is None:
                 found[one.product] = one
     if not found:
@@ -109,7 +110,7 @@ def rotate_in_matmul(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
 
 
 def _projection(
-    binding: relax.VarBinding, graph: Graph, columns: int, head: int, maxima: Mapping[str, int]
+    binding: relax.VarBinding, graph: Graph, columns: int, head: int, options: LoweringOptions
 ) -> _Projection | None:
     rounded, cos, sin = binding.value.args[1].fields
     cast = graph.value(rounded)
@@ -123,8 +124,9 @@ def _projection(
         return None
     if {dtype_of(data), dtype_of(weight)} != {dtype_of(rounded)} or len(static_shape(weight) or ()) != 2:
         return None
-    rows = largest_size(shape[0] * shape[1], maxima)
-    if head % HEAD_UNIT or width % head or columns % head or rows is None or rows > _ROWS_MAX:
+    rows = largest_size(shape[0] * shape[1], options.maxima)
+    rows_max = options.rows_max.get("rotate_in_matmul", _ROWS_MAX)
+    if head % HEAD_UNIT or width % head or columns % head or rows is None or rows > rows_max:
         return None
     readers = [
         user for user in (*graph.readers(product), *graph.readers(rounded)) if user not in (rounded, binding.var)

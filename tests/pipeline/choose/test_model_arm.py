@@ -30,7 +30,7 @@ def test_a_model_is_timed_on_masks_that_hide_nothing_as_its_kernels_are(
     choices = select_kernels(
         prepared.lowered, prepared.tasks, database=None, target=prepared.target, environment=prepared.environment
     )
-    model_arm.compiled_arm(prepared, choices, tmp_path / "model")()
+    model_arm.compiled_arms(prepared, choices, (), tmp_path / "model")[0]()
     (inputs,) = given
     assert inputs["attention_mask"].shape == (2, 8)
     assert (inputs["attention_mask"] == 1).all()

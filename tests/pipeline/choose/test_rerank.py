@@ -256,8 +256,7 @@ def test_a_kernel_taken_for_its_time_in_the_model_is_compiled_from_records_until
 
     assert (chosen_kernel().latency_us, chosen_kernel().within_model) == (10.0, False)
     second = next(record for record in database.list_records() if record.latency_us == 10.4)
-    rows_max = prepared.lowered.options.norm_rows_max
-    decision = ModelDecision(rows_max, {task.workload_hash: (second.route, second.decision)})
+    decision = ModelDecision(kernels={task.workload_hash: (second.route, second.decision)})
     model.record(database, decision, seed=0, job_id=None, latencies_ms=(0.9, 0.8, 0.95))
     (of_model,) = [one for one in database.list_records() if one.workload_hash == model.workload.workload_hash]
     assert of_model.latency_us == pytest.approx(900.0)
@@ -267,5 +266,5 @@ def test_a_kernel_taken_for_its_time_in_the_model_is_compiled_from_records_until
     first = next(record for record in database.list_records() if record.latency_us == 10.0)
     database.record_measurement(dataclasses.replace(newer, decision=first.decision))
     assert (chosen_kernel().latency_us, chosen_kernel().within_model) == (9.0, False)
-    model.record(database, ModelDecision(rows_max), seed=0, job_id=None, latencies_ms=(0.7,))
+    model.record(database, ModelDecision(), seed=0, job_id=None, latencies_ms=(0.7,))
     assert not chosen_kernel().within_model

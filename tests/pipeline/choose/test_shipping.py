@@ -129,20 +129,18 @@ def test_compiling_from_records_ships_what_the_tuning_run_shipped(prepared, fast
 def test_what_was_decided_last_counts_though_a_clock_was_set_back_since(prepared) -> None:
     model = measured_model(prepared)
     with TuningDatabase.open("sqlite://") as database:
-        model.record(database, ModelDecision(7, untuned=True), seed=0, job_id=None, latencies_ms=(1.0,))
+        model.record(database, ModelDecision(untuned=True), seed=0, job_id=None, latencies_ms=(1.0,))
         (record,) = database.list_records()
         for year in (2999, 9999):
             moment = datetime(year, 12, 31, 23, 59, 59, 999999, tzinfo=UTC)
             database.record_measurement(replace(record, created_at=moment))
-            model.record(database, ModelDecision(8), seed=0, job_id=None, latencies_ms=(1.0,))
+            model.record(database, ModelDecision({"norms apart": "measured"}), seed=0, job_id=None, latencies_ms=(1.0,))
             found = model.find(database)
             assert found is not None
-            assert (found.norm_rows_max, found.untuned) == (8, False)
+            assert (found.graph, found.untuned) == ({"norms apart": "measured"}, False)
 
 
-@pytest.mark.parametrize(
-    "text", ["x", "{}", '{"kernels": 7, "norm_rows_max": 1}', '{"kernels": {}, "norm_rows_max": []}']
-)
+@pytest.mark.parametrize("text", ["x", "{}", '{"kernels": 7, "norm_rows_max": 1}', '{"kernels": {}, "graph": []}'])
 def test_a_decision_that_says_nothing_is_called_damage(text: str) -> None:
     record = SimpleNamespace(id=7, decision=text, created_at=datetime.now(UTC))
     with pytest.raises(DatabaseOpenError, match=r"record 7 does not say .*relaxtune db delete 7"):

@@ -34,8 +34,8 @@ def test_a_rare_setting_is_an_option_and_a_key_of_set(setting: list[str], monkey
 
     monkeypatch.setattr("relaxtune.pipeline.jobs.compile_and_tune.tune_model", tune_model)
     with pytest.raises(SystemExit):
-        app_module.main(["tune", "bert-tiny", *setting, "--set", "norm-forms=false", "--set", "mode=force"])
-    assert (kept[0].tuning.rerank, kept[0].tuning.norm_forms, kept[0].tuning.mode) == (6, False, Mode.FORCE)
+        app_module.main(["tune", "bert-tiny", *setting, "--set", "graph-search=off", "--set", "mode=force"])
+    assert (kept[0].tuning.rerank, kept[0].tuning.graph_s, kept[0].tuning.mode) == (6, 0.0, Mode.FORCE)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_the_records_of_a_model_that_ships_untuned_have_reasons(place, tasks, tm
     with TuningDatabase.open(path, mode=Mode.READ_ONLY) as known, TuningDatabase.open(copied) as database:
         database.record_all(workloads=known.list_workloads(), records=known.list_records())
         prepared = prepare_model(request)
-        decision = ModelDecision(prepared.lowered.options.norm_rows_max, untuned=True)
+        decision = ModelDecision(untuned=True)
         measured_model(prepared).record(database, decision, seed=0, job_id=None, latencies_ms=(1.0,))
     found = explain_model(request, copied)
     kernel = next(one for one in found.kernels if one.task == matmul(tasks).name)
