@@ -28,8 +28,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many processes as cores. Further threads that wait for work spin: NumPy's BLAS took four times the CPU time.
     os.environ.update(OPENBLAS_NUM_THREADS="1", TVM_THREAD_POOL_SPIN_COUNT="0")
 
-# Garbage is collected after 10,000 new objects, not 700: TVM, SymPy and the tests make many that live on.
-gc.set_threshold(10_000, 10, 5)
+# Garbage is collected after 5,000 new objects, not 700: TVM, SymPy and the tests make many that live on.
+gc.set_threshold(5_000, 10, 10)
 
 # A shell without job control starts what runs in the background with Ctrl-C ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
