@@ -22,6 +22,9 @@ _INLINE_BYTES = 1024
 _LFS_POINTER = b"version https://git-lfs"
 # A pointer is shorter, by its specification.
 LFS_POINTER_BYTES = 1024
+# Files beside a model that its artifact carries, as the hub calls them.
+TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
+_COMPANIONS = (TOKENIZER_FILE, GENERATION_FILE)
 
 
 def read_proto(path: Path) -> onnx.ModelProto:
@@ -41,6 +44,13 @@ def read_proto(path: Path) -> onnx.ModelProto:
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         raise ModelFileError(f"{path} ({len(data)} bytes) holds no graph, so it is not an ONNX model; export it again")
     return model
+
+
+def companion_files(path: Path) -> list[Path]:
+    """Return the files that an artifact of the model at `path` carries: beside it, or above a folder `onnx`."""
+    places = [path.parent, *([path.parent.parent] if path.parent.name == "onnx" else [])]
+    found = (next((place / name for place in places if (place / name).is_file()), None) for name in _COMPANIONS)
+    return [file for file in found if file is not None]
 
 
 def read_regular(path: Path) -> bytes:

@@ -14,6 +14,7 @@ from relaxtune.models.decoder_files import find_files, read_decoder, read_encode
 from relaxtune.models.dims import Dim, evaluate_dim
 from relaxtune.models.errors import ModelShapeError, UnsupportedModelError
 from relaxtune.models.external_data import check_external_data, inline_external_data
+from relaxtune.models.hub.folder import HUB_PREFIX, model_path
 from relaxtune.models.inference import check_and_infer, check_expansion
 from relaxtune.models.onnx_model import OnnxModel, content_sha256
 from relaxtune.models.shapes import Shapes, bind_shapes, name_unknown_axes, pin_shapes, signature_of
@@ -32,16 +33,17 @@ def load_model(
     seed: int = 0,
     any_operator: bool = False,
 ) -> OnnxModel:
-    """Return a model of the zoo, or a user's `.onnx` file, checked and with its shapes pinned.
+    """Return a model of the zoo, of a user's `.onnx` file or of a folder, checked and with its shapes pinned.
 
     Raises `ModelError`: every leaf of `models.errors`.
 
     Parameters
     ----------
     source
-        A path to an `.onnx` file, or a name from `list_models()`, with `:fp16` behind it for the graph in that
-        precision (`bert-base:fp16`). Of a merged decoder's file, the branch with past is taken; of a folder with an
-        encoder, the part from its inputs to all that the decoder's step needs (`models.decoder_files`).
+        A path to an `.onnx` file; a folder in the hub's layout, or `hf:ORG/NAME`, which are exported once; or a name
+        from `list_models()`, with `:fp16` behind it for the graph in that precision (`bert-base:fp16`). Of a merged
+        decoder's file, the branch with past is taken; of a folder with an encoder's file, the part from its inputs to
+        all that the decoder's step needs (`models.decoder_files`).
     shapes
         Input name to shape, numbers or names; or the name of an axis to its one size in all inputs. For a zoo name the
         axes of any one input decide the whole graph (batch 1, sequence 128 and past_sequence 127 where nothing is
@@ -55,7 +57,7 @@ def load_model(
         Whether a file may have operators of unknown domains, as for listing what cannot be imported.
     """
     if _is_path(source):
-        return _load_file(Path(source), shapes or {}, any_operator=any_operator)
+        return _load_file(model_path(source), shapes or {}, any_operator=any_operator)
     name, _, suffix = str(source).partition(":")
     given = _parse_precision(precision or suffix or None)
     # A survey of operators comes before the load that counts.
@@ -64,7 +66,7 @@ def load_model(
 
 def _is_path(source: str | Path) -> bool:
     """Tell a path from a zoo name; a zoo name wins over a file of the same name that has no folder in front."""
-    if isinstance(source, Path) or source.endswith(".onnx"):
+    if isinstance(source, Path) or source.endswith(".onnx") or source.startswith(HUB_PREFIX):
         return True
     separators = "/" in source or "\\" in source
     return separators or (source not in list_models() and bool(source) and Path(source).exists())

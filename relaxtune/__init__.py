@@ -34,6 +34,7 @@ from relaxtune.lazy import lazy_names
 
 if TYPE_CHECKING:
     from relaxtune.api import *
+    from relaxtune.pipeline.artifact.text.sentence_encoder import SentenceEncoder as SentenceEncoder
 
 __version__ = "0.2.0"
 
@@ -104,6 +105,7 @@ _LIGHT = {
     "load": "loading",
     "Module": "pipeline.artifact.module",
     "Sampling": "pipeline.artifact.generation.sampling",
+    "SentenceEncoder": "pipeline.artifact.text.sentence_encoder",  # not in __all__: it needs sentence-transformers
     "ModelError": "models.errors",
     "ScheduleError": "schedules.errors",
     "TuningDatabaseError": "tuning_db.errors",

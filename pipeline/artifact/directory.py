@@ -5,6 +5,7 @@
     DIR/model.so              the compiled module
         params.safetensors    the weights that are not embedded in it
         encoder/              the encoder of a decoder that generates, an artifact of its own
+        tokenizer.json        beside the model, so is generation_config.json
         manifest.json         what it is, and the sha256 of every file
         manifest.sig          a signature of the manifest, where one was asked for (`pipeline.artifact.signature`)
 

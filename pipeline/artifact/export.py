@@ -23,6 +23,7 @@ from relaxtune import __version__
 from relaxtune.models.axes.relations import limits_of
 from relaxtune.models.axes.windows import least_sizes
 from relaxtune.models.buckets import Bucket, list_symbols
+from relaxtune.models.files import companion_files
 from relaxtune.models.inputs import describe_inputs, fill_values, index_limits, list_masks
 from relaxtune.models.onnx_model import OnnxModel
 from relaxtune.pipeline.artifact.compile import CompiledModule
@@ -78,6 +79,9 @@ def write_artifact(
     """
 
     def write_files(directory: Path) -> Manifest:
+        path = compiled.lowered.graph.model.path
+        for file in [] if path is None else companion_files(path):
+            shutil.copyfile(file, directory / file.name)
         link_seconds = _link(compiled, directory / MODULE_FILE)
         weights = {name: np.asarray(array, order="C") for name, array in compiled.lowered.weights.items()}
         named = [share_weights(weights, one.compiled.lowered.weights, one.bucket.name) for one in buckets]

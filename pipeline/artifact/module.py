@@ -34,6 +34,8 @@ from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_
 from relaxtune.pipeline.artifact.loading import load_machine, read_weights, shared_outputs, with_weights
 from relaxtune.pipeline.artifact.manifest import ENCODER_FOLDER, MODULE_FILE, PARAMS_FILE, Manifest
 from relaxtune.pipeline.artifact.signature import require_signature
+from relaxtune.pipeline.artifact.text.embedder import Embedder
+from relaxtune.pipeline.artifact.text.tokenizer import artifact_tokenizer
 from relaxtune.pipeline.codegen.cuda_libraries import WHOLE_CALL, offer_library
 from relaxtune.pipeline.errors import PipelineError, UsageError
 from relaxtune.pipeline.tvm_runtime.library import VirtualMachine, array_of, fill, runtime_function, synchronise
@@ -113,7 +115,8 @@ class Module:
         self._kernels = with_weights(machine[entry], self._weights)
         self._thread: tuple[int, ThreadPoolExecutor] | None = None
         self._router: Router | None = None
-        self._weights_file: Path | None = None
+        self._directory: Path | None = None
+        self._embedder: Embedder | None = None
         # Numbers of the outputs that lie in memory of others; what they are is known from the first call on.
         self._shared_outputs: frozenset[int] | None = None
         self._watched = False
@@ -189,7 +192,7 @@ class Module:
             return cls(own, machine, chosen, [stored[name] for name in own.weights], threads, pooled=pooled)
 
         module = loaded(manifest, MODULE_FILE)
-        module._weights_file = weights_file
+        module._directory = directory
         if manifest.generation is not None and manifest.generation.names.context:
             module._encoder = cls.load(directory / ENCODER_FOLDER, device=device, verify=False, threads=threads)
         if manifest.buckets is not None:
@@ -198,7 +201,7 @@ class Module:
         return module
 
     def _has_weights_of(self, file: Path, manifest: Manifest, device: Device) -> bool:
-        mine = self._weights_file
+        mine = None if self._directory is None else self._directory / PARAMS_FILE
         one_file = mine is not None and mine.is_file() and file.is_file() and file.samefile(mine)
         return one_file and self.manifest.weights == manifest.weights and self.device == device
 
@@ -256,6 +259,26 @@ class Module:
         if self._thread is None or self._thread[0] != os.getpid():  # a forked process has no such thread
             self._thread = (os.getpid(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="relaxtune"))
         return await asyncio.get_running_loop().run_in_executor(self._thread[1], function, *arguments)
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray:
+        """Return a vector of each text, float32 [texts, width], as the model pools and normalises it.
+
+        Texts of similar lengths run together; longer ones than the model takes are cut.
+
+        Raises `UsageError`: the artifact carries no tokenizer, makes no vector of each text, or has sizes that are not
+        free; or the package tokenizers is not installed.
+        """
+        return self.embedder(texts)
+
+    @property
+    def embedder(self) -> Embedder:
+        """The tokenizer and the batches of an artifact that embeds; errors are those of `embed`."""
+        if self._embedder is None:
+            if self._directory is None:
+                raise UsageError("a part of an artifact does not embed; load the artifact")
+            self._refuse_generation()
+            self._embedder = Embedder(self.manifest, self.run, artifact_tokenizer(self._directory))
+        return self._embedder
 
     def generate(
         self,

@@ -339,11 +339,11 @@ class PromptOptions:
     """The prompt, and how many tokens follow it."""
 
     ids: str | None = option(None, "Token ids of the prompt.", metavar="ID,ID,...")
-    prompt: str | None = option(None, "Text of the prompt; needs --tokenizer.", metavar="TEXT")
-    tokenizer: Path | None = option(None, "The model's tokenizer.json.", metavar="FILE")
+    prompt: str | None = option(None, "Text of the prompt.", metavar="TEXT")
+    tokenizer: Path | None = option(None, "The model's tokenizer.json. Default: the artifact's.", metavar="FILE")
     inputs: Path | None = option(None, "Inputs of an encoder in place of a prompt for it.", metavar="X.npz")
     max_new_tokens: int = option(128, "The most tokens.", min=1, metavar="N")
-    stop: str | None = option(None, "Token ids that end the text.", metavar="ID,...")
+    stop: str | None = option(None, "Token ids that end the text. Default: the model's.", metavar="ID,...")
     temperature: float = option(0.0, "Temperature of the draw; 0 takes the likeliest token.", min=0.0)
     top_k: int = option(0, "Draw from the K likeliest tokens; 0: from all.", min=0, metavar="K")
     top_p: float = option(1.0, "Draw from the likeliest tokens with this probability in all.", min=0.0, max=1.0)
@@ -367,20 +367,21 @@ def generate(
     """
     from relaxtune.pipeline.artifact.generation.sampling import Sampling
     from relaxtune.pipeline.artifact.module import Module
+    from relaxtune.pipeline.artifact.text.tokenizer import artifact_tokenizer, end_tokens, read_tokenizer
 
     prompts = (options.ids is not None) + (options.prompt is not None)
     if prompts > 1 or (prompts == 0 and options.inputs is None):
-        raise UsageError("expected one prompt: --ids ID,ID,..., or --prompt TEXT with --tokenizer FILE")
-    tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
+        raise UsageError("expected one prompt: --ids ID,ID,..., or --prompt TEXT")
+    tokenizer = None if options.tokenizer is None else read_tokenizer(options.tokenizer)
     if options.ids is not None:
         ids = _ids(options.ids, "--ids")
     elif options.prompt is None:
         ids = []
-    elif tokenizer is not None:
-        ids = tokenizer.encode(options.prompt).ids
     else:
-        raise UsageError("--prompt is text: name the model's tokenizer.json by --tokenizer FILE, or give --ids")
-    stop = [] if options.stop is None else _ids(options.stop, "--stop")
+        tokenizer = tokenizer or artifact_tokenizer(directory, "; or name the file by --tokenizer FILE")
+        tokenizer.no_truncation()
+        ids = tokenizer.encode(options.prompt).ids
+    stop = end_tokens(directory) if options.stop is None else _ids(options.stop, "--stop")
     given = asdict(options)
     sampling = Sampling(**{field.name: given[field.name] for field in fields(Sampling) if field.name in given})
     module = Module.load(directory, verify_key=verify_key)
@@ -413,17 +414,6 @@ def _ids(text: str, name: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{name} {text!r}: expected token ids such as 1,15043,3186")
     return [int(part) for part in parts]
-
-
-def _tokenizer(path: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as e:
-        raise UsageError("--tokenizer needs tokenizers: pip install 'relaxtune[tokenizer]'") from e
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as e:  # the library raises no class of its own
-        raise UsageError(f"--tokenizer {path} cannot be read as a tokenizer.json: {e}") from e
 
 
 def _text_of(tokenizer: Any) -> Callable[[int], str]:

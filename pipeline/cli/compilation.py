@@ -247,7 +247,7 @@ def _print_place(result: CompileResult) -> None:
     directory = result.directory
     following = f"relaxtune report {directory}; relaxtune bench {directory}"
     if result.manifest.generation is not None:
-        following = f"relaxtune generate {directory} --ids ..., or --prompt ... --tokenizer tokenizer.json"
+        following = f"relaxtune generate {directory} --prompt ..., or --ids ..."
     stdout_console().print(f"artifact: {directory}\nnext: {following}")
 
 

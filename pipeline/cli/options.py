@@ -95,7 +95,10 @@ class ModelOptions:
     """The options of a model; `request` makes the value that the jobs take."""
 
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Path of an .onnx file, or a zoo name such as bert-tiny.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="An .onnx file, a folder in the hub's layout, hf:ORG/NAME, or a zoo name."
+        ),
     ]
     target: str = option(
         "auto", "auto (a GPU, else this CPU), llvm, cuda, cuda:sm_90a, cuda:sm_89@L4, a tag, JSON.", panel=MODEL

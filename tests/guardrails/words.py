@@ -218,6 +218,10 @@ def before_the_batch() -> list[Step]:
             "generate", ("decoder", "--ids", "1,938,251", "--max-new-tokens", "5", *json_),
             lambda ended: len(ended.data["tokens"]) == 5,
         ),
+        Step(
+            "embed", ("decoder", "plan.toml"),
+            lambda ended: "generates tokens" in ended.stderr, 2,
+        ),
         Step("compare", (first, "y.npz", "--inputs", "x.npz", "--exact", *json_), _passed),
         Step("bench", (first, "--runs", "5", *json_), lambda ended: {a["name"] for a in ended.data["arms"]} >= {"ort"}),
         Step("report", (first, *db, *json_), lambda ended: ended.data["kernels"]),

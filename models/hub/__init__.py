@@ -1,0 +1,1 @@
+"""Models by name: folders and repositories in the hub's layout become ONNX files, cached by their content."""
