@@ -46,7 +46,7 @@ LIBRARY_PASSES = frozenset({"recognise_attention"})
 class ModelRequest:
     """What a user asks to have compiled."""
 
-    source: str | Path  # Path of an `.onnx` file, or a zoo name.
+    source: str | Path  # Path of an `.onnx` file or a folder, `hf:ORG/NAME`, or a zoo name.
     # Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.
     shapes: Mapping[str, Sequence[int | str]] = field(default_factory=dict)
     target: str = "auto"  # Text for `schedules.targets.resolve_target`.

@@ -5,8 +5,8 @@
 FOLDER is a model in the hub's layout, such as all-MiniLM-L6-v2. It is compiled for this CPU, untuned, with and without
 padding. Every arm embeds the same texts, by turns, with the same number of threads; the median of its rounds counts. A
 backend that is not installed, or does not load the folder, is left out with its reason. Without --texts, paragraphs and
-sentences of Newton's Opticks are taken, which the package apache-tvm-ffi has. Needs sentence-transformers 6 (torch), for
-more arms optimum-onnx, optimum-intel and openvino.
+sentences of Newton's Opticks are taken, which the package apache-tvm-ffi has. Needs sentence-transformers 6; for
+more arms, optimum-onnx, optimum-intel and openvino.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Arm = Callable[[Sequence[str]], np.ndarray]
 def book_texts(count: int) -> list[str]:
     """Return texts of a few words up to whole paragraphs, in the book's order."""
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", _BOOK.read_text(encoding="utf-8"))]
-    texts = [text for number, part in enumerate(paragraphs) for text in ([part], re.split(r"(?<=[.;:]) ", part))[number % 2]]
+    sentences = [re.split(r"(?<=[.;:]) ", part) if number % 2 else [part] for number, part in enumerate(paragraphs)]
+    texts = [text for parts in sentences for text in parts]
     return [text for text in texts if len(text) > 20][:count]
 
 

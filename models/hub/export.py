@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import torch
@@ -49,7 +50,7 @@ class Sample:
     call: Callable[[Tensors], Tensors]
 
 
-class _ByPosition(torch.nn.Module):
+class _ByPosition(torch.nn.Module):  # type: ignore[misc]  # no type information
     """The model as torch.onnx takes it: tensors in and out by position."""
 
     def __init__(self, model: torch.nn.Module, sample: Sample) -> None:
@@ -203,7 +204,7 @@ def _of_sound(model: torch.nn.Module) -> Sample:
     return Sample("speech encoder", {name: sound}, {name: free}, lambda given: _tensors(model(**given)))
 
 
-def _tensors(result: object, *only: str) -> Tensors:
+def _tensors(result: Any, *only: str) -> Tensors:
     """Return the tensors of an answer by name, all or some of them."""
     if isinstance(result, torch.Tensor):
         return {"output": result}

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,7 +33,7 @@ _CACHE_VERSION = 1
 _REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _GRAPHS = ("model.onnx", "onnx/model.onnx")
 _SMALL_FILES = ["*.json", "*/config.json", "*.txt", "*.model"]
-_CONTENT_SUFFIXES = {".json", ".safetensors", ".bin", ".txt", ".model"}
+_CONTENT_SUFFIXES = {".json", ".safetensors", ".bin", ".txt", ".model", ".onnx", ".onnx_data", ".data"}
 _INSTALL = "pip install 'relaxtune[export]'"
 
 
@@ -62,7 +61,7 @@ def onnx_file_of(source: str | Path) -> Path:
             "config.json beside model.safetensors, or ONNX files"
         )
     # A snapshot is called by its commit.
-    key = folder.name if text.startswith(HUB_PREFIX) else _content_hash(folder, graph)
+    key = folder.name if text.startswith(HUB_PREFIX) else content_hash(folder)
     place = _cache_folder() / f"{name}-{key[:16]}-{_CACHE_VERSION}"
     file = place / f"{name}.onnx"
     if file.is_file():
@@ -100,11 +99,11 @@ def _find_graph(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _content_hash(folder: Path, graph: Path | None) -> str:
-    """Return the sha256 of the files that an export reads."""
-    own = [path for path in folder.iterdir() if path.suffix in _CONTENT_SUFFIXES and path.is_file()]
+def content_hash(folder: Path) -> str:
+    """Return the sha256 of the files of a folder that the model is made of."""
+    places = [*folder.iterdir(), *folder.glob("*/config.json"), *folder.glob("onnx/*.onnx*")]
     digest = hashlib.sha256()
-    for path in sorted({*own, *folder.glob("*/config.json"), *([] if graph is None else [graph])}):
+    for path in sorted(path for path in places if path.suffix in _CONTENT_SUFFIXES and path.is_file()):
         status = path.stat()
         content = _file_hash(path, status.st_size, status.st_mtime_ns)
         digest.update(f"{path.relative_to(folder)}\0{content}\0".encode())
@@ -206,11 +205,6 @@ def _snapshot(text: str) -> Path:
         raise UnknownModelError(
             f"{repository} is not on this machine and the hub does not answer; connect to it, or name a local folder"
         ) from e
-    if _find_graph(folder) is None and not list(_weights_in(folder)):
+    if _find_graph(folder) is None and not list(folder.glob("*.safetensors")):
         raise UnknownModelError(f"{repository} has neither model.safetensors nor an ONNX file; export it to ONNX")
     return folder
-
-
-def _weights_in(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("*.safetensors")
-    yield from folder.glob("*.bin")

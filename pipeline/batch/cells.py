@@ -18,6 +18,7 @@ from relaxtune.models.buckets import list_symbols, parse_bucket
 from relaxtune.models.dims import Dim
 from relaxtune.models.errors import ModelShapeError
 from relaxtune.models.files import read_proto
+from relaxtune.models.hub.folder import HUB_PREFIX, content_hash, is_folder
 from relaxtune.models.onnx_model import content_sha256
 from relaxtune.models.zoo import get_preset
 from relaxtune.pipeline.batch.plan import (
@@ -76,8 +77,10 @@ class Cell:
 
 
 def source_key(source: str) -> str:
-    """Return what tells models apart before import: the sha256 of a file with its weights, the name of a zoo model."""
+    """Return what tells models apart before import: the sha256 of a file or folder, a zoo model's or the hub's name."""
     path = Path(source)
+    if path.is_dir():
+        return content_hash(path)
     if not path.is_file():
         return source
     status = path.stat()
@@ -169,6 +172,8 @@ def _given(limits: LimitsTable) -> dict[str, float]:
 
 def _find_models(plan: Plan, text: str, on_progress: OnProgress) -> list[str] | str:
     """Return what a text of `models` names, or what is wrong with it."""
+    if text.startswith(HUB_PREFIX):
+        return [text]
     if not text.endswith(".onnx") and "/" not in text:
         try:
             get_preset(text.partition(":")[0])
@@ -178,7 +183,7 @@ def _find_models(plan: Plan, text: str, on_progress: OnProgress) -> list[str] | 
     path = plan.path.parent / text
     if glob.has_magic(text):
         return _matching(str(path), on_progress) or f"no file matches {text!r} in {plan.path.parent.absolute()}"
-    if path.is_file():
+    if path.is_file() or path.is_dir():
         return [str(path)]
     near = nearest(path.name, [file.name for file in path.parent.glob("*.onnx")])
     return f"there is no file {path}{near or '; expected an .onnx file, relative to the plan, or a zoo name'}"
@@ -223,7 +228,8 @@ def _faults_of(plan: Plan, table: DefaultsTable, place: Place) -> list[str]:
 def _unknown_inputs(plan: Plan, sources: Sequence[str], matrix: CellsTable, place: Place) -> list[str]:
     """Return which shapes name inputs and axes that a zoo model does not have; a file tells when it is loaded."""
     found = []
-    presets = [get_preset(source.partition(":")[0]) for source in sources if not source.endswith(".onnx")]
+    zoo = [source for source in sources if not source.endswith(".onnx") and not is_folder(source)]
+    presets = [get_preset(source.partition(":")[0]) for source in zoo]
     own = matrix.shapes is not None
     for shape in matrix.shapes or plan.table.defaults.shapes or ():
         for preset in presets:

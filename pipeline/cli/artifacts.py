@@ -1,4 +1,4 @@
-"""`relaxtune validate`, `compare`, `bench`, `run` and `generate`: what can be done with an artifact."""
+"""`relaxtune validate`, `compare`, `bench`, `run`, `generate` and `embed`: what can be done with an artifact."""
 
 from __future__ import annotations
 
@@ -407,6 +407,37 @@ def generate(
         return
     typer.echo()
     stderr_console().print(f"{len(tokens)} tokens: the first after {first_ms:.1f} ms, then {rest_ms:.2f} ms each")
+
+
+@takes_groups()
+def embed(
+    directory: ArtifactArgument,
+    texts: Annotated[Path, typer.Argument(metavar="FILE.txt", help="Texts, one a line.")],
+    out: Path | None = option(None, "Where to write the vectors, float32 [lines, width].", metavar="X.npy"),
+    verify_key: VerifyKeyOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Compute a vector of each line of a file; --format json without --out prints the vectors."""
+    from relaxtune.models.files import read_regular
+    from relaxtune.pipeline.artifact.module import Module
+
+    try:
+        lines = read_regular(texts).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UsageError(f"{texts} cannot be read ({e}); expected a text file in UTF-8, one text a line") from e
+    if not lines:
+        raise UsageError(f"{texts} has no lines; expected one text a line")
+    module = Module.load(directory, verify_key=verify_key)
+    started = time.perf_counter()
+    vectors = module.embed(lines)
+    seconds = time.perf_counter() - started
+    if out is not None:
+        with output_file(out, "--out") as file:
+            np.save(file, vectors)
+    facts = {"texts": len(vectors), "width": vectors.shape[1], "seconds": seconds, "texts_per_s": len(lines) / seconds}
+    data = {**facts, **({"vectors": vectors.tolist()} if out is None else {"out": str(out)})}
+    shown = {name: str(value) if isinstance(value, int) else f"{value:.4g}" for name, value in facts.items()}
+    emit(output_format, data, TableView.facts(f"vectors {'not kept: no --out' if out is None else out}", shown.items()))
 
 
 def _ids(text: str, name: str) -> list[int]:

@@ -196,6 +196,8 @@ def _default_out(model: str, target: str) -> Path:
 
 def _name_of(model: Path) -> str:
     """Return a name for a model's artifact; a file called model.onnx or encoder.onnx has its folder's name in it."""
+    if model.suffix != ".onnx":  # a zoo name, a folder or a repository
+        return model.absolute().name.removeprefix("hf:")
     if not _GENERIC_FILE.fullmatch(model.stem.lower()):
         return model.stem
     folders = [folder.name for folder in model.absolute().parents if folder.name not in ("", "onnx")]

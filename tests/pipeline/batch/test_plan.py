@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from relaxtune.pipeline.batch import cells as cells_module
-from relaxtune.pipeline.batch.cells import list_cells
+from relaxtune.pipeline.batch.cells import list_cells, source_key
 from relaxtune.pipeline.batch.plan import PlanError, TomlLines, read_plan
 from relaxtune.pipeline.batch.tasks import group_options
 from relaxtune.pipeline.cli.app import main
@@ -86,6 +86,17 @@ def test_cells_are_the_product_of_a_matrix(tmp_path: Path) -> None:
     request = cells[1].request
     assert (request.shapes, request.lowering.precision) == ({"input_ids": (1, 16)}, "fp16")
     assert (cells[0].request.lowering.precision, cells[-1].request.buckets) == (None, {"sequence": (128, 256)})
+
+
+def test_folders_and_names_of_the_hub_are_models_by_content_and_by_name(tmp_path: Path) -> None:
+    exports(tmp_path, "tiny/config.json")
+    text = GOOD.replace('"exports/*.onnx"', '"exports/tiny", "hf:org/small"')
+    *_, folder, hub = list_cells(read_plan(write(tmp_path, text)))
+    assert [cell.name.partition("-")[0] for cell in (folder, hub)] == ["tiny", "small"]
+    before = source_key(folder.source)
+    assert source_key(hub.source) == "hf:org/small"
+    (tmp_path / "exports" / "tiny" / "config.json").write_text("{}")
+    assert source_key(folder.source) != before
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from relaxtune.pipeline.cli.compilation import _default_out
         ("/models/whisper/decoder.onnx", "whisper-decoder-llvm"),
         ("/models/sd/unet/model.onnx", "unet-llvm"),
         ("/model.onnx", "model-llvm"),
+        ("hf:Qwen/Qwen3-0.6B", "Qwen3-0.6B-llvm"),
+        ("hf:gpt2", "gpt2-llvm"),
+        ("/models/Qwen3-0.6B", "Qwen3-0.6B-llvm"),
     ],
 )
 def test_an_artifact_is_named_by_its_folder_when_every_model_has_that_file(model: str, name: str) -> None:
