@@ -48,7 +48,8 @@ def read_proto(path: Path) -> onnx.ModelProto:
 
 def companion_files(path: Path) -> list[Path]:
     """Return the files that an artifact of the model at `path` carries: beside it, or above a folder `onnx`."""
-    places = [path.parent, *([path.parent.parent] if path.parent.name == "onnx" else [])]
+    folder = path if path.is_dir() else path.parent
+    places = [folder, *([folder.parent] if folder.name == "onnx" else [])]
     found = (next((place / name for place in places if (place / name).is_file()), None) for name in _COMPANIONS)
     return [file for file in found if file is not None]
 

@@ -14,6 +14,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.models.axis_profile import AxisProfile, check_profile
 from relaxtune.models.buckets import Bucket, bucket_shapes, make_buckets
 from relaxtune.models.decoder_files import DecoderFiles, find_files, read_prompt
+from relaxtune.models.hub.folder import model_path
 from relaxtune.models.loading import open_axes
 from relaxtune.models.shapes import Shapes
 from relaxtune.models.size_histogram import SizePoint
@@ -134,7 +135,7 @@ def import_request(request: ModelRequest) -> Imported:
     with stage("load"):
         free = ("batch", "sequence", "past_sequence") if request.generate else (*request.buckets, *request.profile)
         shapes = open_axes(request.source, free, request.shapes)
-        files = find_files(Path(request.source)) if request.generate else None
+        files = find_files(model_path(request.source)) if request.generate else None
         if files is None:
             model, encoder = load_model(request.source, shapes=shapes or None, seed=request.seed), None
         else:

@@ -42,13 +42,17 @@ def is_folder(source: str | Path) -> bool:
     return str(source).startswith(HUB_PREFIX) or Path(source).is_dir()
 
 
-def onnx_file_of(source: str | Path) -> Path:
-    """Return the ONNX file of a folder or repository; an export is kept in the user's cache and made once.
+def model_path(source: str | Path) -> Path:
+    """Return the ONNX file of a model; an export of a folder or repository is kept in the user's cache, and made once.
+
+    Where a decoder is several files (`models.decoder_files`), it is their folder.
 
     Raises `ModelFileError`: the folder is in another layout, or cannot be read; `UnknownModelError`: the hub has no
     such repository, or does not show it; `UnsupportedModelError`: the architecture is not known, its export failed, or
     a package is missing.
     """
+    if not is_folder(source):
+        return Path(source)
     text = str(source)
     folder = _snapshot(text.removeprefix(HUB_PREFIX)) if text.startswith(HUB_PREFIX) else Path(source)
     name = text.partition("@")[0].rpartition("/")[2] if text.startswith(HUB_PREFIX) else folder.absolute().name
@@ -88,7 +92,10 @@ def _cache_folder() -> Path:
 
 
 def _find_graph(folder: Path) -> Path | None:
-    """Return the ONNX file in a folder, None where there is none."""
+    """Return the ONNX file in a folder, or the folder of a decoder's files; None where there is none."""
+    for place in (folder, folder / "onnx"):
+        if any(place.glob("*encoder*.onnx")) or any(place.glob("decoder_*.onnx")):
+            return place
     for place in _GRAPHS:
         if (folder / place).is_file():
             return folder / place

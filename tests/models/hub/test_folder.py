@@ -13,7 +13,7 @@ import pytest
 
 from relaxtune.models import get_preset, load_model, save_model
 from relaxtune.models.errors import ModelFileError, UnknownModelError, UnsupportedModelError
-from relaxtune.models.hub.folder import onnx_file_of
+from relaxtune.models.hub.folder import model_path
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_onnx_file_of_a_folder_is_pooled_and_kept_by_content(folder: Path, cache: Path) -> None:
+def test_model_path_a_folder_is_pooled_and_kept_by_content(folder: Path, cache: Path) -> None:
     model = load_model(folder)
     assert (model.name, [one.name for one in model.outputs]) == ("tiny-encoder", ["sentence_embedding"])
     assert model.path is not None
@@ -46,29 +46,31 @@ def test_onnx_file_of_a_folder_is_pooled_and_kept_by_content(folder: Path, cache
     tokenizer = json.loads((model.path.parent / "tokenizer.json").read_text())
     assert tokenizer["truncation"]["max_length"] == 20
     changed = model.path.stat().st_mtime_ns
-    assert onnx_file_of(str(folder)) == model.path
+    assert model_path(str(folder)) == model.path
     assert model.path.stat().st_mtime_ns == changed
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-    assert onnx_file_of(folder) != model.path
+    assert model_path(folder) != model.path
     assert len(list(cache.iterdir())) == 2
 
 
 def test_onnx_file_without_pooling_is_used_where_it_is(folder: Path, cache: Path) -> None:
     (folder / "modules.json").unlink()
-    assert onnx_file_of(folder) == folder / "onnx" / "model.onnx"
-    (folder / "onnx" / "model.onnx").rename(folder / "encoder.onnx")
-    assert onnx_file_of(folder) == folder / "encoder.onnx"
+    assert model_path(folder) == folder / "onnx" / "model.onnx"
+    (folder / "onnx" / "model.onnx").rename(folder / "bert.onnx")
+    assert model_path(folder) == folder / "bert.onnx"
     assert not cache.exists()
-    shutil.copyfile(folder / "encoder.onnx", folder / "decoder.onnx")
-    with pytest.raises(ModelFileError, match=r"several ONNX files .* \(decoder\.onnx, encoder\.onnx\)"):
-        onnx_file_of(folder)
+    shutil.copyfile(folder / "bert.onnx", folder / "other.onnx")
+    with pytest.raises(ModelFileError, match=r"several ONNX files .* \(bert\.onnx, other\.onnx\)"):
+        model_path(folder)
+    (folder / "other.onnx").rename(folder / "onnx" / "decoder_model_merged.onnx")
+    assert model_path(folder) == folder / "onnx"
 
 
 def test_folder_that_cannot_be_kept_says_where(folder: Path, cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     cache.write_text("a file")
     with pytest.raises(ModelFileError, match="name another place by XDG_CACHE_HOME"):
-        onnx_file_of(folder)
+        model_path(folder)
 
 
 def test_folder_of_weights_needs_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,11 +88,11 @@ def test_name_of_a_repository_needs_a_form_and_a_package(monkeypatch: pytest.Mon
         load_model("hf:org/name")
 
 
-def test_damaged_onnx_file_of_a_folder_is_named(folder: Path) -> None:
+def test_damaged_model_path_a_folder_is_named(folder: Path) -> None:
     (folder / "onnx" / "model.onnx").write_bytes(b"no model")
     with pytest.raises(ModelFileError, match="is not an ONNX model"):
-        onnx_file_of(folder)
+        model_path(folder)
 
 
 def test_embedding_of_another_opset_is_valid(folder: Path) -> None:
-    onnx.checker.check_model(onnx.load(onnx_file_of(folder)), full_check=True)
+    onnx.checker.check_model(onnx.load(model_path(folder)), full_check=True)
