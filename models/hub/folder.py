@@ -77,7 +77,8 @@ def model_path(source: str | Path) -> Path:
             made = Path(staging) / "made"
             made.mkdir()
             _make(folder, graph, pooling, made / file.name)
-            if not place.is_dir():  # another process was faster
+            if not file.is_file():  # no other process was faster
+                shutil.rmtree(place, ignore_errors=True)
                 made.rename(place)
     except OSError as e:
         raise ModelFileError(
@@ -196,7 +197,9 @@ def _snapshot(text: str) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(patterns)))
 
     try:
-        folder = download(*_SMALL_FILES, *_GRAPHS, *(f"{graph}_data" for graph in _GRAPHS))
+        folder = download(
+            *_SMALL_FILES, *_GRAPHS, *(f"{graph}{end}" for graph in _GRAPHS for end in ("_data", ".data"))
+        )
         if _find_graph(folder) is None and not list(folder.glob("*.safetensors")):
             folder = download(*_SMALL_FILES, "*.safetensors")
     except errors.GatedRepoError as e:
