@@ -97,9 +97,9 @@ def _find_graph(folder: Path) -> Path | None:
     for place in (folder, folder / "onnx"):
         if any(place.glob("*encoder*.onnx")) or any(place.glob("decoder_*.onnx")):
             return place
-    for place in _GRAPHS:
-        if (folder / place).is_file():
-            return folder / place
+    for name in _GRAPHS:
+        if (folder / name).is_file():
+            return folder / name
     found = sorted([*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")])
     if len(found) > 1:
         names = ", ".join(str(path.relative_to(folder)) for path in found)
