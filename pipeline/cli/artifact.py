@@ -241,6 +241,33 @@ def fetch(
     emit(output_format, {"artifact": str(out), "model": manifest.model, "bytes": size}, view)
 
 
+@app.command(name="export-ep")
+@takes_groups()
+def export_ep(
+    artifact: ArtifactName,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder for model_ctx.onnx, the provider and the artifact.")
+    ],
+    store: StoreOption = DEFAULT_STORE,
+    verify_key: VerifyKeyOption = None,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Write an artifact as a model that ONNX Runtime runs, with the execution provider for it.
+
+    Prints the lines of Python that open it. The first export compiles the provider, which needs cmake and g++.
+    """
+    from relaxtune.pipeline.artifact.provider import export_for_onnx_runtime
+    from relaxtune.pipeline.registry.registry import find_artifact, open_store
+
+    place = find_artifact(artifact, open_store(store))
+    require_signed(verify_key, place)
+    written = export_for_onnx_runtime(place, out)
+    if output_format is OutputFormat.JSON:
+        print_json({"model": str(written.model), "library": str(written.library), "python": written.python})
+    else:
+        typer.echo(written.python, nl=False)
+
+
 def _emit_artifacts(registry: RegistryOptions, title: str, found: list[StoredArtifact]) -> None:
     words = {None: "never", True: "passed", False: "FAILED"}
     columns = {

@@ -234,6 +234,11 @@ def before_the_batch() -> list[Step]:
         Step("artifact rollback", ("prod", *kept, *json_), lambda ended: ended.data[0]["kind"] == "rollback"),
         Step("artifact show", ("prod", *kept, *json_), lambda ended: len(ended.data["history"]) == 3),
         Step("artifact fetch", ("prod", "--store", "store", "--out", "out/fetched", *json_), lambda ended: ended.data),
+        Step(
+            "artifact export-ep",
+            ("prod", "out/onnxruntime", "--store", "store", *json_),
+            lambda ended: Path(ended.data["library"]).name == "librelaxtune_onnxruntime.so",
+        ),
         Step("artifact gc", ("--older-than", "0", *kept, *json_), lambda ended: len(ended.data["removed"]) == 1),
         Step("artifact rebuild", (first, *db, *json_), lambda ended: ended.data["same"]),
         Step(

@@ -47,7 +47,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # As on Ubuntu, where the linker drops libraries of which no symbol is used. With checks of the standard library, no
     # symbol of TVM's runtime is used by accident. And with a C++ library of its own.
     flags = ["-DCMAKE_SHARED_LINKER_FLAGS=-Wl,--as-needed -static-libstdc++", "-DCMAKE_CXX_FLAGS=-D_GLIBCXX_ASSERTIONS"]
-    cmake("-S", SOURCES, "-B", folder / "build", *wheels, *flags, "-DRELAXTUNE_EXAMPLE=OFF", "-DCMAKE_BUILD_TYPE=")
+    parts = ["-DRELAXTUNE_EXAMPLE=OFF", "-DRELAXTUNE_ONNXRUNTIME=OFF"]
+    cmake("-S", SOURCES, "-B", folder / "build", *wheels, *flags, *parts, "-DCMAKE_BUILD_TYPE=")
     cmake("--build", folder / "build", "--parallel", "2")
     cmake("--install", folder / "build", "--prefix", folder / "prefix")
     cmake("-S", HERE, "-B", folder / "program", f"-DCMAKE_PREFIX_PATH={folder / 'prefix'}")
