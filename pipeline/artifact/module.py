@@ -215,6 +215,10 @@ class Module:
         """What became of the calls so far, by shape bucket; all zero for an artifact without buckets."""
         return self._router.statistics if self._router is not None else RouteStatistics()
 
+    def statistics_text(self) -> str:
+        """Return `statistics` in the text format of Prometheus, for the page that it collects."""
+        return self.statistics.to_prometheus(self.manifest.model)
+
     def bucket_module(self, number: int) -> Module:
         """Return the module of one bucket, in the manifest's order, which runs its own sizes only.
 

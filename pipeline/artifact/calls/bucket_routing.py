@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from relaxtune.models.buckets import choose_bucket, cut_outputs, hides_a_row, pa
 from relaxtune.models.spec import TensorSpec
 from relaxtune.pipeline.artifact.entries import BucketsEntry
 from relaxtune.pipeline.tvm_runtime.forks import lock_over_forks
+
+# The alarm of the sizes: of at least so many calls, more than this share ran in no bucket.
+_ALARM_CALLS, _ALARM_SHARE = 100, 0.1
 
 
 class Runnable(Protocol):
@@ -57,6 +61,32 @@ class RouteStatistics:
     def padding_waste(self) -> float:
         """Share of the elements computed in buckets that were padding."""
         return 1 - self.given / self.computed if self.computed else 0.0
+
+    def to_prometheus(self, model: str) -> str:
+        """Return the counts in the text format of Prometheus, with an alarm where calls leave the buckets."""
+        calls = self.hits + self.slow_path
+        alarm = bool(self.buckets) and calls >= _ALARM_CALLS and self.slow_path > _ALARM_SHARE * calls
+        of = f"model={json.dumps(model)}"
+        counts = [
+            (f'bucket={json.dumps(bucket.name)},how="{how}"', count)
+            for bucket in self.buckets
+            for how, count in (("exact", bucket.exact), ("padded", bucket.padded))
+        ]
+        counts.append(('bucket="",how="symbolic"', self.slow_path))
+        return "\n".join(
+            [
+                "# HELP relaxtune_calls_total Calls, by the shape bucket that they ran in; symbolic: in none.",
+                "# TYPE relaxtune_calls_total counter",
+                *(f"relaxtune_calls_total{{{of},{labels}}} {count}" for labels, count in counts),
+                "# HELP relaxtune_padding_ratio Share of the elements computed in buckets that were padding.",
+                "# TYPE relaxtune_padding_ratio gauge",
+                f"relaxtune_padding_ratio{{{of}}} {self.padding_waste:.6f}",
+                "# HELP relaxtune_sizes_alarm 1: over a tenth of the calls fit no bucket; compile buckets for them.",
+                "# TYPE relaxtune_sizes_alarm gauge",
+                f"relaxtune_sizes_alarm{{{of}}} {int(alarm)}",
+                "",
+            ]
+        )
 
     def to_json(self) -> dict[str, object]:
         """Return the counts as plain JSON data."""

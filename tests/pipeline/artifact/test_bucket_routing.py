@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from onnx import TensorProto, helper
 from relaxtune.models import load_model
 from relaxtune.models.buckets import Side
 from relaxtune.models.inputs import random_inputs
+from relaxtune.pipeline.artifact.calls.bucket_routing import BucketCount, RouteStatistics
 from relaxtune.pipeline.artifact.directory import load_manifest, record_padding
 from relaxtune.pipeline.artifact.export import share_weights
 from relaxtune.pipeline.artifact.manifest import parse_manifest
@@ -72,6 +74,27 @@ def test_every_route_agrees_with_onnx_runtime_and_is_counted(bert: Path) -> None
     assert [(b.name, b.exact, b.padded) for b in counted.buckets] == [("sequence=8", 2, 2), ("sequence=16", 2, 2)]
     assert (counted.hits, counted.slow_path) == (8, 4)
     assert counted.padding_waste == pytest.approx(1 - (8 + 5 + 16 + 9) / (2 * 8 + 2 * 16))
+    assert 'relaxtune_calls_total{model="bert-tiny",bucket="sequence=8",how="padded"} 2\n' in module.statistics_text()
+
+
+def test_counts_as_prometheus_reads_them_have_an_alarm_where_calls_fit_no_bucket() -> None:
+    within = RouteStatistics((BucketCount("n=4", 50, 40),), slow_path=10, given=3, computed=4)
+    lines = within.to_prometheus('a "quoted" model').splitlines()
+    samples = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    of = 'model="a \\"quoted\\" model"'
+    assert samples == {
+        f'relaxtune_calls_total{{{of},bucket="n=4",how="exact"}}': "50",
+        f'relaxtune_calls_total{{{of},bucket="n=4",how="padded"}}': "40",
+        f'relaxtune_calls_total{{{of},bucket="",how="symbolic"}}': "10",
+        f"relaxtune_padding_ratio{{{of}}}": "0.250000",
+        f"relaxtune_sizes_alarm{{{of}}}": "0",
+    }
+    assert sum(line.startswith("# TYPE") for line in lines) == sum(line.startswith("# HELP") for line in lines) == 3
+    alarm = 'relaxtune_sizes_alarm{model="m"} 1\n'
+    assert alarm in replace(within, slow_path=11).to_prometheus("m")
+    # Too few calls to say, and an artifact without buckets.
+    assert alarm not in RouteStatistics((BucketCount("n=4", 1, 0),), slow_path=9).to_prometheus("m")
+    assert alarm not in RouteStatistics(slow_path=1000).to_prometheus("m")
 
 
 def test_tensors_on_the_device_go_to_a_bucket_of_their_very_size_only(bert: Path) -> None:
