@@ -38,8 +38,8 @@ from relaxtune.pipeline.bench.measure import (
     measure,
     module_arm,
     onnxruntime_peer,
-    run_conditions,
 )
+from relaxtune.pipeline.bench.tables import run_conditions
 from relaxtune.pipeline.environment import cpu_name
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.prepare import ModelRequest

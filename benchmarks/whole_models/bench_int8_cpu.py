@@ -23,7 +23,8 @@ from benchmarks.whole_models.bench_any_length import model_file, shapes
 from relaxtune.models import load_model, save_model
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.bench.measure import ORT_ARM, Call, measure, module_arm, onnxruntime_peer, run_conditions
+from relaxtune.pipeline.bench.measure import ORT_ARM, Call, measure, module_arm, onnxruntime_peer
+from relaxtune.pipeline.bench.tables import run_conditions
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweringOptions
 from relaxtune.pipeline.prepare import ModelRequest

@@ -1,11 +1,6 @@
 """Latency of several arms side by side: warm-up, alternating runs, raw values kept.
 
-The arms take turns, so that a machine that slows down slows all of them. Before each timed run its arm runs once
-untimed: it gets its data back into the caches from the arm before.
-
-Workers of TVM's thread pool spin after a call, for as long as 300,000 pauses take: 60 ms on an Intel Xeon with AMX. An
-arm of another process, such as ONNX Runtime's, waits until they sleep; beside them it took up to three times as long.
-Then it runs untimed for as long as it takes until its own threads are awake, each on a core.
+The arms take turns, so that a machine that slows down slows all. Before each timed run its arm runs once untimed.
 """
 
 from __future__ import annotations
@@ -14,23 +9,18 @@ import itertools
 import logging
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
-import tvm
 
 from relaxtune.models import OnnxModel, unpadded_inputs
 from relaxtune.models.buckets import list_symbols
 from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.artifact.module import Module
+from relaxtune.pipeline.bench.idle import SPIN_S, wait_until_idle
 from relaxtune.pipeline.errors import PipelineError, UsageError, ValidationFailedError
-from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
-from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.tvm_runtime.threads import default_threads
 from relaxtune.pipeline.validate.reference import peer_provider, peer_session
 
@@ -77,10 +67,7 @@ UNTUNED_ARM = "untuned"
 
 # Turns of each arm within the seconds that it runs under load.
 _WINDOWS = 10
-# Seconds between two looks for threads that spin, and of all looks before an arm.
-_LOOK_S, _SPIN_S = 0.002, 0.5
-# Seconds after which an arm's threads are awake, and its weights in the caches: with 30 ms, runs of 2 ms still took up
-# to 1.5 times as long (AVX-512 Xeon, 2 cores, MiniLM at length 16), after an arm of the same process too.
+# Seconds after which an arm's threads are awake, and its weights in the caches; 30 ms were too few for runs of 2 ms.
 _AWAKE_S = 0.05
 
 
@@ -285,7 +272,7 @@ class _Processors:
             waited_s = wait_until_idle()
             self._spinning |= waited_s > 0
             # What computes all the time is no pool that spins: a compiler, say. It is there for all arms.
-            self._patient = waited_s < _SPIN_S
+            self._patient = waited_s < SPIN_S
         if settle:
             # As long for arms of one process: two of them share a cache, too.
             until = time.monotonic() + (_AWAKE_S if other and self._spinning else 0.0)
@@ -330,29 +317,6 @@ def arm_of_calls(calls: Sequence[Call], arm_of: Callable[[Mapping[str, np.ndarra
     return ArmOfCalls(arms, {call.sizes: call.count for call in calls})
 
 
-def wait_until_idle() -> float:
-    """Wait until no other thread of this process computes, half a second at most; return the seconds.
-
-    Where the system does not tell of threads (it is not Linux), nothing is waited for.
-    """
-    waited_s = 0.0
-    while waited_s < _SPIN_S and _others_compute():
-        time.sleep(_LOOK_S)
-        waited_s += _LOOK_S
-    return waited_s
-
-
-def _others_compute() -> bool:
-    """Return whether another thread has a processor, or waits for one."""
-    own = str(threading.get_native_id())
-    for task in Path("/proc/self/task").glob("[0-9]*"):
-        # The state follows the name, which may hold any character but is in parentheses.
-        with suppress(FileNotFoundError, ProcessLookupError):
-            if task.name != own and (task / "stat").read_text(errors="replace").rpartition(") ")[2][0] == "R":
-                return True
-    return False
-
-
 def measure_load(
     arms: Mapping[str, LoadArm],
     *,
@@ -385,20 +349,6 @@ def measure_load(
     results = tuple(ArmResult(name, tuple(values), busy_s[name]) for name, values in latencies.items())
     fewest = min(len(values) for values in latencies.values())
     return BenchmarkReport(results, fewest, warmup, dict(conditions or {}), duration_s=seconds)
-
-
-def run_conditions(module: Module) -> dict[str, str]:
-    """Return what the latencies of a module and of ONNX Runtime beside it are true for."""
-    threads = str(module.threads)
-    left_out = "" if peer_provider(module.manifest.target.kind) else ", not timed: it does not run on this device"
-    return {
-        "device": str(module.device),
-        "target": module.manifest.target.text,
-        "tvm": tvm.__version__,
-        "tvm_threads": threads,
-        "onnxruntime": onnx_runtime().description().version + left_out,
-        "onnxruntime_threads": threads,
-    }
 
 
 def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
@@ -447,37 +397,3 @@ def onnxruntime_peer(
     except PipelineError as error:
         logger.warning("no peer is timed: %s", error)
         return Peers(left_out={ORT_ARM: str(error)})
-
-
-def render(report: BenchmarkReport) -> TableView:
-    """Return the report as a table for a terminal."""
-    conditions = ", ".join(f"{name} {value}" for name, value in report.conditions.items())
-    runs = f"{report.runs} runs" if report.duration_s is None else f"{report.duration_s:g} s of each arm"
-    left_out = "".join(f"; {name} is left out: {why}" for name, why in report.left_out.items())
-    warmup = f" after {report.warmup} untimed runs" if report.warmup else ""
-    caption = f"{runs}{warmup}; {conditions}{left_out}"
-    sizes = f": mean of {len(report.sizes)} sizes" if len(report.sizes) > 1 else " at ".join(["", *report.sizes])
-    figures: dict[str, Callable[[ArmResult], str]] = {
-        "median": lambda arm: f"{arm.median_ms:.3f}",
-        "p90": lambda arm: f"{arm.quantile(0.9):.3f}",
-        "p95": lambda arm: f"{arm.quantile(0.95):.3f}",
-        "p99": lambda arm: f"{arm.quantile(0.99):.3f}",
-        "min": lambda arm: f"{min(arm.latencies_ms):.3f}",
-        "calls/s": lambda arm: f"{arm.calls_per_s:.1f}",
-        "spread": lambda arm: f"{arm.spread:.0%}",
-        "ratio": lambda arm: f"{report.ratio(arm.name):.2f}",
-    }
-    columns = {"arm": lambda arm: arm.name, **figures}
-    optional = ("p95", "min", "p90", "spread")
-    return TableView.of(f"latency, ms{sizes}", report.arms, columns, caption, figures.keys(), optional)
-
-
-def render_sizes(report: BenchmarkReport) -> TableView:
-    """Return the median latency of each arm at each size as a table."""
-    figures = ("counts", *(arm.name for arm in report.arms), *(f"{arm.name}, ratio" for arm in report.arms[1:]))
-    rows = []
-    for sizes, count in report.sizes.items():
-        medians = [statistics.median(arm.by_sizes[sizes]) for arm in report.arms]
-        ratios = [f"{median / medians[0]:.2f}" for median in medians[1:]]
-        rows.append((sizes, str(count), *(f"{median:.3f}" for median in medians), *ratios))
-    return TableView("latency by sizes, ms", ("sizes", *figures), tuple(rows), right=figures)

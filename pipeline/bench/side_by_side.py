@@ -57,9 +57,13 @@ class LoadedArtifact:
         """Return one caller as an arm. An artifact with buckets takes host arrays, as it pads there."""
         return _arm(self.module, inputs)
 
+    def callers(self, inputs: Mapping[str, np.ndarray]) -> list[Arm]:
+        """Return each caller as an arm."""
+        return [_arm(module, inputs) for module in self.modules]
+
     def load_arm(self, inputs: Mapping[str, np.ndarray]) -> LoadArm:
         """Return all callers at once as an arm."""
-        runs = [_arm(module, inputs) for module in self.modules]
+        runs = self.callers(inputs)
         return lambda seconds: run_together(runs, seconds)
 
 
@@ -86,10 +90,7 @@ class SideBySide:
         Raises `ValidationFailedError`: an artifact's outputs are not what ONNX Runtime gives on the CPU: its latency
         would mean nothing.
         """
-        expected = self.reference.run(inputs)
-        for artifact in artifacts.values():
-            module = artifact.module
-            self._judged(module, expected, module.run(inputs), inputs, module.outputs).raise_if_failed()
+        expected = self.check(artifacts, inputs)
         failed, wrong, right = dict(self.failed), {}, {}
         for name, peer in self.running.items():
             logger.info("%s prepares the model", name)
@@ -107,6 +108,19 @@ class SideBySide:
                 right[name] = peer
         report = self._measured(artifacts, right, inputs)
         return replace(report, left_out=dict(self.left_out), failed=failed, wrong=wrong)
+
+    def check(
+        self, artifacts: Mapping[str, LoadedArtifact], inputs: Mapping[str, np.ndarray]
+    ) -> Mapping[str, np.ndarray]:
+        """Return what ONNX Runtime gives on the CPU.
+
+        Raises `ValidationFailedError`: an artifact's outputs are another.
+        """
+        expected = self.reference.run(inputs)
+        for artifact in artifacts.values():
+            module = artifact.module
+            self._judged(module, expected, module.run(inputs), inputs, module.outputs).raise_if_failed()
+        return expected
 
     def _judged(
         self,

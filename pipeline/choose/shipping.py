@@ -25,8 +25,8 @@ from relaxtune.pipeline.bench.measure import (
     Peers,
     measure,
     onnxruntime_peer,
-    run_conditions,
 )
+from relaxtune.pipeline.bench.tables import run_conditions
 from relaxtune.pipeline.choose.model_arm import LoadedArm, load_arm, timed_calls
 from relaxtune.pipeline.experiment.experiment import LEAST_GAIN, Contrast, Question, Side, run_experiment, slower_sizes
 from relaxtune.pipeline.prepare import PreparedModel

@@ -51,6 +51,7 @@ from relaxtune.tuning_db.urls import DatabaseUrl
 if TYPE_CHECKING:
     from relaxtune.pipeline.bench.generation import GenerationRequest
     from relaxtune.pipeline.bench.lengths import LengthsReport
+    from relaxtune.pipeline.bench.open_loop import OpenLoad
     from relaxtune.pipeline.bench.request import BenchRequest
     from relaxtune.pipeline.bisect import Bisection, FaultyKernel
     from relaxtune.pipeline.jobs.artifacts import ValidatedArtifact, ValidationRequest
@@ -221,7 +222,7 @@ class GenerationBenchOptions:
     prompt: str = option("128", "With --generate: tokens of a prompt.", metavar="N,..")
     new: int = option(128, "With --generate: tokens that follow.", min=2, metavar="N")
     batch: str = option("1", "With --generate: sequences at once.", metavar="N,..")
-    price: float | None = option(None, "Price of an hour, for the cost of a million tokens.", min=0.0)
+    price: float | None = option(None, "Price of an hour, for the cost of a million calls or tokens.", min=0.0)
 
     def request(self, others: BenchOptions) -> GenerationRequest:
         """Return the request that these options are."""
@@ -239,11 +240,34 @@ class GenerationBenchOptions:
         )
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """Calls that arrive at times of their own."""
+
+    rate: float | None = option(None, "Calls a second that arrive, without peers; for --duration (10 s).", metavar="R")
+    arrivals: str = option("poisson", "Spread of arrivals: poisson, or bursty (eight at once).", metavar="SPREAD")
+    slo_ms: float | None = option(None, "Goodput counts calls that end within this time.", metavar="X")
+
+    def load(self, seconds: float | None, price: float | None) -> OpenLoad | None:
+        """Return the planned load; None without a rate."""
+        from relaxtune.pipeline.bench.open_loop import DEFAULT_SECONDS, Arrivals, OpenLoad
+
+        if self.rate is None:
+            if self.slo_ms is not None or self.arrivals != Arrivals.POISSON.value:
+                raise UsageError("--arrivals and --slo-ms go with --rate; give --rate R in calls a second")
+            return None
+        if self.arrivals not in list(Arrivals):
+            raise UsageError(f"--arrivals {self.arrivals}: expected {' or '.join(Arrivals)}")
+        duration = DEFAULT_SECONDS if seconds is None else seconds
+        return OpenLoad(self.rate, Arrivals(self.arrivals), self.slo_ms, duration, price)
+
+
 @takes_groups()
 def bench(
     directory: ArtifactArgument,
     options: BenchOptions,
     tokens: GenerationBenchOptions,
+    load_options: LoadOptions,
     model: ReferenceOption = None,
     db: OutcomeDatabaseOption = None,
     lengths: LengthsOption = None,
@@ -262,9 +286,12 @@ def bench(
     skipped. Exits 1 if a peer cannot run the model, 3 if its outputs are wrong.
 
     --generate measures the time to the first token and of each later one; with --torch, of a transformers model too.
+
+    --rate sends calls at planned times, whether earlier ones have ended or not, to the artifact alone.
     """
-    from relaxtune.pipeline.bench.measure import render
-    from relaxtune.pipeline.jobs.artifacts import bench_artifact, bench_batches, bench_lengths
+    from relaxtune.pipeline.bench.open_loop import render_load
+    from relaxtune.pipeline.bench.tables import cost_of_a_million, render
+    from relaxtune.pipeline.jobs.artifacts import bench_artifact, bench_batches, bench_lengths, bench_open_loop
 
     require_signed(verify_key, directory, *(beside or ()))
     if tokens.generate:
@@ -275,6 +302,13 @@ def bench(
         emit(output_format, generated.to_json(), *generated.tables())
         return
     request = options.request()
+    load = load_options.load(options.duration, tokens.price)
+    if load is not None:
+        if lengths is not None or batch_sweep is not None or db not in (None, DEFAULT_DATABASE):
+            raise UsageError("--rate takes sizes from --dim and is not noted; leave --lengths, --batch-sweep, --db out")
+        measured_load = bench_open_loop(directory, load, model, request)
+        emit(output_format, measured_load.to_json(), render_load(measured_load))
+        return
     if lengths is None and batch_sweep is None:
         if beside or plot is not None:
             raise UsageError("--beside and --plot go with --lengths FILE or --batch-sweep; give one of them too")
@@ -290,6 +324,9 @@ def bench(
         else:
             for report in reports.values():
                 stdout_console().print(render(report))
+                cost = cost_of_a_million(tokens.price, report.arms[0].calls_per_s)
+                if cost is not None:
+                    stdout_console().print(f"a million calls of {report.arms[0].name}, one after another: {cost:.4g}")
             if bucketed:
                 calls = module.statistics
                 rows = tuple((one.name, str(one.exact), str(one.padded)) for one in calls.buckets)

@@ -206,7 +206,7 @@ def _name_of(model: Path) -> str:
 
 
 def _print_tuned(result: TuneResult, output_format: OutputFormat) -> None:
-    from relaxtune.pipeline.bench.measure import render as render_benchmark, render_sizes
+    from relaxtune.pipeline.bench.tables import render as render_benchmark, render_sizes
     from relaxtune.pipeline.tuning.result_table import headline, summary_table, to_data
 
     if output_format is OutputFormat.JSON:

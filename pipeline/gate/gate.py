@@ -13,7 +13,8 @@ from relaxtune.models.buckets import read_sizes
 from relaxtune.models.inputs import unpadded_inputs
 from relaxtune.pipeline.artifact.calls.tensor_checks import check_inputs
 from relaxtune.pipeline.artifact.module import Module
-from relaxtune.pipeline.bench.measure import Call, run_conditions
+from relaxtune.pipeline.bench.measure import Call
+from relaxtune.pipeline.bench.tables import run_conditions
 from relaxtune.pipeline.environment import user_here
 from relaxtune.pipeline.errors import GateRefusedError, UsageError
 from relaxtune.pipeline.gate.checks import (

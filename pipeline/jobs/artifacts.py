@@ -13,8 +13,10 @@ from relaxtune.models.buckets import batch_axis, check_axes
 from relaxtune.models.size_histogram import SizePoint, few_points, read_histogram
 from relaxtune.pipeline.artifact.directory import record_validation
 from relaxtune.pipeline.artifact.module import Module
+from relaxtune.pipeline.bench.energy import energy_of
 from relaxtune.pipeline.bench.lengths import LengthsReport, measure_lengths
 from relaxtune.pipeline.bench.measure import OWN_ARM, BenchmarkReport, Call
+from relaxtune.pipeline.bench.open_loop import OpenLoad, OpenLoadReport, run_open_loop
 from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.bench.side_by_side import LoadedArtifact, side_by_side
 from relaxtune.pipeline.errors import UsageError
@@ -125,6 +127,30 @@ def bench_artifact(
                 manifest = module.manifest
                 note_benchmark(opened, artifact_of(manifest, directory), environment_of(manifest), reports[name])
     return module, reports
+
+
+def bench_open_loop(
+    directory: Path, load: OpenLoad, source: str | Path | None = None, request: BenchRequest | None = None
+) -> OpenLoadReport:
+    """Return the latencies of an artifact whose calls arrive as planned, to so many callers; there are no peers.
+
+    Raises `ValidationFailedError`: its outputs are not what ONNX Runtime gives.
+    """
+    request = replace(request or BenchRequest(), against=())
+    artifact = LoadedArtifact.load(directory, request.streams)
+    model = reference_model(artifact.module, source)
+    check_axes(request.dims, model.inputs, "--dim")
+    sizes = sizes_within(model, artifact.module.manifest.maxima, request.dims)
+    call = Call.at(model, sizes, seed=request.seed)
+    with side_by_side(artifact, model, request) as alone:
+        alone.check({OWN_ARM: artifact}, call.inputs)
+    callers = artifact.callers(call.inputs)
+    for caller in callers:
+        for _ in range(request.warmup):
+            caller()
+    with energy_of(artifact.module.device) as energy:
+        latencies_ms, took_s = run_open_loop(callers, load, seed=request.seed)
+    return OpenLoadReport(load, len(callers), latencies_ms, took_s, call.sizes, energy)
 
 
 def bench_lengths(

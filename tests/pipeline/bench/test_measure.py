@@ -23,6 +23,7 @@ from rich.console import Console
 from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench import measure as bench_measure
+from relaxtune.pipeline.bench.idle import wait_until_idle
 from relaxtune.pipeline.bench.measure import (
     Arm,
     ArmResult,
@@ -33,11 +34,8 @@ from relaxtune.pipeline.bench.measure import (
     measure,
     measure_load,
     onnxruntime_peer,
-    render,
-    render_sizes,
-    run_conditions,
-    wait_until_idle,
 )
+from relaxtune.pipeline.bench.tables import render, render_sizes, run_conditions
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.onnx_runtime.process import onnx_runtime
 

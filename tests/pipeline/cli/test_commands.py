@@ -271,6 +271,26 @@ def test_bench_prints_a_table_and_refuses_unknown_peers(relaxtune, workspace) ->
     assert "abacus" in outcome.stderr
 
 
+def test_bench_sends_calls_at_a_rate(relaxtune, workspace) -> None:
+    words = ("bench", workspace.artifact, "--rate", 40, "--duration", 0.5, "--arrivals", "bursty", "--warmup", 1)
+    data = relaxtune(*words, "--slo-ms", 1e6, "--price", 2, "--streams", 2, "--format", "json").data
+    assert (data["callers"], data["load"]["arrivals"], len(data["latencies_ms"]) % 8) == (2, "bursty", 0)
+    assert data["goodput_per_s"] == data["calls_per_s"] > 0
+    assert data["cost_of_a_million"] == pytest.approx(2e6 / 3600 / data["goodput_per_s"])
+    shown = relaxtune(*words).stdout
+    assert "latency from the planned arrival" in shown
+    assert "only GPUs have a counter" in shown
+    told = relaxtune("bench", workspace.artifact, "--runs", 1, "--warmup", 0, "--against", "", "--price", 2).stdout
+    assert "a million calls of relaxtune, one after another: " in told
+    for wrong, said in (
+        (("--slo-ms", 5), "go with --rate"),
+        (("--rate", 5, "--arrivals", "uniform"), "expected poisson or bursty"),
+        (("--rate", 5, "--batch-sweep", "1,2"), "--rate takes sizes from --dim"),
+    ):
+        outcome = relaxtune("bench", workspace.artifact, *wrong)
+        assert (outcome.code, said in " ".join(outcome.stderr.split())) == (2, True)
+
+
 def test_db_top_lists_the_best_record_of_each_task(relaxtune, workspace) -> None:
     outcome = relaxtune("db", "top", "--db", workspace.database, "--format", "json")
     tuned = {task["task"]: task["after_us"] for task in workspace.tuned.data["tuning"]["tasks"]}
