@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,25 @@ FREE = {axis: (axis,) for axis in ("batch", "sequence", "past_sequence")}
 
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("decoder") / "decoder.onnx"
-    save_model(load_model("llama-tiny-with-past", shapes=FREE), path)
-    return path
+    return saved_decoder(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")
 def artifact(decoder: Path) -> Path:
+    return compiled_decoder(decoder)
+
+
+# Fixtures that another folder imports are made once more there.
+@functools.cache
+def saved_decoder(folder: Path) -> Path:
+    path = folder / "decoder" / "decoder.onnx"
+    path.parent.mkdir()
+    save_model(load_model("llama-tiny-with-past", shapes=FREE), path)
+    return path
+
+
+@functools.cache
+def compiled_decoder(decoder: Path) -> Path:
     result = compile_model(
         ModelRequest(decoder, target=UNOPTIMISED_TEXT, generate=True, max_length=CAPACITY),
         decoder.parent / "artifact",

@@ -26,6 +26,20 @@ def run(
     return [output.numpy() for output in outputs]
 
 
+@pytest.mark.quick_cases(
+    "plain",
+    "grouped",
+    "causal decode",
+    "values of another width",
+    "window of both sides",
+    "keep by number",
+    "relative bias",
+    "distances",
+    "guarded sum",
+    "caches that grow by several",
+    "caches of two widths that grow",
+    "half",
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_function_computes_attention(case: AttentionCase) -> None:
     spec, params = case.made()
