@@ -14,6 +14,7 @@ from tvm.tirx import PrimFunc
 from relaxtune.schedules.cpu.any_size.attention import any_size_attention
 from relaxtune.schedules.cpu.any_size.matmul import any_size_matmul
 from relaxtune.schedules.cpu.any_size.rows import any_size_rows
+from relaxtune.schedules.cpu.any_size.window_kernel import any_size_windows
 from relaxtune.schedules.cpu.contraction import find_convolution
 from relaxtune.schedules.cpu.generic import elementwise, generic, plain
 from relaxtune.schedules.cpu.reduction import row_reduction
@@ -47,6 +48,7 @@ def rules_for(target: Target) -> list[tuple[str, Rule]]:
             ("cpu-elementwise", elementwise),
             ("cpu-any-size-matmul", any_size_matmul),
             ("cpu-any-size-attention", any_size_attention),
+            ("cpu-any-size-windows", any_size_windows),
             ("cpu-matmul", contraction_rule(find_tiled_matmul)),
             ("cpu-normed-matmul", normed_matmul),
             ("cpu-convolution", contraction_rule(find_convolution)),

@@ -1,9 +1,10 @@
 """A folder of ONNX files as users have them: does each come in, is it right, how fast is it beside ONNX Runtime.
 
-    python -m benchmarks.artifacts.bench_real_files FOLDER [--sizes FILE.json] [--results FILE.json]
+    python -m benchmarks.artifacts.bench_real_files FOLDER [--sizes FILE.json] [--results FILE.json] [--threads N]
 
-Each file is compiled for this CPU, untuned, in a process of its own; its artifact and ONNX Runtime run by turns on one
-thread each. The file of sizes maps patterns of names to what a user calls the model with:
+Each file is compiled for this CPU, untuned, in a process of its own; its artifact and ONNX Runtime run by turns on as
+many threads, one each by default; ONNX Runtime's do not spin between calls. The file of sizes maps patterns of names to
+what a user calls the model with:
 `{"*ocr_det*": {"sizes": [{"height": 320}, {"height": 640}], "values": {"lengths": "samples"}, "dims": {"batch": 1}}}`.
 `values` fill an input with a number or with the size of an axis; `dims` are sizes that the artifact has fixed.
 """
@@ -41,14 +42,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sizes", type=Path)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", action="store_true", help="the folder is a file: print its row as JSON")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measure(options.folder, json.loads(options.sizes.read_text()) if options.sizes else {})))
+        rules = json.loads(options.sizes.read_text()) if options.sizes else {}
+        print(json.dumps(measure(options.folder, rules, options.threads)))
         return
     rows: list[dict[str, Any]] = []
     for file in sorted(options.folder.glob("*.onnx")):
-        command = [sys.executable, "-m", __spec__.name, str(file), "--one"]
+        command = [sys.executable, "-m", __spec__.name, str(file), "--one", "--threads", str(options.threads)]
         command += ["--sizes", str(options.sizes)] if options.sizes else []
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
@@ -60,7 +63,7 @@ def main() -> None:
         options.results.write_text(json.dumps({"run": run_facts(), "rows": rows}, indent=1) + "\n")
 
 
-def measure(file: Path, rules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def measure(file: Path, rules: Mapping[str, Mapping[str, Any]], threads: int) -> dict[str, Any]:
     """Return whether a file comes in, and for each set of sizes the difference and both times."""
     rule = next((one for pattern, one in rules.items() if fnmatch.fnmatch(file.stem, pattern)), {})
     shapes = {axis: (size,) for axis, size in rule.get("dims", {}).items()}
@@ -74,10 +77,11 @@ def measure(file: Path, rules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any
             return {"error": f"{type(e).__name__}: {e}"}
         if done.validation is not None and not done.validation.passed:
             return {"error": "its validation failed"}
-        model, module = load_model(file, shapes=shapes), relaxtune.load(folder)
-        one_thread = ort.SessionOptions()
-        one_thread.intra_op_num_threads = one_thread.inter_op_num_threads = 1
-        session = ort.InferenceSession(str(file), one_thread)
+        model, module = load_model(file, shapes=shapes), relaxtune.load(folder, threads=threads)
+        as_many = ort.SessionOptions()
+        as_many.intra_op_num_threads, as_many.inter_op_num_threads = threads, 1
+        as_many.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        session = ort.InferenceSession(str(file), as_many)
         points = []
         for given in sizes or [axis_sizes(model)]:
             inputs = random_inputs(model, seed=1, dims=axis_sizes(model, given))

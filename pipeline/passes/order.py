@@ -29,6 +29,7 @@ from relaxtune.pipeline.passes.generation.write_together import write_together
 from relaxtune.pipeline.passes.keep_chains_short import keep_chains_short
 from relaxtune.pipeline.passes.keep_lookups_inside import keep_lookups_inside
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.pipeline.passes.layout.channels_last import channels_last
 from relaxtune.pipeline.passes.layout.combine_matmuls import combine_matmuls
 from relaxtune.pipeline.passes.layout.convolutions_to_matmul import convolutions_to_matmul
 from relaxtune.pipeline.passes.layout.gather_before_slices import gather_before_slices
@@ -44,6 +45,7 @@ from relaxtune.pipeline.passes.legalise_operators import legalise_operators
 from relaxtune.pipeline.passes.merge_common_subexpressions import merge_common_subexpressions
 from relaxtune.pipeline.passes.name_bindings import name_bindings
 from relaxtune.pipeline.passes.norms.centre_from_pivot import centre_from_pivot
+from relaxtune.pipeline.passes.norms.fold_batch_norms import fold_batch_norms
 from relaxtune.pipeline.passes.norms.fuse_norms import fuse_norms
 from relaxtune.pipeline.passes.norms.norms_of_half import norms_of_half
 from relaxtune.pipeline.passes.norms.quantise_in_norms import quantise_in_norms
@@ -120,6 +122,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.CANONICALISE, "integer_matmuls", integer_matmuls, makes_precision=True),
         # 1 fold constants
         Step(Phase.FOLD_CONSTANTS, "fold_constants", fold_constants),
+        Step(Phase.FOLD_CONSTANTS, "fold_batch_norms", fold_batch_norms),
         Step(Phase.FOLD_CONSTANTS, "fold_known_values", fold_known_values),
         # 2 remove dead code
         Step(Phase.REMOVE_DEAD_CODE, "remove_dead_code", stock(relax_pass.DeadCodeElimination())),
@@ -153,6 +156,7 @@ def lowering_steps() -> tuple[Step, ...]:
         Step(Phase.PATTERNS, "centre_from_pivot", centre_from_pivot),
         Step(Phase.PATTERNS, "gather_rows", gather_rows),
         Step(Phase.PATTERNS, "quantise_weights", quantise_weights, makes_precision=True),
+        Step(Phase.PATTERNS, "channels_last", channels_last),
         Step(Phase.PATTERNS, "pack_weights", pack_weights),
         Step(Phase.PATTERNS, "turn_weights", turn_weights),
         # 5 legalise

@@ -15,6 +15,7 @@ from tvm.s_tir import Schedule
 
 from relaxtune.pipeline.passes.kit.ir import with_functions
 from relaxtune.pipeline.passes.kit.state import LoweringState
+from relaxtune.schedules.cpu.any_size.windows import is_convolution
 from relaxtune.schedules.tir.blocks import Block, list_blocks
 from relaxtune.schedules.tir.contraction import find_operands
 from relaxtune.schedules.tir.scheduled_blocks import block_facts, is_canonical, list_blocks as list_scheduled
@@ -30,8 +31,8 @@ _VECTOR = 16
 def sum_in_blocks(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with sums of more than `_TERMS_MAX` terms as sums of partial sums, on a CPU.
 
-    What stays as it is: matmuls, whose terms are of either sign; sums of symbolic length, and those of a length without
-    a fitting divisor, to which the rules for rows give one partial sum a vector lane.
+    What stays as it is: matmuls and convolutions, whose terms are of either sign; sums of symbolic length, and those of
+    a length without a fitting divisor, to which the rules for rows give one partial sum a vector lane.
     """
     if state.target.kind.name != "llvm":
         return mod
@@ -88,6 +89,7 @@ def _is_long_sum(block: Block) -> bool:
         and str(store.buffer.dtype).startswith(("float", "bfloat"))
         and isinstance(store.value, tirx.Add)
         and find_operands(store, rounded=True) is None
+        and not is_convolution(block)
     )
 
 

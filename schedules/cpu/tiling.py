@@ -197,7 +197,7 @@ def isolate(
     not contiguous or `force_pack` says so.
     """
     block = con.block
-    epilogue = find_epilogue(sch, con)
+    epilogue = find_epilogue(sch, con.block.rv)
     pack: SBlockRV | None = None
     if pad_to is not None:
         sch.pad_einsum(block.rv, [pad_to if i == con.column else 1 for i in range(len(block.kinds))])
@@ -266,26 +266,26 @@ def place_pack(sch: Schedule, pack: SBlockRV, loop: LoopRV, lanes: int) -> None:
     vectorize_loop(sch, inner[at], lanes)
 
 
-def find_epilogue(sch: Schedule, con: TiledContraction) -> SBlockRV | None:
+def find_epilogue(sch: Schedule, product: SBlockRV) -> SBlockRV | None:
     """Return the only reader of C when it walks C element by element and nothing beyond, else None.
 
     A reader beyond C (a Pad behind it) would leave unwritten what lies outside all tiles.
     """
-    readers = sch.get_consumers(con.block.rv)
+    block, readers = block_facts(sch, product), sch.get_consumers(product)
     if len(readers) != 1:
         return None
     reader = block_facts(sch, readers[0])
     if not reader.is_spatial or not is_canonical(sch, reader) or not isinstance(reader.stmt.body, tirx.BufferStore):
         return None
     iters = [iter_var.var for iter_var in reader.stmt.iter_vars]
-    whole = [size for size, kind in zip(con.block.sizes, con.block.kinds, strict=True) if kind == "S"]
+    whole = [size for size, kind in zip(block.sizes, block.kinds, strict=True) if kind == "S"]
     if len(reader.sizes) != len(whole):
         return None
     for size, most in zip(reader.sizes, whole, strict=True):
         numbers = isinstance(size, int) and isinstance(most, int)
         if not (size <= most if numbers else same_sizes([size], [most])):
             return None
-    accumulator = con.block.stmt.body.buffer
+    accumulator = block.stmt.body.buffer
     for read in reader.stmt.reads:
         if read.source.same_as(accumulator):
             starts = [axis.min for axis in read.region]

@@ -73,7 +73,7 @@ def _find(sch: Schedule, limits: CpuLimits) -> Attention | None:
     }
     if len(views) < len(moved):
         return None
-    epilogue = find_epilogue(sch, second)
+    epilogue = find_epilogue(sch, second.block.rv)
     last = None if epilogue is None else block_facts(sch, epilogue)
     if len(blocks) - products[1] != (1 if last is None else 2):
         return None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.script.ir_builder import IRBuilder
@@ -13,7 +14,8 @@ from tvm.tirx import PrimFunc
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.sizes import Size
-from relaxtune.schedules.tir.blocks import shape_of
+from relaxtune.schedules.tir.blocks import Block, shape_of
+from relaxtune.schedules.tir.expressions import substitute
 
 # What LLVM's prefetch is told: to read, into the first or the second cache, data.
 INTO_FIRST, INTO_SECOND = (0, 3, 1), (0, 2, 1)
@@ -70,6 +72,28 @@ def places(number: tirx.Expr, sizes: Sequence[Size]) -> list[tirx.Expr]:
 def row_buffer(elements: int, dtype: str = "float32") -> tirx.Var:
     """Return a buffer of the current loop. TVM puts one of scope "local" on the heap, however small it is."""
     return T.alloc_buffer([elements], dtype, scope="global")
+
+
+def load_at(buffers: Buffers, load: TensorLoad, values: Mapping[tirx.Var, tirx.Expr]) -> tirx.Expr:
+    """Return what a load of the function reads at a place."""
+    return buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
+
+
+def store_result(
+    buffers: Buffers, block: Block, epilogue: Block | None, total: tirx.Expr, values: Mapping[tirx.Var, tirx.Expr]
+) -> None:
+    """Store what an epilogue makes of the sum of a reduction block at a place, given as values of that block's axes."""
+    store, value, at = block.store, total, values
+    if epilogue is not None:
+        # The epilogue walks the sums in their order.
+        at = {own: values[axis] for own, axis in zip(epilogue.axes, block.spatial, strict=True)}
+        store = epilogue.store
+
+        def replaced(load: TensorLoad) -> tirx.Expr:
+            return total if load.source.same_as(block.store.buffer) else load_at(buffers, load, {})
+
+        value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
+    T.buffer_store(buffers[store.buffer], value, [substitute(index, at) for index in store.indices])
 
 
 def unfolded(value: tirx.Expr) -> tirx.Expr:

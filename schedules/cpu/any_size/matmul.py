@@ -69,7 +69,7 @@ def find_product(func: PrimFunc, limits: CpuLimits) -> Product | None:
         return None
     inline_spatial(sch)
     con = find_matmul(block_facts(sch, block.rv))
-    epilogue = None if con is None else find_epilogue(sch, con)
+    epilogue = None if con is None else find_epilogue(sch, con.block.rv)
     if con is None or len(list_blocks(sch)) != (1 if epilogue is None else 2):
         return None
     return _find(sch.mod["main"], con, None if epilogue is None else block_facts(sch, epilogue), limits)

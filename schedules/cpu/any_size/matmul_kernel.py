@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import tvm_ffi
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx import PrimFunc
@@ -16,10 +15,12 @@ from relaxtune.schedules.cpu.any_size.emit import (
     INTO_SECOND,
     Buffers,
     build_function,
+    load_at,
     places,
     prefetch,
     row_buffer,
     share_jobs,
+    store_result,
     unfolded,
     wide,
 )
@@ -28,7 +29,6 @@ from relaxtune.schedules.cpu.any_size.row_tiles import RowTiles, fewer_rows, par
 from relaxtune.schedules.cpu.any_size.tile_kernel import TileKernel, has_tile_kernel, is_worth_tiles
 from relaxtune.schedules.cpu.contraction import BYTES_OF_WORD
 from relaxtune.schedules.sizes import Size
-from relaxtune.schedules.tir.expressions import substitute
 
 # While a job reads its first panel, each step of k fetches a line of the next tile of the left operand, which another
 # core may have written. On two cores of a Xeon with AVX-512, matmuls of 128 and 384 rows take 0.97 to 0.99 of the time.
@@ -392,23 +392,8 @@ class ProductKernel:
 
     def load(self, load: TensorLoad, values: Values) -> tirx.Expr:
         """Return what a load reads at a place."""
-        return self.buffers[load.source][tuple(substitute(index, values) for index in load.indices)]
+        return load_at(self.buffers, load, values)
 
     def store(self, total: tirx.Expr, values: Values) -> None:
         """Store the epilogue of a sum at a place, given as values of the product's axes."""
-        product = self._product
-        if product.epilogue is None:
-            store, value = product.block.store, total
-            at = values
-        else:
-            # The epilogue walks the sums in their order.
-            at = {own: values[axis] for own, axis in zip(product.epilogue.axes, product.block.spatial, strict=True)}
-            store = product.epilogue.store
-            sums = product.block.store.buffer
-
-            def replaced(load: TensorLoad) -> tirx.Expr:
-                return total if load.source.same_as(sums) else self.load(load, {})
-
-            value = tvm_ffi.structural_map(substitute(store.value, at), (TensorLoad, replaced))
-        indices = [substitute(index, at) for index in store.indices]
-        T.buffer_store(self.buffers[store.buffer], value, indices)
+        store_result(self.buffers, self._product.block, self._product.epilogue, total, values)
