@@ -84,7 +84,7 @@ class GenerationReport:
             return " ".join(f"{values[str(share)]:.3g}" for share in PERCENTILES)
 
         def number(value: float | None, scale: float = 1.0) -> str | None:
-            return None if value is None else f"{value * scale:.4g}"
+            return None if value is None else f"{value * scale:{'.4g' if value * scale < 1e4 else ',.0f'}}"
 
         point: dict[str, Callable[[GenerationPoint], object]] = {
             "arm": lambda one: one.arm,
@@ -94,7 +94,7 @@ class GenerationReport:
         latencies: dict[str, Callable[[GenerationPoint], object]] = {
             "TTFT ms": lambda one: times(one.ttft_ms),
             "TPOT ms": lambda one: times(one.tpot_ms),
-            "tokens": lambda one: None if one.differs_at is None else f"others from {one.differs_at} on",
+            "differs": lambda one: None if one.differs_at is None else f"at token {one.differs_at}",
         }
         rates: dict[str, Callable[[GenerationPoint], object]] = {
             "tokens/s": lambda one: number(one.tokens_per_s),

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 
@@ -37,14 +37,6 @@ class Peer(Protocol):
 
     def callers(self, inputs: Mapping[str, np.ndarray], count: int) -> list[Caller]:
         """Return so many callers, which may run at the same time; raise `PeerError` where it cannot be."""
-
-
-@runtime_checkable
-class GeneratingPeer(Peer, Protocol):
-    """A peer that writes text."""
-
-    def generate(self, ids: list[list[int]], new: int) -> tuple[list[float], list[list[int]]]:
-        """Return when each of the tokens after some prompts came, in seconds after the start, and the tokens."""
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relaxtune.pipeline.bench.peers.callers import (
-    Caller,
-    GeneratingPeer,
-    Peer,
-    PeerError,
-    PeerOrder,
-    run_together,
-    timed_ms,
-)
+from relaxtune.pipeline.bench.peers.callers import Caller, Peer, PeerError, PeerOrder, run_together, timed_ms
 
 # Characters of a library's message that reach the user.
 _SHOWN_MAX = 400
@@ -120,7 +112,10 @@ class _PeerWorker:
             return timed_ms(self._callers[0].run)
         if isinstance(request, RunTogether):
             return run_together([caller.run for caller in self._callers], request.seconds)
-        if isinstance(request, Generate) and isinstance(self._peer, GeneratingPeer):
+        if isinstance(request, Generate):
+            from relaxtune.pipeline.bench.peers.torch_peer import TorchPeer
+
+            assert isinstance(self._peer, TorchPeer)
             return self._peer.generate(request.ids, request.new)
         raise TypeError(f"expected a request to a peer, got {type(request).__name__}")
 

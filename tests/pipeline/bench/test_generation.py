@@ -114,7 +114,9 @@ def test_torch_gives_tokens_and_their_times(tmp_path: Path) -> None:
     )
     answer = start()
     answer(PeerOrder("torch", "", "llvm", 1, 1, (), f"{tmp_path / 'made.py'}:model"))
-    came, tokens = answer(Generate([[1, 2, 3], [4, 5, 6]], 7))
+    found = answer(Generate([[1, 2, 3], [4, 5, 6]], 7))
+    assert isinstance(found, tuple)
+    came, tokens = found
     assert len(came) == len(tokens) == 7
     assert came == sorted(came)
     assert all(len(row) == 2 for row in tokens)
