@@ -141,19 +141,7 @@ def read_encoder(files: DecoderFiles) -> onnx.ModelProto:
             f"{source} does not make the keys and values of the encoder's output; expected the decoder without past "
             f"(decoder_model.onnx), with the input {_HIDDEN} and the output {min(missing, default='present...')}"
         )
-    cross = utils.Extractor(prompt).extract_model([_HIDDEN], list(outputs.values()))
-    ids = {one.name for one in prompt.graph.input} - {_HIDDEN}
-    for name in sorted(ids & _names_read(cross.graph)):
-        # Only its batch is read: the shape of keys is often taken from the tokens.
-        cross.graph.initializer.append(helper.make_tensor(f"{name}/1", onnx.TensorProto.INT64, [1], [1]))
-        made_of = [
-            helper.make_node("Shape", [_HIDDEN], [f"{name}/batch"], end=1),
-            helper.make_node("Concat", [f"{name}/batch", f"{name}/1"], [f"{name}/shape"], axis=0),
-            helper.make_node("ConstantOfShape", [f"{name}/shape"], [name], value=_zero()),
-        ]
-        nodes = [*made_of, *cross.graph.node]
-        del cross.graph.node[:]
-        cross.graph.node.extend(nodes)
+    cross = _cross(prompt, list(outputs.values()))
     cross = compose.add_prefix(cross, "cross/")
     cross.ir_version = encoder.ir_version = max(cross.ir_version, encoder.ir_version)
     try:
@@ -181,8 +169,23 @@ def read_encoder(files: DecoderFiles) -> onnx.ModelProto:
     return model
 
 
-def _zero() -> onnx.TensorProto:
-    return helper.make_tensor("zero", onnx.TensorProto.INT64, [1], [0])
+def _cross(prompt: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
+    """Return the part of a decoder without past that computes outputs of the encoder's alone."""
+    cross = utils.Extractor(prompt).extract_model([_HIDDEN], outputs)
+    zero = helper.make_tensor("zero", onnx.TensorProto.INT64, [1], [0])
+    ids = {one.name for one in prompt.graph.input} - {_HIDDEN}
+    for name in sorted(ids & _names_read(cross.graph)):
+        # Only its batch is read: the shape of keys is often taken from the tokens.
+        cross.graph.initializer.append(helper.make_tensor(f"{name}/1", onnx.TensorProto.INT64, [1], [1]))
+        made_of = [
+            helper.make_node("Shape", [_HIDDEN], [f"{name}/batch"], end=1),
+            helper.make_node("Concat", [f"{name}/batch", f"{name}/1"], [f"{name}/shape"], axis=0),
+            helper.make_node("ConstantOfShape", [f"{name}/shape"], [name], value=zero),
+        ]
+        nodes = [*made_of, *cross.graph.node]
+        del cross.graph.node[:]
+        cross.graph.node.extend(nodes)
+    return cross
 
 
 def _names_read(graph: onnx.GraphProto) -> set[str]:

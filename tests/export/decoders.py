@@ -82,6 +82,15 @@ def gemma2(hidden: int) -> torch.nn.Module:
     )  # fmt: skip
 
 
+def gemma3(hidden: int) -> torch.nn.Module:
+    """Norms of queries and keys, a window with a rotary base of its own in every other layer."""
+    config = tf.Gemma3TextConfig(
+        **_grouped(hidden), head_dim=hidden // 2, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+        query_pre_attn_scalar=hidden // 2,
+    )  # fmt: skip
+    return tf.Gemma3ForCausalLM(config)
+
+
 def mixtral(hidden: int) -> torch.nn.Module:
     return tf.MixtralForCausalLM(tf.MixtralConfig(**_grouped(hidden), num_local_experts=4, num_experts_per_tok=2))
 
@@ -138,4 +147,8 @@ DECODERS: Families = {
         f"{name}-decode": decode_step(_BUILDERS[name])
         for name in ("gpt2", "gpt-neox", "opt", "bloom", "llama", "mistral", "qwen3", "gemma2")
     },
+}
+# Decode steps whose tokens are compared, and that are in no matrix of exports.
+GENERATING: Families = {
+    f"{name}-decode": decode_step(build) for name, build in (("phi3", phi3), ("gemma3", gemma3), ("mixtral", mixtral))
 }

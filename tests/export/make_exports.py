@@ -26,7 +26,7 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
 from tests.export.any_family import ANY
-from tests.export.decoders import DECODERS
+from tests.export.decoders import DECODERS, GENERATING
 from tests.export.encoders import ENCODERS, minilm_folder
 from tests.export.names import EXPORTERS, default_opset, export_name
 from tests.export.recipes import Axes, Families, Tensors, Wrapper, optimum_step
@@ -41,6 +41,7 @@ RECIPES: Families = {**ENCODERS, **DECODERS, **SEQUENCE_TO_SEQUENCE, **VISION}
 # What has a recipe first.
 FAMILIES: Families = {
     **RECIPES,
+    **GENERATING,
     **{kind: family for kind, family in ANY.items() if kind.replace("_", "-") not in RECIPES},
 }
 

@@ -25,18 +25,16 @@ _WORDS = 128
 
 
 @pytest.mark.parametrize(
-    ("family", "kept"),
+    ("family", "kind"),
     [
-        ("t5", "decoder_with_past_model.onnx"),
-        ("bart", "decoder_with_past_model.onnx"),
-        ("whisper", "decoder_with_past_model.onnx"),
-        ("t5", "decoder_model_merged.onnx"),
-        ("whisper", "decoder_model_merged.onnx"),
+        *((family, "torchscript") for family in ("t5", "bart", "whisper")),
+        *((family, "merged") for family in ("t5", "whisper")),
+        ("t5", "dynamo"),
     ],
 )
 def test_tokens_are_those_of_transformers(
     family: str,
-    kept: str,
+    kind: str,
     exporter: ModuleType,  # noqa: F811
     tmp_path: Path,
     relaxtune: Callable[..., Ended],
@@ -48,8 +46,9 @@ def test_tokens_are_those_of_transformers(
     model = exporter.FAMILIES[family].build(64).eval()
     exporter.disturb(model)
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
-    folder = export_files(model, tmp_path / "model", merged="merged" in kept)
-    if "merged" in kept:
+    exported = "dynamo" if kind == "dynamo" else "torchscript"
+    folder = export_files(model, tmp_path / "model", merged=kind == "merged", exporter=exported)
+    if kind == "merged":
         for name in ("decoder_model.onnx", "decoder_with_past_model.onnx"):
             (folder / name).unlink()
     length = 32 if family == "whisper" else CAPACITY

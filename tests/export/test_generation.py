@@ -36,13 +36,24 @@ COUNTS_PADDING = ("gpt2",)
     ],
 )
 def test_tokens_are_those_of_transformers(family: str, kind: str, exporter: ModuleType, tmp_path: Path) -> None:  # noqa: F811
+    check(family, kind, COUNT, exporter, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "gemma3"])
+def test_300_tokens_are_those_of_transformers(family: str, exporter: ModuleType, tmp_path: Path) -> None:  # noqa: F811
+    check(family, "optimum", 300, exporter, tmp_path)
+
+
+def check(family: str, kind: str, count: int, exporter: ModuleType, folder: Path) -> None:  # noqa: F811
+    """Compare the tokens of one sequence, cut at other places, and of a batch; windows have 8 places."""
     torch = pytest.importorskip("torch")
-    path = exporter.export(f"{family}-decode", kind, tmp_path, dynamic=True)
+    path = exporter.export(f"{family}-decode", kind, folder, dynamic=True)
     torch.manual_seed(0)
     model = exporter.FAMILIES[f"{family}-decode"].build(64).eval()
     exporter.disturb(model)
     model.generation_config.eos_token_id = None
-    made = compile_model(ModelRequest(path, target="llvm", generate=True, max_length=60), tmp_path / "artifact")
+    made = compile_model(ModelRequest(path, target="llvm", generate=True, max_length=count + 12), folder / "artifact")
     assert made.validation is not None
     assert made.validation.passed
     module = Module.load(made.directory)
@@ -53,12 +64,13 @@ def test_tokens_are_those_of_transformers(family: str, kind: str, exporter: Modu
         mask = torch.tensor([[0] * (length - len(one)) + [1] * len(one) for one in prompts])
         with torch.no_grad():
             found = model.generate(
-                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=COUNT, pad_token_id=0
+                input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=count, pad_token_id=0
             )
         return found[:, length:].tolist()
 
+    alone = expected(PROMPTS[:1])[0]
     for chunk in (512, 3):
-        assert list(module.generate(PROMPTS[0], max_new_tokens=COUNT, chunk=chunk)) == expected(PROMPTS[:1])[0]
+        assert list(module.generate(PROMPTS[0], max_new_tokens=count, chunk=chunk)) == alone
     if family not in COUNTS_PADDING:
-        rows = list(module.generate_batch(PROMPTS, max_new_tokens=COUNT))
+        rows = list(module.generate_batch(PROMPTS, max_new_tokens=count))
         assert [list(column) for column in zip(*rows, strict=True)] == expected(PROMPTS)

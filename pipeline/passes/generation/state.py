@@ -20,14 +20,7 @@ from relaxtune.schedules.targets import ResolvedTarget
 class State:
     """Emits into a builder; T (`total`) is the number of positions that the step looks at.
 
-    Attributes
-    ----------
-    tokens
-        Parameter [B, S].
-    params
-        The other parameters, by `Generation.state`'s names.
-    batch, new
-        B and S.
+    `tokens` is the parameter [B, S] (`batch`, `new`), and `params` are the others by the names of `Generation.state`.
     """
 
     def __init__(
@@ -72,7 +65,7 @@ class State:
         place = state[PLACE]
         if self.new != 1:
             place = emit(relax.op.broadcast_to(self.places(1, self.new_tokens), [self.batch]))
-        spec = SamplingSpec(self.batch, int(axis_of(logits, 1)), dtype_of(logits), counts=True)
+        spec = SamplingSpec(self.batch, int(sizes_of_tensor(logits)[1]), dtype_of(logits), counts=True)
         function = sampling_function(spec, self._target).with_attr("op_pattern", OPAQUE)
         name = self._builder.add_func(function.without_attr("global_symbol"), "sample")
         given = [logits, state[SAMPLING], state[SEED], place, state[COUNTS]]
@@ -125,11 +118,6 @@ class State:
         place = emit(op.arange(0, self._total, 1, INDEX))
         count = emit(op.shape_to_tensor(relax.ShapeExpr([self.new])))
         return place, emit(op.less(emit(op.subtract(place, self.position)), count))
-
-
-def axis_of(tensor: tvm.ir.Expr, axis: int) -> int | tirx.Expr:
-    """Return the size of an axis, as a number where it is one."""
-    return sizes_of_tensor(tensor)[axis]
 
 
 def sizes_of_tensor(tensor: tvm.ir.Expr) -> list[int | tirx.Expr]:

@@ -26,7 +26,7 @@ from tvm_ffi import structural_map
 from relaxtune.models.spec import LOGITS, POSITION, VISIBLE, DecoderNames, Generation, TensorSpec
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.generation.caches import Decoder, NoDecoderError, find_decoder
-from relaxtune.pipeline.passes.generation.state import State, axis_of, sizes_of_tensor
+from relaxtune.pipeline.passes.generation.state import State, sizes_of_tensor
 from relaxtune.pipeline.passes.generation.visibility import softmaxes_without_mask
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
@@ -80,7 +80,7 @@ def as_step(graph: ImportedGraph, options: StepOptions, sizes: Mapping[str, int]
     # A function has to have its sizes from a parameter; no other one may have T alone.
     carrier = relax.Var(VISIBLE, relax.TensorType([total], INDEX))
     main = relax.Function([*main.params, carrier], main.body, main.ret_ty, main.is_pure, main.attrs)
-    sized = main.bind_symbolic_vars({decoder.past: total - axis_of(decoder.tokens, 1)})
+    sized = main.bind_symbolic_vars({decoder.past: total - sizes_of_tensor(decoder.tokens)[1]})
     mod = with_functions(graph.mod, {place: sized})
     bound = {one.var: other.var for one, other in zip(bindings_of(main), bindings_of(sized), strict=True)}
     decoder = decoder.renamed(dict(zip(main.params, sized.params, strict=True)) | bound)
@@ -167,7 +167,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
                 for binding in self._graph.bindings:
                     self.visit_binding(binding)
                 logits = self._last(decoder.logits)
-                row = self.builder_.emit(relax.op.reshape(logits, [state.batch, axis_of(logits, 2)]))
+                row = self.builder_.emit(relax.op.reshape(logits, [state.batch, sizes_of_tensor(logits)[2]]))
                 results = self.builder_.emit_output(relax.Tuple([row, state.advanced(state.sampled(row))]))
             self.builder_.emit_func_output(results)
         return self.builder_.get()["main"]
@@ -218,7 +218,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
     def _by_token(self, expr: tvm.ir.Expr) -> bool:
         """Whether a tensor is [B, S, width], S being more than 1."""
         sizes = shape_of(expr) if isinstance(expr, relax.Var) else None
-        return sizes is not None and len(sizes) == 3 and axis_of(expr, 1) != 1
+        return sizes is not None and len(sizes) == 3 and sizes_of_tensor(expr)[1] != 1
 
     def _made(self, var: relax.Var, value: tvm.ir.Expr) -> tvm.ir.Expr | None:
         """Return another value of a binding that grows a cache, or that reads P as a number."""
@@ -276,7 +276,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         data, axes, begins, *_ = call.args
         moved: tvm.ir.Expr | None = None
         for axis, begin in zip(map(int, axes.fields), begins.fields, strict=True):
-            whole, length = axis_of(data, axis), (shape_of(var) or ())[axis]
+            whole, length = sizes_of_tensor(data)[axis], (shape_of(var) or ())[axis]
             from_end = isinstance(begin, tirx.IntImm) and int(begin) < 0 and self._mentions(whole)
             if self._mentions(length) or not (from_end or self._mentions(begin)):
                 continue

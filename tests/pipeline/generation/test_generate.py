@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from relaxtune import Module, Sampling, UsageError
+from relaxtune.pipeline.jobs.compile_and_tune import compile_model
+from relaxtune.pipeline.prepare import ModelRequest
 from tests.command_line import Ended
 from tests.pipeline.generation.conftest import CAPACITY
 from tests.pipeline.generation.reference import greedy
@@ -114,6 +117,24 @@ def test_tokens_go_on_until_the_caches_are_full(module: Module, decoder: Path) -
     assert len(tokens) == CAPACITY - len(PROMPT) + 1
     assert tokens == greedy(decoder, [PROMPT], len(tokens))[0]
     assert len(list(module.generate([4] * CAPACITY))) == 1
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_2000_tokens(decoder: Path, tmp_path: Path) -> None:
+    request = ModelRequest(decoder, target="llvm", generate=True, max_length=2008)
+    module = Module.load(compile_model(request, tmp_path / "artifact", samples=0).directory)
+    process, sampling = psutil.Process(), Sampling(1.0, seed=5)
+    texts, bytes_after = [], []
+    for _ in range(2):
+        text = []
+        for token in module.generate(PROMPT, max_new_tokens=2000, sampling=sampling):
+            text.append(token)
+            if len(text) % 500 == 0:
+                bytes_after.append(process.memory_info().rss)
+        texts.append(text)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 2000
+    assert max(bytes_after[1:]) - bytes_after[0] < 16e6
 
 
 @pytest.mark.parametrize(
