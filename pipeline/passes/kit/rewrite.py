@@ -86,7 +86,8 @@ class Rewriter(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no t
     def extra(self, name: str, value: tvm.ir.Expr, nodes_of: Iterable[relax.Var] = ()) -> relax.Var:
         """Bind `value` under a new name; it stands for the ONNX nodes of some variables."""
         self.state.sources[name] = self.state.nodes_of(var.name for var in nodes_of)
-        return self._bind(relax.DataflowVar, name, value)
+        kind = relax.DataflowVar if self.builder_.current_block_is_dataflow() else relax.Var
+        return self._bind(kind, name, value)
 
     def _bind(self, kind: type[relax.Var], name: str, value: tvm.ir.Expr) -> relax.Var:
         value = self.builder_.normalize(value)

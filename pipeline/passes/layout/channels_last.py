@@ -164,7 +164,8 @@ class _Layouts:
             axes = _last(expr.ty.ndim)
             name = expr.name if isinstance(expr, relax.Var) else "constant"
             moved = self._new.extra(f"{name}__last", relax.op.permute_dims(given, axes))
-            if not isinstance(expr, relax.Var):
+            # Nothing outside a branch may read what it makes.
+            if not isinstance(expr, relax.Var) or not self._new.builder_.current_block_is_dataflow():
                 return moved
             self._last[expr] = moved
         return self._last[expr]
