@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from relaxtune.models.errors import ExternalDataError, ModelFileError, UnsupportedModelError
 from relaxtune.models.spec import AxisRelation, TensorSpec
@@ -167,6 +168,16 @@ def list_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.Gr
 def attribute_of(node: onnx.NodeProto, name: str, default: int) -> int:
     """Return an integer attribute of a node."""
     return next((int(item.i) for item in node.attribute if item.name == name), default)
+
+
+def result_of(node: onnx.NodeProto, feeds: Mapping[str, np.ndarray], opsets: Mapping[str, int]) -> np.ndarray:
+    """Return the output of a node over arrays, as onnx's reference computes it.
+
+    `opsets` are domain -> version. The reference raises every kind of exception for nodes that it does not know.
+    """
+    graph = helper.make_graph([node], "constants", [], [onnx.ValueInfoProto(name=node.output[0])])
+    (result,) = ReferenceEvaluator(graph, opsets=dict(opsets)).run(None, dict(feeds))
+    return np.asarray(result)
 
 
 def tensor_bytes(tensor: onnx.TensorProto) -> int:

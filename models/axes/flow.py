@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import onnx
 from onnx import checker, defs, helper, inliner, numpy_helper, shape_inference
-from onnx.reference import ReferenceEvaluator
 
 from relaxtune.models.axes.attention_rules import CACHED_ATTENTION
 from relaxtune.models.axes.facts import INTEGERS, ONE, UNKNOWN, ZERO, AxisFacts, Known, Shape, known_constant
 from relaxtune.models.axes.rules import MOVES, RULES, moved
-from relaxtune.models.onnx_model import SHAPE_ELEMENTS_MAX, is_short, light_copy
+from relaxtune.models.onnx_model import SHAPE_ELEMENTS_MAX, is_short, light_copy, result_of
 from relaxtune.polynomials import Polynomial
 
 
@@ -77,27 +76,15 @@ class AxisFlow(AxisFacts):
             return None
         if any(int(np.prod(self.constants[name].dims)) > SHAPE_ELEMENTS_MAX for name in node.input):
             return None
-        alone = helper.make_model(
-            helper.make_graph(
-                [node], "constants", [], [onnx.ValueInfoProto(name=node.output[0])],
-                [self._named(name) for name in dict.fromkeys(node.input)],
-            ),
-            opset_imports=self._opset_imports,
-        )  # fmt: skip
         try:
-            (result,) = ReferenceEvaluator(alone).run(None, {})
+            feeds = {name: numpy_helper.to_array(self.constants[name]) for name in node.input}
+            result = result_of(node, feeds, self._opsets)
         except Exception:  # onnx's reference raises every kind of exception for what it does not know
             return None
-        if np.asarray(result).size > SHAPE_ELEMENTS_MAX:
+        if result.size > SHAPE_ELEMENTS_MAX:
             return None
-        self.constants[node.output[0]] = tensor = numpy_helper.from_array(np.asarray(result), node.output[0])
+        self.constants[node.output[0]] = tensor = numpy_helper.from_array(result, node.output[0])
         return [known_constant(tensor)]
-
-    def _named(self, name: str) -> onnx.TensorProto:
-        tensor = onnx.TensorProto()
-        tensor.CopyFrom(self.constants[name])
-        tensor.name = name
-        return tensor
 
     def _follow_branches(self, node: onnx.NodeProto) -> list[Known] | None:
         """Follow what the branches ask of sizes; what they find equal holds where they are run, or both are.

@@ -21,15 +21,13 @@ import onnx
 import tvm
 import tvm_ffi
 from onnx import TensorProto
-from onnx.reference import ReferenceEvaluator
 from tvm import relax, tirx
 
+from relaxtune.models.onnx_model import SHAPE_ELEMENTS_MAX, result_of
 from relaxtune.pipeline.importer.converter_input import ConverterInput, constant, constant_value
 from relaxtune.pipeline.importer.sizes import BROADCASTING, is_never_negative, is_shape_value, with_axes
 from relaxtune.schedules.sizes import Size, simplify
 
-# Vectors of sizes are as long as ranks; anything longer is data.
-_MAX_LENGTH = 64
 _TO_THE_END = (2**31 - 1, 2**63 - 1)
 # Of a node and the elements of its inputs, as arrays of sizes, numbers or conditions: those of the result.
 _Rule = Callable[..., "np.ndarray | Size | None"]
@@ -87,7 +85,7 @@ def _read(expr: tvm.ir.Expr | None) -> np.ndarray | None:
         return _array([simplify(value) for value in expr.values], (len(expr.values),))
     value = constant_value(expr)
     if value is not None:
-        is_small = value.dtype.kind in "bi" and value.ndim <= 1 and value.size <= _MAX_LENGTH
+        is_small = value.dtype.kind in "bi" and value.ndim <= 1 and value.size <= SHAPE_ELEMENTS_MAX
         return value.astype("int64").astype(object) if is_small else None
     return _array([simplify(expr)], ()) if expr is not None and tvm.ir.is_prim_expr(expr) else None
 
@@ -270,24 +268,12 @@ def fold_small_constants(node: onnx.NodeProto, inputs: Sequence[tvm.ir.Expr | No
             return None
         if value is not None:
             feeds[name] = value
-    imports = [onnx.helper.make_opsetid("", opset)]
     alone = onnx.NodeProto()
     alone.CopyFrom(node)
     alone.domain = ""
-    graph = onnx.helper.make_graph(
-        [alone],
-        "constants",
-        [
-            onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-            for name, value in feeds.items()
-        ],
-        [onnx.ValueInfoProto(name=node.output[0])],
-    )
-    model = onnx.helper.make_model(graph, opset_imports=imports)
-    (result,) = ReferenceEvaluator(model).run(None, feeds)
-    folded = np.asarray(result)
+    folded = result_of(alone, feeds, {"": opset})
     return constant(folded) if _is_small(folded) else None
 
 
 def _is_small(value: np.ndarray) -> bool:
-    return value.dtype.kind in "biu" and value.size <= _MAX_LENGTH
+    return value.dtype.kind in "biu" and value.size <= SHAPE_ELEMENTS_MAX

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import tvm
 from onnx import helper
-from onnx.reference import ReferenceEvaluator
 from tvm import relax, te, tirx
 
+from relaxtune.models.onnx_model import result_of
 from relaxtune.pipeline.importer.converter_input import (
     ConverterInput,
     constant,
@@ -190,23 +190,13 @@ def _weights(node: ConverterInput, before: int, after: int, scale: float) -> np.
     # A size given is kept to the letter: rounding errors of size * scale must not lose an element.
     by_size = node.optional(3) is not None and scale * before == after
     inputs = ["x", "", "", "sizes"] if by_size else ["x", "", "scales"]
-    reference = ReferenceEvaluator(
-        helper.make_model(
-            helper.make_graph(
-                [helper.make_node("Resize", inputs, ["y"], **attributes)],
-                "weights",
-                [helper.make_value_info(name, helper.make_tensor_type_proto(1, None)) for name in inputs if name],
-                [helper.make_value_info("y", helper.make_tensor_type_proto(1, None))],
-            ),
-            opset_imports=[helper.make_opsetid("", _REFERENCE_OPSET)],
-        )
-    )
     feeds = {"x": np.eye(before, dtype="float32")}
     if by_size:
         feeds["sizes"] = np.array([after, before], "int64")
     else:
         feeds["scales"] = np.array([scale, 1.0], "float32")
-    weights = np.asarray(reference.run(None, feeds)[0], "float32")
+    resize = helper.make_node("Resize", inputs, ["y"], **attributes)
+    weights = result_of(resize, feeds, {"": _REFERENCE_OPSET}).astype("float32")
     if weights.shape != (after, before):
         raise ValueError(f"axis of {before} elements, scale {scale}: expected {after} elements, got {weights.shape[0]}")
     return weights
