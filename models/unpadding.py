@@ -26,7 +26,7 @@ class Unpadding:
     mask: str  # The input [rows, places] that is 0 at padding.
     # Places of each row that are computed even where the mask hides them; from the end where negative.
     kept: tuple[int, ...]
-    # What the number of tokens is rounded up to, so that few numbers come; what fills it up is computed and not read.
+    # The number of tokens is rounded up to a multiple of this, so that few numbers occur; added places are not read.
     multiple: int
     zeros: tuple[str, ...]  # The outputs [rows, places, ...] that are 0 at padding, whatever the model has there.
 

@@ -45,7 +45,7 @@ LIBRARY_PASSES = frozenset({"recognise_attention"})
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """What a user asks to have compiled."""
+    """A model to compile, as a user describes it."""
 
     source: str | Path  # Path of an `.onnx` file or a folder, `hf:ORG/NAME`, or a zoo name.
     # Input name -> shape that replaces the model's own; a name instead of a size stays symbolic.

@@ -1,4 +1,4 @@
-"""What each process of a run does, and from when to when: a line for each stage, in one file that all of them write.
+"""Stages of each process of a run, with start and end: a line for each stage, in one file that all of them write.
 
 `RELAXTUNE_SPANS=FILE` names the file; without it nothing is written. A line is a JSON list, see `Span`. Clocks of all
 processes of a machine agree, and a process that is killed has written what it had finished.
@@ -23,7 +23,7 @@ VARIABLE = "RELAXTUNE_SPANS"
 class Span:
     """A stage that is over."""
 
-    # What was done, and for what: a workload hash, a cell, or "".
+    # The stage, and its subject: a workload hash, a cell, or "".
     stage: str
     of: str
     # By the machine's monotonic clock.

@@ -9,7 +9,7 @@ The words of the command line, for Python:
 `load`
     An artifact to a `Module`, whose `run` takes and returns NumPy arrays by name. Loading runs the artifact's code.
 `validate`, `bench`, `compare`, `report`
-    What is known of an artifact: is it right, how fast, how far from another build, where its time goes.
+    Questions about an artifact: is it right, how fast, how far from another build, where its time goes.
 `gate`
     Whether an artifact may take the place of another.
 `refit`
@@ -17,7 +17,7 @@ The words of the command line, for Python:
 `explain`
     Why a model's kernels are those they are: the records that were looked at.
 `inspect`
-    What a model needs and would become.
+    Inputs, weights, tasks and limits of a model.
 `open_database`, `open_registry`
     The tuning database: records, jobs, artifacts; a store of artifacts with tags.
 `load_model`, `list_models`, `random_inputs`
@@ -99,7 +99,7 @@ __all__ = [
 ]
 
 
-# What a process needs that only runs artifacts; all else is in `relaxtune.api`, whose import loads TVM and ONNX.
+# Enough for a process that only runs artifacts; all else is in `relaxtune.api`, whose import loads TVM and ONNX.
 _ERRORS = {name: "pipeline.errors" for name in __all__ if name.endswith("Error")}
 _LIGHT = {
     "load": "loading",

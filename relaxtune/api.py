@@ -203,7 +203,7 @@ def batch(plan: str | Path, *, fail_fast: bool = False, cluster: str | None = No
     Raises
     ------
     UsageError, ArtifactError, TuningDatabaseError
-        The plan, an artifact's place or the database cannot be had; nothing is started then. What is wrong with one
+        The plan, an artifact's place or the database cannot be had; nothing is started then. The error of one
         cell is in its event.
     """
     return BatchRun(read_plan(plan), fail_fast=fail_fast, cluster=cluster)

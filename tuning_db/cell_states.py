@@ -53,7 +53,7 @@ class CellState(StrEnum):
 
 _OVER = frozenset({CellState.DONE, CellState.REJECTED, CellState.FAILED, CellState.CANCELLED})
 _STOPPED = frozenset({CellState.FAILED, CellState.CANCELLED, CellState.QUEUED})
-#: What each state can become: the only place that says so.
+#: State -> the states that may follow: the only place that says so.
 TRANSITIONS: Mapping[CellState, frozenset[CellState]] = {
     CellState.QUEUED: frozenset({CellState.IMPORTING, CellState.DONE, CellState.FAILED, CellState.CANCELLED}),
     CellState.IMPORTING: _STOPPED | {CellState.TUNING},

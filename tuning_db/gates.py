@@ -23,7 +23,7 @@ class GateRun:
     """The findings of a gate."""
 
     id: str
-    # What wanted to take whose place; the baseline is None where it was not kept.
+    # The new artifact and the one it would replace; the baseline is None where it was not kept.
     artifact_key: str
     baseline_key: str | None
     model: str  # Of the artifact.

@@ -62,7 +62,7 @@ class Question:
     # The kernel to make. A look-up without one of them does not find the routes that go by it.
     workload_hash: str | None
     signature_key: str | None
-    # What is compiled for, and where it is to run.
+    # Target of the code, and the device that runs it.
     target: TargetKey
     environment: Environment
     route: Route | None = None  # The only route wanted; None for all.

@@ -2,7 +2,7 @@
 
 The only part of `tuning_db` that imports TVM.
 
-What is stored: a workload is the structural hash of its IRModule, as decimal text, with the module as JSON;
+Stored values: a workload is the structural hash of its IRModule, as decimal text, with the module as JSON;
 a decision is the trace as JSON (`trace_to_json`). Both belong to one TVM version, which `tuning_db.lookup` enforces. A
 hash has 64 bits, so a module found by it is compared structurally before it is believed.
 """

@@ -193,7 +193,7 @@ class TuningDatabase(Transactions):
 
     def list_top_each(self, questions: Sequence[Question], *, k: int = 10) -> list[list[TuningRecord]]:
         """Return what `list_top` returns for each question; many at once take little longer than one."""
-        # One question reads records once for each rank. What others write meanwhile changes no rank before.
+        # One question reads records once for each rank. Writes of others meanwhile change no earlier rank.
         single = len(questions) == 1
         return self.read(lambda session: ranking.top_records(session, questions, k, self._places), single=single)
 

@@ -46,7 +46,7 @@ class TagMove:
     # Who moved it, as user@host, and what they said.
     by: str
     why: str
-    gate: str | None = None  # What the gate found, as JSON; None where none was run.
+    gate: str | None = None  # Result of the gate, as JSON; None where none was run.
     created_at: datetime = field(default_factory=utc_now)
 
     def __post_init__(self) -> None:

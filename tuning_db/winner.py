@@ -122,7 +122,7 @@ def judge(
 
     A decision measured again on the same device, in a final or by force, counts with its newest measurement, here and
     for whoever uses that device's records elsewhere; one whose newest measurement here was a wrong result does not
-    count at all. What was measured once counts as if it had become slower since by as much as the others (`drift`).
+    count at all. A kernel measured once counts as if it had become slower since by as much as the others (`drift`).
 
     `records` are valid ones, ranked as `TuningDatabase.list_top` ranks them. `refuted` returns the records of wrong
     results of the same kernel (`TuningDatabase.list_failed`) if there is anything to refute. `doubt` leaves out records

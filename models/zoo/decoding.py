@@ -1,4 +1,4 @@
-"""What causal decoders share: their inputs, the mask of what a query may see, and the key and value caches.
+"""Parts that causal decoders share: their inputs, the mask of what a query may see, and the key and value caches.
 
 A decode step has one new token, or `sequence`; its caches hold `past_sequence` tokens, (B, H, P, D) each, and come back
 with the new ones behind them.

@@ -98,7 +98,7 @@ class _CodeError(LoweringError):
 class CompiledModule:
     """A module compiled in memory, with what it was made of."""
 
-    # What went in.
+    # The inputs of the compilation.
     lowered: LoweredModule
     choices: tuple[KernelChoice, ...]
     target: ResolvedTarget
@@ -110,7 +110,7 @@ class CompiledModule:
     launches: Mapping[str, int] = field(default_factory=dict)
     # PrimFunc -> the hash of its code (`pipeline.codegen.kernel_hash`).
     kernel_hashes: Mapping[str, str] = field(default_factory=dict)
-    determinism: DeterminismEntry | None = None  # What it promises about equal bits.
+    determinism: DeterminismEntry | None = None  # Its promise about equal bits.
     variants: tuple[tuple[KernelChoice, ...], ...] = ()  # The choices of the entries beside `main`.
 
     def is_code_of(self, lowered: LoweredModule, kernel_hashes: Mapping[str, str]) -> bool:
@@ -214,8 +214,8 @@ def with_variants(
 ) -> tvm.ir.IRModule:
     """Return the module with an entry for each variant: `main` with some of its kernels made in another way.
 
-    What differs is compiled, and the rest shared: comparing a dozen kernels inside a model takes one compilation, one
-    copy of the weights, and the time of the kernels that are new.
+    Different kernels are compiled, and the rest shared: comparing a dozen kernels inside a model takes one compilation,
+    one copy of the weights, and the time of the kernels that are new.
 
     A variant is the choices in which it differs; they keep the names of `main`'s functions, which are scheduled as they
     were chosen for it. A choice of the fallback starts from the function as it is `unscheduled`.
@@ -284,7 +284,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def runs_here(target: ResolvedTarget) -> bool:
     """Whether this machine runs what is compiled for a target, so that it can be checked.
 
-    A processor runs code for all that have no more instruction sets. What is to be measured needs the device itself.
+    A processor runs code for all that have no more instruction sets. Measuring needs the device itself.
     """
     if target.kind == "cuda":
         return detect_environment(target).device_name != UNKNOWN_DEVICE

@@ -1,4 +1,4 @@
-"""What an artifact promises about equal bits: the same inputs give the same outputs, run after run, on one machine.
+"""The promise of an artifact about equal bits: the same inputs give the same outputs, run after run, on one machine.
 
 The promise rests on three things. The first two are looked up in the scheduled kernels:
 

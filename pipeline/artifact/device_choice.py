@@ -1,4 +1,4 @@
-"""Which device an artifact runs on, and whether this machine has what its code was made for."""
+"""The device that an artifact runs on, and whether this machine can run its code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from relaxtune.schedules.targets.host import cpu_features, plain_feature
 logger = logging.getLogger(__name__)
 
 
-def device_for(manifest: Manifest, asked: str | None, directory: Path) -> Device:
+def device_for(manifest: Manifest, requested: str | None, directory: Path) -> Device:
     """Return the device that an artifact runs on: the one asked for, such as `cuda:1`, or the first of its kind.
 
     Raises `ArtifactError`: the device is of another kind, not there, or not what the code was made for.
     """
     kind = "cuda" if manifest.target.kind == "cuda" else "cpu"
-    text = asked or kind
+    text = requested or kind
     if not re.fullmatch(rf"{kind}(:\d+)?", text):
         raise ArtifactError(
             f"artifact {directory} is for {manifest.target.kind} ({manifest.target.arch}) and cannot run on device "

@@ -125,8 +125,8 @@ def accept(artifact: Path, destination: Path) -> None:
     after = _find_manifest(destination)
     if before is not None and after is not None:
         other = before.source != after.source
-        told = f": it was of another model, {before.source}; to keep both, give each its own --out" if other else ""
-        logger.log(logging.WARNING if other else logging.INFO, "the artifact in %s was replaced%s", destination, told)
+        note = f": it was of another model, {before.source}; to keep both, give each its own --out" if other else ""
+        logger.log(logging.WARNING if other else logging.INFO, "the artifact in %s was replaced%s", destination, note)
 
 
 def remove_rejected(destination: Path, model_sha256: str) -> None:

@@ -19,7 +19,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TargetEntry:
-    """What the code was made for."""
+    """The target of the code."""
 
     # `llvm` or `cuda`; the processor as LLVM calls it, or `sm_90a`.
     kind: str
@@ -49,7 +49,7 @@ class PassEntry:
     seconds: float
     bindings_removed: int
     constants_folded: int
-    # What it reports: what it found, what it left alone and why, where numbers differ from the graph's.
+    # Its report: patterns found, patterns skipped and why, numbers that differ from the graph's.
     notes: tuple[str, ...] = ()
     failure: str = ""  # Why it was left out; "" where it did not fail.
 
@@ -70,7 +70,7 @@ class ArgumentEntry:
 
 @dataclass(frozen=True)
 class WorkEntry:
-    """What one run of a kernel does."""
+    """The work of one run of a kernel."""
 
     family: str  # Operator family: `matmul`, `attention`, `norm`, ...
     # Arithmetic operations, and bytes read plus written with every buffer counted once.
@@ -109,7 +109,7 @@ class DeterminismEntry:
 
     bitwise: bool  # The promise.
     any_threads: bool | None  # Whether it holds for any number of CPU threads too; None for a GPU.
-    rests_on: tuple[str, ...]  # What the promise rests on, or why there is none.
+    rests_on: tuple[str, ...]  # Reasons for the promise, or against it.
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class KernelEntry:
     decision_sha256: str | None  # Hash of the record's decision, which stays checkable when the database is gone.
     note: str = ""  # Why it has no record, or why a better one was passed over.
     database: str | None = None  # The database of the record, when several lay over each other.
-    work: WorkEntry | None = None  # What one run does; None where shapes are known only at run time.
+    work: WorkEntry | None = None  # The work of one run; None where shapes are known only at run time.
     measured: MeasuredEntry | None = None  # Device and resources of the record; None without one.
     launches: int | None = None  # GPU kernels that one call launches; None for a CPU.
     # The scheduled kernel's own hash (`pipeline.codegen.kernel_hash`): equal in two artifacts, they hold the same
@@ -138,7 +138,7 @@ class KernelEntry:
 
 @dataclass(frozen=True)
 class RecipeEntry:
-    """What the passes made of the graph, as hashes (`pipeline.artifact.recipe`): other weights must give the same."""
+    """The lowered graph as hashes (`pipeline.artifact.recipe`): other weights must give the same."""
 
     main: str  # Of `main`, without the values of its constants.
     kernels: Mapping[str, str]  # PrimFunc -> its hash before it was scheduled.
@@ -183,7 +183,7 @@ class BucketsEntry:
     """All buckets of an artifact, the smallest first."""
 
     entries: tuple[BucketEntry, ...]  # The buckets.
-    fills: Mapping[str, float]  # What padding of an input holds.
+    fills: Mapping[str, float]  # Input -> the value of its padding.
     padding: tuple[PaddingEntry, ...] = ()  # The axes along which calls may be padded.
     # The inputs that hide places. A row that hides all of them is a mean over every place, padding among them, so such
     # a call is not padded.

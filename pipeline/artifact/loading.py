@@ -111,8 +111,8 @@ def _array_functions() -> tuple[Callable[..., Tensor], Callable[..., int]]:
 def shared_outputs(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> frozenset[int]:
     """Return which outputs lie in memory of an input, a weight or an earlier output: a caller who writes one must not.
 
-    Such an output is an input, a weight, a reshape of one, or the same tensor twice. That is how the code was compiled,
-    so it is the same in each call.
+    Such an output is an input, a weight, a reshape of one, or the same tensor twice. The code
+    decides it, so it is the same in each call.
     """
     taken = [_span(tensor) for tensor in others]
     found = set()

@@ -56,8 +56,8 @@ class Manifest:
     compile_seconds: Mapping[str, float]
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     validation: Mapping[str, object] | None = None  # The report's JSON data, None before a validation.
-    memory: MemoryEntry | None = None  # What it takes on the device; None in artifacts of versions that did not say.
-    # What weights, activations, accumulators and KV cache are held in; None where a version before did not say.
+    memory: MemoryEntry | None = None  # Memory on the device; None in artifacts of older versions.
+    # Dtypes of weights, activations, accumulators and KV cache; None in artifacts of older versions.
     policy: PolicyEntry | None = None
     deterministic: DeterminismEntry | None = None  # Its determinism contract; None where a version before did not say.
     # Shapes that it has code of their own for, beside the symbolic one that all else is about; None without any.
@@ -71,9 +71,9 @@ class Manifest:
     # Symbolic axis -> the least size with which poolings and convolutions have as many places as their windows; none
     # for an axis that may have size 1, and in artifacts of versions that did not say.
     minima: Mapping[str, int] = field(default_factory=dict)
-    # What tables of the graph allow the axes, and sums of them, to be; None where a version before did not say.
+    # Limits of axes, and of sums of them, by tables of the graph; None in artifacts of older versions.
     limits: tuple[AxisRelation, ...] | None = None
-    indices: tuple[IndexLimit, ...] = ()  # What integers the inputs may hold that are looked up in tables.
+    indices: tuple[IndexLimit, ...] = ()  # Limits of inputs that are looked up in tables.
     generation: Generation | None = None  # How it generates tokens; None where it is one graph as any other.
 
     @property

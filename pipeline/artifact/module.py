@@ -47,8 +47,8 @@ _MAIN = "main"
 # Sets of sizes whose memory the pool keeps at a time.
 _SIZES_MAX = 64
 
-# What the virtual machine calls before and after each call it makes: (function, its name, whether before, what it
-# returned, arguments) -> 0, or 1 to leave the call out.
+# Called by the virtual machine before and after each of its calls: (function, its name, whether before, the returned
+# value, arguments) -> 0, or 1 to skip the call.
 Instrument = Callable[..., int]
 
 
@@ -74,7 +74,7 @@ class Module:
 
     Threads may call one module; calls take turns, since a run works in buffers that belong to the module. Several
     modules, of one artifact or of several, run at once. On a GPU `run_device` goes to the stream that is current there
-    (`tvm_ffi.use_torch_stream`), or to the one that it is given. What waits for what: `pipeline.artifact.gpu.turns`.
+    (`tvm_ffi.use_torch_stream`), or to the one that it is given. `pipeline.artifact.gpu.turns` says which calls wait.
 
     A module with shape buckets sends each call to the best of them (`pipeline.artifact.calls.bucket_routing`), padded
     where the manifest says that this was proved, and runs what fits none with symbolic shapes; `statistics` counts.
@@ -82,7 +82,7 @@ class Module:
     Attributes
     ----------
     manifest
-        What the artifact says about itself.
+        The artifact's description of itself.
     inputs, outputs
         In the model's order.
     device, threads
@@ -212,7 +212,7 @@ class Module:
 
     @property
     def statistics(self) -> RouteStatistics:
-        """What became of the calls so far, by shape bucket; all zero for an artifact without buckets."""
+        """Counts of the calls so far, by shape bucket; all zero for an artifact without buckets."""
         return self._router.statistics if self._router is not None else RouteStatistics()
 
     def statistics_text(self) -> str:

@@ -1,4 +1,4 @@
-"""What the passes made of a graph, as hashes: the recipe by which an artifact takes other weights.
+"""The lowered graph as hashes: the recipe by which an artifact takes other weights.
 
 Packing, turning, folding and quantisation of weights are passes; the manifest has the options that they ran with. Run
 again on a graph with other weights they make the same code, or what is another has a name: a kernel, or a constant.

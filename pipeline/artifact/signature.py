@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 _INSTALL = "pip install 'relaxtune[sign]'"
-# What is written after signing.
+# Written after signing.
 _NOT_SIGNED = frozenset({"validation", "manifest_sha256"})
 
 

@@ -37,7 +37,7 @@ Run = Callable[[np.ndarray, int], tuple[list[float], list[list[int]]]]
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is measured: each prompt with each batch."""
+    """The cases to measure: each prompt with each batch."""
 
     prompts: tuple[int, ...] = (128,)  #: Tokens of a prompt.
     new: int = 128  #: Tokens that follow.
@@ -61,7 +61,7 @@ class GenerationPoint:
     tokens_per_s: float  # Of all sequences, prompts included in the time.
     token_bytes: float | None  # Weights and caches that a step reads, for each token; None for a peer.
     bandwidth_use: float | None  # The share of the device's bandwidth that this takes.
-    million_tokens: float | None  # What a million tokens cost; None without a price.
+    million_tokens: float | None  # Cost of a million tokens; None without a price.
     differs_at: int | None = None  # The first token that is not ours, counted from 0; None where all are.
 
 
@@ -151,12 +151,12 @@ def bench_generation(
 
 def _runs(module: Module) -> Run:
     def run(ids: np.ndarray, new: int) -> tuple[list[float], list[list[int]]]:
-        came, tokens = [], []
+        arrivals_s, tokens = [], []
         started = time.perf_counter()
         for row in module.generate_batch(ids.tolist(), max_new_tokens=new):
-            came.append(time.perf_counter() - started)
+            arrivals_s.append(time.perf_counter() - started)
             tokens.append([token or 0 for token in row])
-        return came, tokens
+        return arrivals_s, tokens
 
     return run
 
@@ -174,12 +174,12 @@ def _measure(
             runs[name].append(run(ids, request.new)[0])
     for name, times in runs.items():
         together = min(AHEAD, request.new - 1)  # A GPU gives several tokens at once.
-        later = np.concatenate([np.diff(came[::together]) / together for came in times])
-        per_s = batch * sum(map(len, times)) / sum(came[-1] for came in times)
+        later = np.concatenate([np.diff(arrivals_s[::together]) / together for arrivals_s in times])
+        per_s = batch * sum(map(len, times)) / sum(arrivals_s[-1] for arrivals_s in times)
         own = name == OWN_ARM
         pairs = enumerate(zip(tokens[name], tokens[OWN_ARM], strict=False))
         yield GenerationPoint(
-            *(name, batch, prompt, _percentiles([came[0] for came in times]), _percentiles(later), per_s),
+            *(name, batch, prompt, _percentiles([arrivals_s[0] for arrivals_s in times]), _percentiles(later), per_s),
             token_bytes=step_bytes / batch if own else None,
             bandwidth_use=step_bytes / float(np.median(later)) / bytes_per_s if own else None,
             million_tokens=None if request.price is None else request.price / 3600 / per_s * 1e6,

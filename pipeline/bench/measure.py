@@ -134,7 +134,7 @@ class BenchmarkReport:
     runs, warmup
         Timed and untimed runs of each.
     conditions
-        What the numbers are true for: device, versions, thread counts.
+        Conditions of the numbers: device, versions, thread counts.
     duration_s
         How long each arm ran, where that decided how often; `runs` are then those of the arm with fewest.
     left_out, failed, wrong
@@ -187,11 +187,11 @@ class BenchmarkReport:
             One cannot run the model.
         """
         if self.wrong:
-            told = "; ".join(f"{name}: {why}" for name, why in self.wrong.items())
-            raise ValidationFailedError(f"not timed, since the result is wrong: {told}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.wrong.items())
+            raise ValidationFailedError(f"not timed, since the result is wrong: {reasons}")
         if self.failed:
-            told = "; ".join(f"{name}: {why}" for name, why in self.failed.items())
-            raise PipelineError(f"not timed, since it cannot run the model: {told}. Leave it out of --against")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.failed.items())
+            raise PipelineError(f"not timed, since it cannot run the model: {reasons}. Leave it out of --against")
 
 
 def measure(
@@ -271,7 +271,7 @@ class _Processors:
         if other and self._patient and any(self._elsewhere.get(one, True) for one in (name, self._last)):
             waited_s = wait_until_idle()
             self._spinning |= waited_s > 0
-            # What computes all the time is no pool that spins: a compiler, say. It is there for all arms.
+            # A thread that computes all the time (a compiler, say) is no pool that spins, and disturbs all arms alike.
             self._patient = waited_s < SPIN_S
         if settle:
             # As long for arms of one process: two of them share a cache, too.

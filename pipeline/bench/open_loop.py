@@ -37,7 +37,7 @@ class Arrivals(StrEnum):
 
 @dataclass(frozen=True)
 class OpenLoad:
-    """What arrives, and which latency is still good."""
+    """The arrivals of calls, and the largest good latency."""
 
     rate_per_s: float
     arrivals: Arrivals = Arrivals.POISSON
@@ -114,7 +114,7 @@ def run_open_loop(
 ) -> tuple[tuple[float, ...], float]:
     """Return the latency (ms) of each planned call, and the seconds until all had ended.
 
-    A caller takes the next call as soon as it is free, but none before its arrival. What a caller raises is raised.
+    A caller takes the next call as soon as it is free, but none before its arrival. Errors of callers are raised.
     """
     planned = load.planned_s(seed)
     latencies_ms = [0.0] * len(planned)

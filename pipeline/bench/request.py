@@ -10,7 +10,7 @@ from pathlib import Path
 from relaxtune.pipeline.bench.measure import DEFAULT_RUNS, DEFAULT_WARMUP, ORT_ARM
 from relaxtune.pipeline.errors import UsageError
 
-#: What `--against` takes, and the kinds of device that each computes on.
+#: Peers of `--against`, and the kinds of device that each computes on.
 PEERS: Mapping[str, frozenset[str]] = {
     ORT_ARM: frozenset({"llvm", "cuda"}),
     "ort-cuda": frozenset({"cuda"}),

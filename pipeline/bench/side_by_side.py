@@ -77,7 +77,7 @@ class SideBySide:
     """Peers that run, and why others do not."""
 
     model: OnnxModel
-    artifact: LoadedArtifact  # What they are compared with; others of its model may be measured too.
+    artifact: LoadedArtifact  # Compared with the peers; other artifacts of its model may be measured too.
     request: BenchRequest
     reference: Reference
     running: dict[str, PeerProcess] = field(default_factory=dict)

@@ -150,7 +150,7 @@ class ReferenceKernels:
 def _scaled(accepted: KernelTolerance, inputs: Sequence[np.ndarray]) -> KernelTolerance:
     """Return a kernel's tolerance for arguments larger than those it was made for.
 
-    What sums of products are off by grows as the products do: with the sizes of the two largest operands.
+    The error of sums of products grows with the products: with the sizes of the two largest operands.
     """
     sizes = sorted((_rms(array) / _UNIFORM_RMS for array in inputs if array.dtype.kind in "fV"), reverse=True)
     growth = max(1.0, math.prod(sizes[:2]))

@@ -51,7 +51,7 @@ class Bisection:
     """Where a wrong result comes from."""
 
     model: str  # Its name.
-    # What brought the fault in. `import`: results are wrong before any pass, by a converter or the normalisation.
+    # The stage with the fault. `import`: results are wrong before any pass, by a converter or the normalisation.
     # `runtime`: kernels and passes are right by themselves; what is left is the memory plan or the weights.
     culprit: Culprit
     # The first ONNX node whose tensor diverges, and its operator.
@@ -59,14 +59,14 @@ class Bisection:
     op_type: str | None
     # All nodes between the last tensors seen to be right and the first seen to be wrong; `node` is the first of them.
     nodes: tuple[str, ...]
-    # That first wrong tensor, and how it differs from ONNX Runtime's.
+    # The first wrong tensor, and how it differs from ONNX Runtime's.
     tensor: str | None
     reason: str
     # The first faulty kernel in the order of execution, and all of them.
     kernel: FaultyKernel | None = None
     kernels: tuple[FaultyKernel, ...] = ()
     lowering_pass: FaultyPass | None = None  # The pass to blame.
-    tried: tuple[str, ...] = ()  # What was tried, in order.
+    tried: tuple[str, ...] = ()  # The trials, in order.
     reproduction: str | None = None  # The script that shows the fault, where one was written.
 
     def to_json(self) -> dict[str, object]:

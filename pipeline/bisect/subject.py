@@ -38,7 +38,7 @@ class Subject:
     """An artifact under suspicion."""
 
     module: Module  # Loaded, its kernels called one by one.
-    # What the passes make of the model now, with the artifact's options and target.
+    # The lowered model of today's passes, with the artifact's options and target.
     lowered: LoweredModule
     target: ResolvedTarget
     calls: tuple[CallSite, ...]  # The kernels it runs, in order.

@@ -1,1 +1,1 @@
-"""Which kernel each function gets: look-up of records, selection, and variants tried inside the model."""
+"""The choice of a kernel for each function: look-up of records, selection, and variants tried inside the model."""

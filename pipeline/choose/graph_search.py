@@ -50,13 +50,13 @@ logger = logging.getLogger(__name__)
 _QUESTION = Question(border=-LEAST_GAIN, doubt=0.01, seconds=10.0)
 # Seconds of an experiment at least, and the runs of both arms together that it takes at least.
 _LEAST_S, _LEAST_RUNS = 2.0, 20
-# What begins in time may end later than planned by this part of the seconds.
+# A trial that begins in time may end later than planned by this part of the seconds.
 _LATE = 0.5
 _BEST, _TRIED = "so far", "tried"
 
 
 class Verdict(StrEnum):
-    """What an experiment on a decision has shown."""
+    """The result of an experiment on a decision."""
 
     KEPT = "kept"
     UNSURE = "not sure"

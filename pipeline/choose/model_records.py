@@ -1,7 +1,7 @@
 """Records of whole models, which decide how a model is compiled: graph decisions, and re-ranked kernels.
 
-A kernel timed alone may mislead, and so may the sum of a model's kernels. What a tuning run finds out in the compiled
-model (`pipeline.choose.graph_search`, `pipeline.choose.rerank`) is recorded as a measurement of a workload of its own,
+A kernel timed alone may mislead, and so may the sum of a model's kernels. Results of a tuning run in the compiled model
+(`pipeline.choose.graph_search`, `pipeline.choose.rerank`) are recorded as a measurement of a workload of its own,
 the model: its latencies are the model's, and its decision is what `relaxtune compile` follows. Each graph decision that
 was tried is a workload, too, with the model's latencies with it, and without it in the decision.
 """

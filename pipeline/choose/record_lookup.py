@@ -30,7 +30,7 @@ class RecordLookup:
     """Looks up the records of tasks for one place.
 
     `database`: where records are. `target`, `environment`: what is compiled for, and where it is to run. `explain`:
-    whether the trace has the records that are not true here, too. That reads all records of a task.
+    whether the trace has the records that are not true here, too. This reads all records of a task.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def select_kernels(
     routes : frozenset of Route
         Records of other routes are left aside, as are defaults of templates without their route.
     why : str
-        What the choices say where there is no database.
+        The reason in the choices where there is no database.
     decision : ModelDecision or None
         Kernels that are faster inside the model than those that are the fastest alone.
     explain : bool

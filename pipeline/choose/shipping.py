@@ -1,4 +1,4 @@
-"""What ships: tuned kernels where the whole model is surely faster with them, else the untuned ones.
+"""The kernels that ship: tuned ones where the whole model is surely faster with them, else the untuned ones.
 
 Kernels timed alone may mislead: the fastest alone need not be the fastest beside others. So both forms of the model
 are compiled and timed whole, in one experiment. The numbers are those that every reader sees: "untuned" is the
@@ -47,7 +47,7 @@ _QUESTION = Question(border=-LEAST_GAIN, doubt=0.02, seconds=COMPARE_S)
 
 @dataclass(frozen=True)
 class Shipping:
-    """Which of two compiled models ships."""
+    """The decision between two compiled models: one ships."""
 
     compiled: CompiledModule  # The one that ships.
     # Whether it is the tuned one; so where both have the same kernels, since its records say how fast they are.

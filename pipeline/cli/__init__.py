@@ -18,7 +18,7 @@ def main() -> None:
     # The last that Python does before it takes its handlers away.
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
     try:
-        # What runs the command is heavy; a signal may come while it is imported.
+        # The imports of a command are heavy; a signal may come meanwhile.
         from relaxtune.pipeline.cli import app
         from relaxtune.pipeline.cli.tvm_alone import leave_torch_out_of_tvm
 

@@ -216,7 +216,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class GenerationBenchOptions:
-    """What is measured of an artifact that generates."""
+    """Options of `bench` for an artifact that generates."""
 
     generate: bool = option(False, "Measure tokens of an artifact that generates.", "--generate")
     prompt: str = option("128", "With --generate: tokens of a prompt.", metavar="N,..")
@@ -439,8 +439,8 @@ def generate(
     first_ms = 1e3 * (first - started)
     rest_ms = 1e3 * (time.perf_counter() - first) / max(len(tokens) - 1, 1)
     if output_format is OutputFormat.JSON:
-        told = {"prompt": ids, "tokens": tokens, "text": text if tokenizer is not None else None}
-        print_json({**told, "first_token_ms": first_ms, "token_ms": rest_ms})
+        found = {"prompt": ids, "tokens": tokens, "text": text if tokenizer is not None else None}
+        print_json({**found, "first_token_ms": first_ms, "token_ms": rest_ms})
         return
     typer.echo()
     stderr_console().print(f"{len(tokens)} tokens: the first after {first_ms:.1f} ms, then {rest_ms:.2f} ms each")
@@ -565,7 +565,7 @@ def read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarra
                 f"{path} unpacks to {size / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB of memory"
             )
         with np.load(content, allow_pickle=False) as members:
-            # What is no array comes as bytes.
+            # Values that are no arrays come as bytes.
             return {
                 name: np.lib.format.read_array(io.BytesIO(value)) if isinstance(value, bytes) else value
                 for name, value in members.items()

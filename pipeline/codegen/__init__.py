@@ -1,1 +1,1 @@
-"""What code generation needs from outside TVM: CUDA's compiler, its libraries, the C compiler that links."""
+"""Tools of code generation outside of TVM: CUDA's compiler, its libraries, the C compiler that links."""

@@ -48,7 +48,7 @@ INSTALL_HINT = (
     "install it with: pip install 'relaxtune[cuda]' (NVRTC and headers from PyPI), or install CUDA 13 with nvcc"
 )
 
-# What libtvm_runtime_cuda.so imports from the driver; 100 is CUDA_ERROR_NO_DEVICE (cuda.h).
+# Functions that libtvm_runtime_cuda.so imports from the driver; 100 is CUDA_ERROR_NO_DEVICE (cuda.h).
 _DRIVER_FUNCTIONS = (
     "cuDeviceGetName",
     "cuFuncSetAttribute",
@@ -70,7 +70,7 @@ _STAND_IN_SOURCE = "\n".join(
 
 
 class CompilerKind(StrEnum):
-    """Which compiler turns CUDA source into a cubin."""
+    """The compiler that turns CUDA source into a cubin."""
 
     NVRTC = "nvrtc"
     NVCC = "nvcc"

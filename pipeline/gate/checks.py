@@ -28,7 +28,7 @@ class Check:
 
     name: str  # `latency`, `drift`, ...; with the shape bucket behind it where there are several.
     verdict: Verdict
-    # What was found, in words; "" where there is nothing to say.
+    # The finding, in words; "" where there is nothing to say.
     baseline: str
     new: str
     change: str
@@ -74,11 +74,11 @@ def check_drift(found: Comparison) -> Check:
     reasons = [f"{output.name}: {output.reason}" for output in found.outputs if not output.passed]
     return Check(
         name="drift",
-        verdict=Verdict.NO_LIMIT if not found.asked else Verdict.YES if found.passed else Verdict.NO,
+        verdict=Verdict.NO_LIMIT if not found.limit else Verdict.YES if found.passed else Verdict.NO,
         baseline="",
         new=f"{worst.identical:.2%} same bits",
         change=f"max abs {max(output.max_abs for output in found.outputs):.3g}",
-        limit=found.asked,
+        limit=found.limit,
         reason="; ".join(reasons) or f"{len(found.outputs)} outputs",
     )
 

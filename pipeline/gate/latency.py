@@ -78,7 +78,7 @@ class LatencyComparison:
     loadings: int
     looks: int
     planned_looks: int
-    seconds: float  # What it took.
+    seconds: float  # Duration of the comparison.
     # The latencies, in the order taken.
     baseline: ArmResult
     new: ArmResult

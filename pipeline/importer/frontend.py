@@ -179,7 +179,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _chooses_rank(self, condition: str, graphs: Mapping[str, onnx.GraphProto]) -> bool:
         """Return whether a branch squeezes an axis if it has one place, which the conversion of Squeeze checks.
 
-        TorchScript writes `squeeze` of an axis of any size so. What reads the result has one rank.
+        TorchScript writes `squeeze` of an axis of any size so. Readers of the result expect one rank.
         """
         sides = [size_list(self._nodes[name]) for name in self._equals.get(condition, ())]
         operators = [
@@ -190,7 +190,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
 
     def _branch(self, graph: onnx.GraphProto) -> relax.SeqExpr:
         outer, sizes, marks = dict(self._nodes), self._sizes, self.marks
-        # What a check inside of a branch says holds there alone.
+        # Facts from checks inside a branch hold in that branch only.
         self._sizes, self.marks = sizes.copy(), []
         self.bb._begin_binding_block()
         try:

@@ -27,7 +27,7 @@ from relaxtune.pipeline.importer.quiet import quiet_libraries
 class UnsupportedNode:
     """A node that cannot be imported."""
 
-    # What it is; `opset` is the model's version of the domain, None where the model does not say.
+    # The operator; `opset` is the model's version of the domain, None where the model does not say.
     domain: str
     operator: str
     opset: int | None

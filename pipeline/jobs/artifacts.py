@@ -36,7 +36,7 @@ _LENGTHS_MAX = 24
 class ValidationRequest:
     """How an artifact is validated."""
 
-    # What may differ; None takes the table of tolerances.
+    # Allowed differences; None takes the table of tolerances.
     rtol: float | None = None
     atol: float | None = None
     # Random inputs, their seed, and how often each is run.

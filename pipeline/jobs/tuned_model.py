@@ -44,10 +44,10 @@ UNTUNED = "untuned: the model is not surely faster with tuned kernels"
 class TuningJob:
     """The identity of a tuning run: the next run of the same one goes on where this one broke off."""
 
-    # What `relaxtune db jobs` calls it, and what tells it from others of that name.
+    # Its name in `relaxtune db jobs`, and the difference from others of that name.
     model: str
     model_sha256: str
-    # What is compiled for, and the machine that measures.
+    # The target of the code, and the machine that measures.
     target: ResolvedTarget
     environment: Environment
     request: Mapping[str, object]  # The request without the tuning options, as plain JSON data.

@@ -62,7 +62,7 @@ class TuneRequest:
     shared: tuple[DatabasePlace, ...] = ()  # Databases under it, by file or URL: they are read and never written.
     # Whether the artifact, its validation and its benchmark are noted in the database, as measurements always are.
     record: bool = True
-    limits: Limits = NO_LIMITS  # What the artifact is to keep; a limit of its latency needs `benchmark`.
+    limits: Limits = NO_LIMITS  # Limits of the artifact; a limit of its latency needs `benchmark`.
     sign: Path | None = None  # The private key (PEM) that the artifact is signed with, None leaves it unsigned.
     # Seconds of the comparison of the tuned model with the untuned one; None takes 8, or a sixth of a budget.
     compare_s: float | None = None

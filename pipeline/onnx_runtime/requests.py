@@ -25,7 +25,7 @@ class Settings:
     level: Level  # How far its graph is optimised.
     threads: int | None = None  # On the CPU; None leaves it to ONNX Runtime.
     entries: tuple[tuple[str, str], ...] = ()  # Keys and values of its configuration.
-    provider: str = CPU  # What computes.
+    provider: str = CPU  # The execution provider.
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Open:
     graph: bytes  # A ModelProto whose large weights are elsewhere.
     weights_key: int  # The number of these weights: sessions with the same one share them.
     weights: ArraysPlace  # Where they lie.
-    settings: Settings  # What it is made with.
+    settings: Settings  # Settings of the session.
 
 
 @dataclass(frozen=True)

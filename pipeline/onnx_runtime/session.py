@@ -42,7 +42,7 @@ class OnnxRuntimeSession:
         self.settings = settings
         #: Why it has no optimisations though its settings have them.
         self.fell_back: str | None = None
-        #: What computes, as ONNX Runtime lists it.
+        #: Execution providers, as ONNX Runtime lists them.
         self.providers: tuple[str, ...] = ()
         self._do(lambda: None)
 
@@ -72,7 +72,7 @@ class OnnxRuntimeSession:
         Raises `PipelineError`: ONNX Runtime does not compute the model on these inputs, or ends while it does.
         """
         with _shared(feeds) as given:
-            found = self._do(lambda: self._asked(Run(self._number, tuple(names), given.where), feeds))
+            found = self._do(lambda: self._ask(Run(self._number, tuple(names), given.where), feeds))
             assert isinstance(found, ArraysPlace)
             outputs = read_arrays(found)
         return [outputs[name] for name in names]
@@ -87,12 +87,12 @@ class OnnxRuntimeSession:
         def prepare() -> None:
             if prepared[0] != self._generation:
                 with _shared(feeds) as given:
-                    self._asked(Prepare(self._number, tuple(names), given.where, place), feeds)
+                    self._ask(Prepare(self._number, tuple(names), given.where, place), feeds)
                 prepared[0] = self._generation
 
         def timed() -> float:
             prepare()
-            took = self._asked(Time(self._number, place), feeds)
+            took = self._ask(Time(self._number, place), feeds)
             assert isinstance(took, float)
             return took
 
@@ -113,7 +113,7 @@ class OnnxRuntimeSession:
                 self._generation = None
                 self._after(error)
 
-    def _asked(self, request: Request, feeds: Mapping[str, np.ndarray]) -> object:
+    def _ask(self, request: Request, feeds: Mapping[str, np.ndarray]) -> object:
         answer = self._process.ask(request, self._generation)
         if isinstance(answer, Refused):
             shapes = ", ".join(f"{name} {'x'.join(map(str, array.shape)) or 'scalar'}" for name, array in feeds.items())

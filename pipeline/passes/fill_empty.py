@@ -31,7 +31,7 @@ def fill_empty(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with tensors of no elements, and sums, maxima and products of no elements, as constants.
 
     A kernel sets its result in the first step of its reduction. A reduction of no step leaves what was in memory, and
-    TVM divides by the number of elements. What is joined to a tensor of no elements stays as it is: rotary embeddings
+    TVM divides by the number of elements. A tensor joined to an empty one stays as it is: rotary embeddings
     of whole heads join the rest of them, which is none.
     """
 

@@ -55,7 +55,7 @@ class LoweringOptions:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did: Relax bindings removed (negative when it added some), constants folded, seconds.
+    """The effect of one pass: Relax bindings removed (negative when it added some), constants folded, seconds.
 
     `failure` is why the pass was left out, "" where it was not; a pass left out is not `enabled`.
     """

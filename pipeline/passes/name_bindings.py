@@ -11,7 +11,7 @@ from relaxtune.pipeline.passes.kit.ir import bindings_of, main_of, with_function
 from relaxtune.pipeline.passes.kit.rewrite import rename_bindings
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
-# What `BlockBuilder` calls the variables it makes: an imported binding called so would be mixed up with them.
+# Names that `BlockBuilder` gives to its variables: an imported binding called so would be mixed up with them.
 _GENERATED = re.compile(r"(lv|gv|cse)\d*(_\d+)?")
 
 

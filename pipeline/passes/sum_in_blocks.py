@@ -31,7 +31,7 @@ _VECTOR = 16
 def sum_in_blocks(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with sums of more than `_TERMS_MAX` terms as sums of partial sums, on a CPU.
 
-    What stays as it is: matmuls and convolutions, whose terms are of either sign; sums of symbolic length, and those of
+    Unchanged are matmuls and convolutions, whose terms are of either sign; sums of symbolic length, and those of
     a length without a fitting divisor, to which the rules for rows give one partial sum a vector lane.
     """
     if state.target.kind.name != "llvm":

@@ -1,4 +1,4 @@
-"""Which float dtypes an ONNX graph holds and computes in."""
+"""Float dtypes of an ONNX graph: stored, and computed in."""
 
 from __future__ import annotations
 

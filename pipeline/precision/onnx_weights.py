@@ -1,4 +1,4 @@
-"""Which constant an ONNX matmul multiplies by, and a copy of a graph whose matmuls multiply by quantised ones."""
+"""The constant that an ONNX matmul multiplies by, and a copy of a graph whose matmuls multiply by quantised ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relaxtune.pipeline.precision.quantise import quantise, quantise_float8, qua
 from relaxtune.schedules.functions.byte_rows import BYTE_MAX, LEAST_RANGE
 
 _MATMULS = ("MatMul", "Gemm")
-# What may stand between an initialiser and a matmul.
+# Operators between an initialiser and a matmul.
 _COPIES = ("Cast", "Identity")
 
 

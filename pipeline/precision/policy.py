@@ -44,13 +44,13 @@ _GROUP_STEP = 32
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """What tensors are held in."""
+    """Dtypes of tensors."""
 
     name: str  # As users give it.
     weights: str  # Of matmuls: a dtype, "tf32", or "int8", "uint8" and "uint4" for quantised ones.
-    activations: str  # What matmuls and convolutions read.
-    accumulators: str = "float32"  # What sums of products are kept in.
-    norms: str = "float32"  # What norms and softmax compute in.
+    activations: str  # Operands of matmuls and convolutions.
+    accumulators: str = "float32"  # Dtype of sums of products.
+    norms: str = "float32"  # Dtype of norms and softmax.
     # Neighbouring weights along K that share a scale, 0 for all of a column; None where nothing is quantised.
     group_size: int | None = None
     scale_dtype: str | None = None  # Of the scales; None where nothing is quantised.
@@ -89,7 +89,7 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True)
 class PolicyEntry:
-    """What an artifact's tensors are held in."""
+    """Dtypes of an artifact's tensors."""
 
     name: str  # Of the policy; `AS_GIVEN` for a graph that is not in float32 and was compiled as it is.
     # These and the group size and dtype of scales below are `PrecisionPolicy`'s.

@@ -52,9 +52,9 @@ class Rebuild:
     """An artifact made again."""
 
     kernels: int  # How many there are, those of shape buckets included.
-    # What is not the same and shapes the code or the results: kernels by their hashes, weights, outputs.
+    # Differences that shape the code or the results: kernels by their hashes, weights, outputs.
     changed: tuple[Difference, ...]
-    noted: tuple[Difference, ...]  # What is not the same and need not: versions, notes of passes.
+    noted: tuple[Difference, ...]  # Differences that need not be: versions, notes of passes.
     same_files: Mapping[str, bool]  # File -> whether it has the same bytes.
     outputs: tuple[OutputDifference, ...] | None  # Both on the same inputs; None where the device is not here.
 

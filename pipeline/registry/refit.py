@@ -1,6 +1,6 @@
 """Give an artifact other weights without compiling or tuning: the passes run again, the code stays.
 
-What happens to weights (packing, turning, folding, quantisation, two matrices side by side) happens in passes, and the
+All changes of weights (packing, transposing, folding, quantisation, two matrices side by side) are passes, and the
 manifest has the options that they ran with. They run on the new weights, and must end with the code that the artifact
 has: its recipe holds the hashes of each kernel before it was scheduled, and of each constant inside the code.
 """

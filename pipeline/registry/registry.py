@@ -47,8 +47,8 @@ class StoredArtifact:
     precision: str | None
     bytes: int
     validated: bool | None  # Whether it agreed with ONNX Runtime; None where it was never compared.
-    tags: tuple[str, ...]  # Those that stand at it.
-    before: tuple[str, ...]  # Those that can be rolled back to it.
+    tags: tuple[str, ...]  # Tags that stand at it.
+    before: tuple[str, ...]  # Tags that can be rolled back to it.
     added_at: datetime
 
 

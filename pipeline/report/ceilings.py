@@ -40,7 +40,7 @@ class Ceilings:
     # Dtype of a matmul's operands -> FLOP/s of a large matmul.
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     bytes_per_s: float | None = None  # Bytes read plus written each second by a large copy; None if unknown.
-    launch_us: float | None = None  # What the smallest kernel takes inside a CUDA graph; None if unknown.
+    launch_us: float | None = None  # Time of the smallest kernel inside a CUDA graph; None if unknown.
     source: str = ""  # How they were measured, for people.
 
     def to_json(self) -> dict[str, object]:

@@ -86,9 +86,9 @@ class ReportDiff:
     # Their reports.
     before: Report
     after: Report
-    changes: tuple[KernelChange, ...]  # What changed most in time first.
+    changes: tuple[KernelChange, ...]  # The largest changes of time first.
     buckets: tuple[ReportDiff, ...]  # The same of the code of each shape bucket that both have.
-    # What a reader must know: times of two devices, other targets, kernels without a time, buckets of one alone.
+    # Warnings: times of two devices, other targets, kernels without a time, buckets of one alone.
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:

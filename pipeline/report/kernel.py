@@ -14,7 +14,7 @@ CONTRACTIONS = frozenset({"matmul", "batch_matmul", "multi_matmul", "conv", "att
 _BUSY = 0.5
 # Bandwidth further above memory's ceiling than a measurement can err came from a cache, and says nothing of memory.
 _CACHED = 1.2
-# What a launch by the host takes at most of a launch inside a graph: a kernel timed alone is launched by the host.
+# Largest ratio of a launch by the host to a launch inside a graph: a kernel timed alone is launched by the host.
 _HOST_LAUNCH = 4.0
 # Up to this many times the smallest kernel's time, a kernel is mostly its own launch.
 _LAUNCHES = 2.0

@@ -43,7 +43,7 @@ class Profile:
     # Microseconds of one call of each kernel, alone and with warm caches, and of the whole module; medians.
     kernels_us: Mapping[str, float]
     model_us: float | None
-    # What of a GPU's memory was taken between before the module was loaded and after it had run, by the device's own
+    # Memory of the GPU that loading and running the module took, by the device's own
     # count: weights, planned storage, code, what a captured graph keeps, and the rounding of it all. Nothing is given
     # back meanwhile, so that it is the peak; other processes on the device count too. None on a CPU, and where the
     # module was not run.

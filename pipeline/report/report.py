@@ -52,19 +52,19 @@ class Report:
     #: Its name, and the artifact or job that the report is of.
     model: str
     source: str
-    #: What the code is for, and the device that the times are true for; None where no time says.
+    #: Target of the code, and the device of the times; None where no time says.
     target: str
     device: str | None
-    kernels: tuple[KernelRow, ...]  #: Those that take the most time first.
+    kernels: tuple[KernelRow, ...]  #: The slowest first.
     created_at: datetime
     model_us: float | None = None  #: The whole module, measured with the profile.
     #: Device memory by the static plan, and of the weights.
     planned_bytes: int | None = None
     weights_bytes: int | None = None
     observed_bytes: int | None = None  #: Device memory that the module really took, measured with the profile on a GPU.
-    validation: Mapping[str, object] | None = None  #: What the manifest says of the last validation.
-    ceilings: Ceilings | None = None  #: What rates are compared with.
-    versions: Mapping[str, str] | None = None  #: What the artifact was made by, or the record's TVM.
+    validation: Mapping[str, object] | None = None  #: The last validation, from the manifest.
+    ceilings: Ceilings | None = None  #: Highest rates of the device.
+    versions: Mapping[str, str] | None = None  #: Versions that made the artifact, or the record's TVM.
     #: The shape bucket whose code it is of; and the same of the code of each bucket, of the artifact's own code.
     bucket: str | None = None
     buckets: tuple[Report, ...] = ()

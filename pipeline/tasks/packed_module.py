@@ -24,7 +24,7 @@ class PackedModule:
 
     @property
     def text(self) -> str:
-        """What `ir_to_json` returned; a hundred times as fast as to ask it again."""
+        """Return the text of `ir_to_json`, a hundred times as fast as another call of it."""
         return zlib.decompress(self.packed).decode()
 
     def make(self) -> tvm.ir.IRModule:

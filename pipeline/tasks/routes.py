@@ -1,4 +1,4 @@
-"""Which routes make kernels unless others are asked for."""
+"""Routes that make kernels by default."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class NearRecords:
     traces: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     # The largest part of its fallback's latency that the search saved at a near shape, from 0 to 1; None where that is
-    # known of none. That it saved nothing is known only of a shape with `_RECORDS_MAX` valid candidates.
+    # known of none. A saving of nothing is certain only for a shape with `_RECORDS_MAX` valid candidates.
     saved: float | None = None
 
 

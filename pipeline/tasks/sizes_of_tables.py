@@ -160,7 +160,7 @@ def untuned_function(
 ) -> tirx.PrimFunc:
     """Return a function that has no tuning task as templates are asked for it: with the rows that calls will have.
 
-    `places` are its sizes in tables, each with the task. Those that the user names are likely, the likeliest first.
+    `places` are its sizes in tables, each with the task. Sizes that the user names are likely, the likeliest first.
     """
     func = as_workload(lowered.mod[function])["main"]
     rows = symbolic_rows(func)

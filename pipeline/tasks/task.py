@@ -30,13 +30,13 @@ class SizeOfTable:
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What is known of a kernel to make, without its code."""
+    """Facts about a kernel to make, without its code."""
 
     name: str  # Name of the PrimFunc in its first module; unique within a job.
     workload_hash: str  # Structural hash of its module as text: the key of MetaSchedule traces.
     # Operator family: "matmul", "batch_matmul", "conv", "norm", "softmax", "reduction", "gather", "elementwise", ...
     family: str
-    # What the kernel means, independent of its IR: canonical JSON text of the family, the sizes (M, N, K, batch ...),
+    # Meaning of the kernel, independent of its IR: canonical JSON text of the family, the sizes (M, N, K, batch ...),
     # dtypes and the epilogue; the key of template and library parameters.
     signature: str
     weight: int  # How often it runs in one inference, summed over the job's models.

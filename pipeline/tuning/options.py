@@ -104,7 +104,7 @@ FINALS_SHARE = 1 / 8
 def search_seconds(options: TuningOptions) -> float | None:
     """Return the seconds of the search of kernels: what is left of the budget, a third of it at least.
 
-    What graph decisions took is subtracted, down to a quarter.
+    The time of graph decisions is subtracted, down to a quarter.
     """
     budget_s = options.time_budget_s
     if budget_s is None:

@@ -31,7 +31,7 @@ _FLUSH_MAX_S = 10.0
 # While a server is away, writes are tried less and less often, as each of them waits for it.
 _RETRY_MAX_S = 300.0
 _CLOSE_WAIT_S = 300.0
-# So many candidates lost one after another are no accident.
+# This many candidates lost one after another are no accident.
 _LOST_MAX = 16
 # Faults that may be over the next time: a full disk, other writers, a server that restarts.
 _PASSING = (DatabaseWriteError, DatabaseBusyError, DatabaseLostError)

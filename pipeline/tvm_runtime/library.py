@@ -176,7 +176,7 @@ class VirtualMachine:
 
 
 class _Tensor(Tensor):  # type: ignore[misc]  # TVM's classes carry no types
-    """What the machine gives back, with the methods of TVM's own class that callers use."""
+    """A value of the virtual machine, with the methods of TVM's own class that callers use."""
 
     __slots__ = ()
 

@@ -28,7 +28,7 @@ class Limits:
     max_latency_ms: float | None = None  # Median latency of the whole model; None sets no limit.
     # By which share the model may take longer than the artifact that was accepted before; None does not compare.
     max_slowdown: float | None = None
-    # What may differ from ONNX Runtime; None takes the table of tolerances.
+    # Allowed differences from ONNX Runtime; None takes the table of tolerances.
     rtol: float | None = None
     atol: float | None = None
 

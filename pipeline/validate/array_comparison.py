@@ -13,7 +13,7 @@ from relaxtune.models.spec import shape_text
 from relaxtune.pipeline.arrays import map_chunks
 from relaxtune.pipeline.validate.tolerances import Tolerance, output_scale
 
-# What an output of an ill-conditioned graph may be off by, in units of how far the reference itself moves.
+# Allowed error of an output of an ill-conditioned graph, in units of the change of the reference itself.
 CONDITIONING_FACTOR = 4.0
 # Upper edges of the error histogram, in units of what an element is allowed; the last bin has no upper edge.
 HISTOGRAM_EDGES = (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)

@@ -72,7 +72,7 @@ class Comparison:
     #: one of the two is a file of outputs.
     kernels: tuple[Difference, ...] = ()
     builds: tuple[Difference, ...] = ()
-    asked: str = ""  #: `bits`, a tolerance in words, or nothing, with which every difference passes.
+    limit: str = ""  #: `bits`, a tolerance in words, or nothing, with which every difference passes.
 
     @property
     def passed(self) -> bool:
@@ -89,7 +89,7 @@ class Comparison:
             failed = "; ".join(
                 f"output {output.name!r}: {output.reason}" for output in self.outputs if not output.passed
             )
-            raise ValidationFailedError(f"{self.a} and {self.b} differ by more than {self.asked}: {failed}")
+            raise ValidationFailedError(f"{self.a} and {self.b} differ by more than {self.limit}: {failed}")
 
 
 def compare_outputs(
@@ -145,7 +145,7 @@ def compare_manifests(a: Manifest, b: Manifest) -> tuple[tuple[Difference, ...],
 
 def render(comparison: Comparison) -> list[TableView]:
     """Return the comparison as tables for a terminal."""
-    limited = bool(comparison.asked)
+    limited = bool(comparison.limit)
 
     def result(output: OutputDifference) -> str:
         if not limited:

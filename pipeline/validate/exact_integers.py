@@ -54,8 +54,8 @@ _OPERATORS = {
 def with_unsigned_weights(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a graph whose unsigned activations meet unsigned weights; itself where no weights are signed.
 
-    Weights and zero points that are constants are changed, others get operators that add 128 to them. What lies in the
-    body of an If, Loop or Scan is left as it is.
+    Weights and zero points that are constants are changed, others get operators that add 128 to them. Bodies of If,
+    Loop and Scan are left as they are.
     """
     if not any((node.domain, node.op_type) in _OPERATORS for node in proto.graph.node):
         return proto

@@ -60,8 +60,8 @@ class DriftReport:
     """The distance from the original."""
 
     precision: str | None  # Name of the artifact's policy, None where the graph's own dtypes were kept.
-    original: str  # What computed the original.
-    data: tuple[DataSource, ...]  # What was run.
+    original: str  # The runtime of the original.
+    data: tuple[DataSource, ...]  # The inputs of the runs.
     outputs: tuple[OutputDrift, ...]
     perplexity: Perplexity | None = None
 

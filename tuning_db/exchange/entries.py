@@ -240,5 +240,5 @@ COVERED_TABLES = frozenset(
     table.__tablename__
     for table in (SignatureRow, WorkloadRow, JobRow, JobTaskRow, RecordRow, ArtifactRow, ValidationRow, BenchmarkRow)
 ) | {"targets", "environments"}
-#: What can be computed again from the others, and is left out.
+#: Left out: computed again from the others.
 DERIVED_TABLES = frozenset({FeatureRow.__tablename__})

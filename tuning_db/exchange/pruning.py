@@ -1,6 +1,6 @@
 """Forgetting records, in one transaction: those that no look-up needs by rules, and any by its id.
 
-A place is a workload, a target and an environment. Whatever the rules, the best valid record of each route at each
+A place is a workload, a target and an environment. Under all rules, the best valid record of each route at each
 place stays: pruning never changes what a look-up finds first.
 """
 
@@ -51,8 +51,8 @@ def prune(
 ) -> Pruned:
     """Forget records, all of them or none; with `dry_run` only count them.
 
-    `filters` says which records may go. Those that it leaves out still count as better or newer ones. The space is used
-    again by later records; a SQLite file itself does not shrink.
+    `filters` says which records may go. Records that it leaves out still count as better or newer ones. The space is
+    used again by later records; a SQLite file itself does not shrink.
     """
     transaction = database.read if dry_run else database.write
     return transaction(lambda session: _prune(session, rules, filters, dry_run=dry_run))

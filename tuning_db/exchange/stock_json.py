@@ -51,7 +51,7 @@ from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase
 
 WORKLOAD_FILE = "database_workload.json"
 RECORD_FILE = "database_tuning_record.json"
-#: What stock MetaSchedule writes as the latency of a failed candidate.
+#: Latency of a failed candidate in stock MetaSchedule.
 STOCK_FAILURE_S = 1e10
 UNKNOWN_REASON = "MetaSchedule's file says that it failed, and no reason"
 MAX_LINE_BYTES = 256 * 2**20

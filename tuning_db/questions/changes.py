@@ -114,7 +114,7 @@ def _measured(session: Session, filters: RecordFilter, across: bool) -> dict[_Pl
     for row in session.execute(statement):
         where = (row.cores, None if across else row.tvm_version)
         place = (row.signature_id, row.kind, row.arch, where, row.device_name, row.route)
-        # What no job of this database measured is taken as it is.
+        # Records that no job of this database measured are taken as they are.
         completed = row.job_id is None or row.outcome == DONE
         if row.latency_us is not None:
             found[place][row.decision] = _Measured(

@@ -40,7 +40,7 @@ class TaskProgress:
 class JobProgress:
     """How a job came on."""
 
-    tasks: tuple[TaskProgress, ...]  # What takes most of the model's time first; tasks without a time are last.
+    tasks: tuple[TaskProgress, ...]  # The largest share of the model's time first; tasks without a time are last.
     # (seconds since the job began, microseconds of all calls of the tasks with a time, each by its best kernel then).
     # It begins when the last of these tasks got its first time.
     curve: tuple[tuple[float, float], ...]

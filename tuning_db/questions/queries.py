@@ -30,7 +30,7 @@ from relaxtune.tuning_db.sql.statements import (
 from relaxtune.tuning_db.store import NO_FILTER, TuningDatabase, question
 
 DEFAULT_LIMIT = 50
-# What a filter says of a workload; all else is of its records.
+# Conditions of a filter on workloads; all others are on records.
 _OF_WORKLOAD = ("family", "model", "workload_hash", "signature_key", "tvm_version", "shape", "dtype")
 
 
@@ -78,7 +78,7 @@ class WorkloadSummary:
         return self.records - self.valid
 
 
-# What the values of a filter are of; these tables are small.
+# Tables of the values of a filter; they are small.
 _NAMED = {
     "model": (JobRow.model, ArtifactRow.model),
     "family": (SignatureRow.family,),

@@ -49,7 +49,7 @@ SCHEMA_LOCK_ID = 0x72656C617874756E
 POSTGRES_INSTALL = "pip install 'relaxtune[postgres]'"
 URL_FORMS = "a path such as tuning.db, sqlite:///tuning.db, sqlite:// (memory), or postgresql://user@host/name"
 
-# What a server's URL begins with, or a connection string: no path, and its password must not be shown as one.
+# Beginnings of a server's URL or of a connection string: it is no path, and its password must not be shown.
 _SERVER_WORDS = re.compile(r"postgres(ql)?(\+\w+)?:|.*\b(password|passwd)\s*=", re.IGNORECASE)
 _RETRIABLE_SQLSTATES = frozenset({"40001", "40P01", "55P03"})
 # The server stops, crashed, is starting, or closed the connection.
@@ -153,13 +153,13 @@ def is_away(engine: Engine) -> bool:
     from psycopg.pq import PGconn, Ping
 
     _, named = engine.dialect.create_connect_args(engine.url)
-    # What is no text or number is for the driver, not for the server.
+    # Values that are no text or number are for the driver, not for the server.
     options = {name: value for name, value in named.items() if isinstance(value, str | int)}
     try:
         place = make_conninfo("", **options)
     except ProgrammingError:  # an option that the driver does not know
         return False
-    # What a message of the driver says depends on the language of the system.
+    # Messages of the driver depend on the language of the system.
     return PGconn.ping(place.encode()) in (Ping.REJECT, Ping.NO_RESPONSE)
 
 

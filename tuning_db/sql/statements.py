@@ -126,7 +126,7 @@ _REFERENCES: dict[type[Any], InstrumentedAttribute[int]] = {
 def conditions(filters: RecordFilter) -> list[ColumnElement[bool]]:
     """Return the conditions of a filter on a statement over `RecordRow`, joined with anything or nothing.
 
-    What a record refers to is selected by its ids, which are few, and not joined to a million rows.
+    Rows that a record refers to are selected by their ids, which are few, and not joined to a million rows.
     """
     of_table: dict[Any, list[ColumnElement[bool]]] = {SignatureRow: signature_conditions(filters), RecordRow: []}
     for name, column in _COLUMNS.items():

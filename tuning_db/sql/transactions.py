@@ -40,7 +40,7 @@ RECONNECT_PAUSE_S = 0.5
 
 
 class Transactions:
-    """What `TuningDatabase` stands on: an engine, and the one place that commits."""
+    """The base of `TuningDatabase`: an engine, and the one place that commits."""
 
     def __init__(self, location: Location, engine: Engine, mode: Mode) -> None:
         """Hold an engine; use `TuningDatabase.open`."""

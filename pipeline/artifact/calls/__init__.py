@@ -1,1 +1,1 @@
-"""What is done to a call before and after the module runs: checks, shape buckets, padding left out."""
+"""Steps of a call before and after the module runs: checks, shape buckets, padding left out."""

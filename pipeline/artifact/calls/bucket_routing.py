@@ -44,7 +44,7 @@ class BucketCount:
 
 @dataclass(frozen=True)
 class RouteStatistics:
-    """What became of the calls of a module since it was loaded."""
+    """Counts of the calls of a module since it was loaded."""
 
     buckets: tuple[BucketCount, ...] = ()  # Counts of each bucket.
     slow_path: int = 0  # Calls that no bucket took; they ran with symbolic shapes.
@@ -116,7 +116,7 @@ class Router:
 
     @property
     def statistics(self) -> RouteStatistics:
-        """What became of the calls so far."""
+        """Counts of the calls so far."""
         with self._lock:
             counts = tuple(
                 BucketCount(bucket.name, exact, padded)

@@ -57,7 +57,7 @@ class _State:
     batch: int
     next: Tensor
     kept: dict[str, Tensor]
-    context: dict[str, Tensor] = field(default_factory=dict)  # What an encoder gave.
+    context: dict[str, Tensor] = field(default_factory=dict)  # Outputs of the encoder.
     position: int = 0
     # (place of a step, positions that it looks at) -> a decode step on these tensors.
     decoding: dict[tuple[int, int], Callable[[], Outputs]] = field(default_factory=dict)

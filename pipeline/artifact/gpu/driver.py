@@ -1,4 +1,4 @@
-"""What is needed of CUDA's driver and TVM's runtime does not offer: graphs, names of streams, waits for a whole GPU.
+"""Functions of CUDA's driver that TVM's runtime does not offer: graphs, names of streams, waits for a whole GPU.
 
 TVM copies tensors on the default stream, whichever is current, and a stream of PyTorch does not wait for that one. So
 copies go to a call's stream here. An error that TVM has dealt with stays the last one of CUDA's runtime, which PyTorch

@@ -14,7 +14,7 @@ the caller captures is refused: CUDA launches no graph there, and memory of the 
 
 TVM captures the graph of static sizes, in the module's first call, on a stream that the default one waits for and in
 CUDA's global mode. Until that is over, CUDA refuses copies and allocations of all other threads, and spoils the graph.
-So whatever modules do with the GPU is inside the turn of its device, be it no call (`alone`). What others do is not.
+All work of modules on the GPU is inside a turn of its device, also outside of calls (`alone`). Work of others is not.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class SupportsCudaStream(Protocol):
 
 @dataclass
 class _Memory:
-    """What calls work in, and which stream the last of them went to."""
+    """Memory that calls work in, and the stream of the last of them."""
 
     last: int | None = None
 
 
 @dataclass
 class _Shared:
-    """What all modules of a device share."""
+    """State that all modules of a device share."""
 
     gpu: Gpu | None
     lock: threading.RLock = field(default_factory=lock_over_forks)

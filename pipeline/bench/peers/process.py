@@ -78,8 +78,8 @@ class PeerProcess:
 
     def generate(self, ids: list[list[int]], new: int) -> tuple[list[float], list[list[int]]]:
         """Return when each of the tokens after some prompts came, in seconds after the start, and the tokens."""
-        came, tokens = self._ask(Generate(ids, new))
-        return list(came), list(tokens)
+        arrivals_s, tokens = self._ask(Generate(ids, new))
+        return list(arrivals_s), list(tokens)
 
     def run_together(self, seconds: float) -> tuple[list[float], float]:
         """Return the latencies (ms) of all callers at once, for so many seconds, and the seconds that it took."""

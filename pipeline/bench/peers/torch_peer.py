@@ -56,13 +56,13 @@ class TorchPeer:
         if not hasattr(self._module, "generate"):
             raise PeerError(f"{self._order.factory} returned {type(self._module).__name__}, which has no `generate`")
         prompts = torch.tensor(ids, device=self._device)
-        came = _Came()
+        arrivals = _Arrivals()
         with torch.inference_mode():
             text = self._module.generate(
                 prompts, attention_mask=torch.ones_like(prompts), do_sample=False, min_new_tokens=new,
-                max_new_tokens=new, cache_implementation="static", streamer=came, pad_token_id=0,
+                max_new_tokens=new, cache_implementation="static", streamer=arrivals, pad_token_id=0,
             )  # fmt: skip
-        return came.seconds[1:], text[:, prompts.shape[1] :].T.tolist()
+        return arrivals.seconds[1:], text[:, prompts.shape[1] :].T.tolist()
 
     def _caller(self, call: Any, inputs: Mapping[str, np.ndarray], *, own_stream: bool) -> Caller:
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in inputs.items()}
@@ -82,7 +82,7 @@ class TorchPeer:
         return Caller(run, lambda: _arrays(last["returned"], self._order.outputs))
 
 
-class _Came:
+class _Arrivals:
     """Notes when tokens come; transformers gives it the prompts first."""
 
     def __init__(self) -> None:

@@ -124,7 +124,7 @@ def _moves(product: relax.Var, dtype: str, graph: Graph) -> list[relax.Var]:
             break
         value = graph.value(reader)
         narrows = is_op(value, "astype") and dtype_of(reader) == dtype
-        # What leaves elements out is no move of the whole.
+        # An operation that leaves elements out does not move the whole tensor.
         moves = is_view(value) and math.prod(sizes_of(reader) or (0,)) == math.prod(sizes_of(current) or ())
         if not narrows and not moves:
             break

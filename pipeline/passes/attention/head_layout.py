@@ -91,7 +91,7 @@ def _operand_of(value: tvm.ir.Expr | None, graph: Graph, *, scaled: bool) -> tvm
             return None
         behind = graph.value(inner)
         rounds = dtype_of(value) in HALVES and dtype_of(inner) == "float32"
-        # What is rounded as a whole is stored rounded.
+        # A tensor that is rounded as a whole is stored rounded.
         return None if rounds and _operand_of(behind, graph, scaled=scaled) is None else inner
     if is_view(value):
         return value.args[0]  # type: ignore[union-attr]

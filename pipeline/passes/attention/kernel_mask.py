@@ -31,7 +31,7 @@ class Masking:
     causal: bool = False
     window: int = 0
     layout: ScoreBias | None = None  # In the tensor that is read, with sizes of passes; None when none is.
-    # That tensor where the graph has it. Otherwise it is to be made: the sum of `addends` times their factors, and of
+    # The tensor of the graph, if it has one. Otherwise it is computed: the sum of `addends` times their factors, and of
     # `fill` where `conditions` do not all hold.
     source: tvm.ir.Expr | None = None
     addends: tuple[tuple[tvm.ir.Expr, float], ...] = ()
@@ -108,7 +108,7 @@ def _mask_of(step: ScoreStep, reader: MaskReader) -> Mask:
     if step.kind != "add":
         return reader.condition(step.expr, negated=step.kind == "where_not", fill=step.fill)
     mask = reader.addend(step.expr)
-    # What is low by far stays so under the factors that scores have; another factor is not one of attention.
+    # Very low scores stay very low under the usual factors of scores; another factor is not one of attention.
     known = not mask.fills or 0.01 < step.factor < 100
     return mask if known else Mask(addends=(step.expr,))
 

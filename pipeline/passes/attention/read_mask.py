@@ -44,7 +44,7 @@ class Mask:
 
     causal: bool = False  # Whether query i sees only keys `j <= i + keys - queries`.
     window: int = 0  # Whether only the last `window` of them; 0 for all.
-    conditions: tuple[Condition, ...] = ()  # What else has to hold for a key to be seen.
+    conditions: tuple[Condition, ...] = ()  # Further conditions for a visible key.
     fills: tuple[float, ...] = ()  # Of the scores of keys that are not seen: what is added, or takes their place.
     addends: tuple[tvm.ir.Expr, ...] = ()  # Tensors that are added to the scores.
 

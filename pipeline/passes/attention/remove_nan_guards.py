@@ -13,8 +13,8 @@ from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is
 from relaxtune.pipeline.passes.kit.rewrite import replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
-# What an activation (a result of a matmul, norm, ...) is assumed to stay under, in absolute value. Far beyond what
-# networks compute with, and small enough that adding it to the least float32 number rounds back to that number.
+# Assumed bound of an activation (a result of a matmul, norm, ...), in absolute value. Far beyond the values of
+# networks, and small enough that adding it to the least float32 number rounds back to that number.
 ACTIVATION_BOUND = {"float16": 1e4, "float32": 1e19, "bfloat16": 1e19, "float64": 1e150}
 
 _ACTIVATIONS = ("matmul", "nn.conv1d", "nn.conv2d", "nn.layer_norm", "nn.rms_norm", "nn.gelu", "tanh", "sigmoid")
@@ -22,7 +22,7 @@ _ACTIVATIONS = ("matmul", "nn.conv1d", "nn.conv2d", "nn.layer_norm", "nn.rms_nor
 
 @dataclass(frozen=True)
 class Range:
-    """What is known of a tensor: where `finite` is true, elements lie in [low, high]; elsewhere they may also be -inf.
+    """Known values of a tensor: where `finite` is true, elements lie in [low, high]; elsewhere they may also be -inf.
 
     `finite` broadcasts to the tensor's shape. Nothing described by a `Range` is NaN or +inf.
     """
@@ -35,7 +35,7 @@ class Range:
 def remove_nan_guards(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` without `where(isnan(s), 0, s)` for `s = softmax(t)`, where no row of `t` can make a NaN.
 
-    A row of a softmax is NaN only when it holds a NaN or +inf, or is -inf all over. What has to be proved is that
+    A row of a softmax is NaN only when it holds a NaN or +inf, or is -inf all over. The proof needs that
     `t` holds neither NaN nor +inf, and that each row has an element that is surely finite. Ranges are followed through
     constants, `where` and sums, rounding as the tensor's dtype does; so a finite minimum of float32 stays finite under
     any score, whereas in float16 it overflows to -inf and proves nothing.

@@ -138,7 +138,7 @@ def _projection(
         axes, starts = ([int(field) for field in arg.fields] for arg in value.args[1:3])
         if axes not in ([2], [-1]) or starts[0] < columns:
             return None
-    # What reads the sums before they are rounded is to round them, too.
+    # Readers of the sums before rounding must round them, too.
     if any(rounded_dtype(user, graph) != dtype_of(rounded) for user in readers):
         return None
     if not all(is_op(graph.value(user), "strided_slice") for user in graph.readers(binding.var)):

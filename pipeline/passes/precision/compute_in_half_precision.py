@@ -33,7 +33,7 @@ _ACTIVATIONS = ("nn.silu", "nn.gelu", "nn.gelu_tanh", "nn.relu", "sigmoid", "tan
 def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     """Return `mod` with float32 matmuls and convolutions taking 16-bit operands and giving float32 results.
 
-    In float16 for the policies "fp16", "w8a16" and "w4a16", in bfloat16 for "bf16". What a matmul reads is rounded
+    In float16 for the policies "fp16", "w8a16" and "w4a16", in bfloat16 for "bf16". Operands of matmuls are rounded
     once, where it is produced: weights in the constants themselves, activations at the end of the kernel before. A
     layer or RMS norm that a matmul reads takes and gives 16 bits too, as does the residual stream before it, and
     computes in float32 inside; the factors of a gated activation are stored in 16 bits. Softmax (its scores included: a

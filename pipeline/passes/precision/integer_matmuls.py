@@ -33,7 +33,7 @@ from relaxtune.schedules.targets import CpuLimits, target_limits
 
 _BYTES = ("int8", "uint8")
 _LARGEST_ACTIVATION = 255
-# What int8 gains nothing on, among CPUs.
+# CPUs on which int8 gains nothing.
 NO_WORDS = "multiplies no bytes by fours (features avx512vnni and avxvnni of x86 do)"
 _INT32_MAX = 2**31 - 1
 # Between int8 and uint8.

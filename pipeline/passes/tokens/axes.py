@@ -1,4 +1,4 @@
-"""Which axes of a tensor are rows of a batch and places in them, and what the tensor holds at places of padding.
+"""Axes of a tensor that are rows of a batch or places in them, and the values of the tensor at padding.
 
 An axis is a product of factors, the outermost first: [B, S, H] has three axes of one factor each, [B * S, H] an axis
 of two. Only tensors are followed that differ from the graph's at padding, or that hold a known number there. Of any

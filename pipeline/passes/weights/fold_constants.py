@@ -125,7 +125,7 @@ def _fold(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
 def _large_results(mod: tvm.ir.IRModule, state: LoweringState) -> set[relax.Var]:
     """Return the variables that depend on constants alone but are too large to become one, and all they are made of.
 
-    What they are made of has to stay as well: folded, it would leave them with constant operands of their own.
+    Their operands have to stay as well: folded, it would leave them with constant operands of their own.
     """
     known: dict[relax.Var, int] = {}
     made_from: dict[relax.Var, list[relax.Var]] = {}

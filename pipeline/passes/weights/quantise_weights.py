@@ -57,7 +57,7 @@ _HALF = "float16"
 _FLOAT8_ALIGNMENT, _FLOAT8_LEAST = 16, 256
 # Rows and columns below which bytes save less than making them takes.
 _BYTES_LEAST = 64
-# What stands between the matmul of a head and an output.
+# Operations between the matmul of a head and an output.
 _AFTER_HEADS = (
     "add", "multiply", "astype", "reshape", "squeeze", "expand_dims", "permute_dims", "tanh", "sigmoid", "nn.softmax",
     "nn.log_softmax", "nn.relu",
@@ -77,7 +77,7 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     odd number of rows stay in float16 with a note.
 
     For "fp8", a kernel of rows quantises what a matmul reads, once for all its readers, and the matmul scales its sums
-    by a number for each row and one for each column. What stays in 16 bits is noted with the reason.
+    by a number for each row and one for each column. Matmuls that stay in 16 bits are noted with the reason.
 
     For "int8" of a float graph, a kernel of rows makes bytes of float32 with a scale and a zero point for each row;
     sums are exact, and scaled alike. Matrices that are small, and the heads of classifiers, stay in float32.

@@ -106,10 +106,10 @@ def test_two_builds_of_one_model_may_be_apart_by_both_tolerances(manifest) -> No
     assert checks.drift_tolerance(replace(manifest, validation=None), manifest) is None
 
 
-def test_drift_beyond_what_was_asked_for_says_no_and_none_is_told() -> None:
+def test_drift_beyond_its_limit_is_refused_and_shown_without_one() -> None:
     a, b = [{"y": np.ones(4, np.float32)}], [{"y": np.full(4, 1.1, np.float32)}]
-    asked = Tolerance(1e-3, 0.0)
-    found = Comparison("a", "b", compare_outputs(a, b, tolerance=asked), asked="rtol 0.001")
+    allowed = Tolerance(1e-3, 0.0)
+    found = Comparison("a", "b", compare_outputs(a, b, tolerance=allowed), limit="rtol 0.001")
     assert checks.check_drift(found).verdict is Verdict.NO
     assert "y:" in checks.check_drift(found).reason
     assert checks.check_drift(Comparison("a", "b", compare_outputs(a, b))).verdict is Verdict.NO_LIMIT

@@ -1,4 +1,4 @@
-"""What attention operators share: heads split and merged, masks as additions, caches, softmax in float32.
+"""Parts that attention operators share: heads split and merged, masks as additions, caches, softmax in float32.
 
 Notation: B batch, S queries, T keys, P cached keys, N heads, H head size.
 """
