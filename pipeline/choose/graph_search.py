@@ -172,7 +172,7 @@ class _Search:
         self._until = started + self.seconds
         self._calls = timed_calls(self.prepared)
         compile_s = 0.0 if untuned is None else sum(untuned.seconds.values())
-        if not self._has_time(compile_s + _LEAST_S):
+        if 2 * compile_s + _LEAST_S > self.seconds:  # Loading the model, and another build of it.
             return False
         compiled = compile_module(self.prepared.lowered, self.choose(self.prepared), self.prepared.target, like=untuned)
         self._best = load_arm(compiled, self._calls, self.folder / "best")

@@ -56,7 +56,7 @@ class Shipping:
     # ship, and of a peer on the same device.
     report: BenchmarkReport
     contrast: Contrast | None  # The tuned model beside the untuned one; None where both have the same kernels.
-    searched: bool = True  # Whether any kernel could be tuned.
+    unfound: str = "the search found nothing faster"  # Why no kernel is another one, where all are the same.
     seconds: float = COMPARE_S  # The time that the comparison was given.
     slower: tuple[str, ...] = ()  # The tuned sizes at which the tuned model surely takes longer.
 
@@ -64,8 +64,7 @@ class Shipping:
     def verdict(self) -> str:
         """One sentence on what ships, and why."""
         if self.contrast is None:
-            found = "the search found nothing faster" if self.searched else "none of them can be tuned"
-            return f"Ships with the untuned kernels: {found}."
+            return f"Ships with the untuned kernels: {self.unfound}."
         gain, least = self.contrast.gain, self.contrast.least_gain
         runs = f"{self.report.runs} paired runs"
         if len(self.report.sizes) > 1:
@@ -151,7 +150,9 @@ def decide(
         sizes={call.sizes: call.count for call in calls},
     )
     points = tuple(point.name for call, point in zip(calls, prepared.sizes, strict=False) if call.sizes in slower)
-    result = Shipping(tuned if taken else untuned, taken, report, contrast, bool(prepared.tasks), seconds, points)
+    result = Shipping(tuned if taken else untuned, taken, report, contrast, seconds=seconds, slower=points)
+    if not prepared.tasks:
+        result = replace(result, unfound="none of them can be tuned")
     logger.debug("%s: %s", prepared.model.name, result.verdict)
     return result, loaded if taken else other
 

@@ -306,6 +306,8 @@ def _decide_shipping(
     until = None if beforehand is None else beforehand.until
     with stage("compare"):
         shipping, arm = decide(requested, made, untuned, folder, lock, ready.peers, compare_s, until)
+    if requested.tasks and not any(task.valid or task.failed or task.known for task in tuned.summary.tasks):
+        shipping = replace(shipping, unfound="no time was left to try a kernel; a longer --time-budget leaves some")
     if shipping.tuned or not shipping.slower or shipping.contrast is None or shipping.contrast.gain < 0:
         return shipping, arm, tuned
     kept = with_untuned_sizes(tuned, shipping.slower, database)

@@ -36,6 +36,8 @@ _WORK_MAX = {"cuda": 2e13, "llvm": 4e10}
 # A patch of 16 x 16 pixels has so many numbers, and is a token.
 _NUMBERS_OF_TOKEN = 768
 _CACHED_MAX = 2**26
+# Elements of a tensor that kernels can count (`schedules`' 32-bit positions).
+_ELEMENTS_MAX = 2**31 - 1
 # A call counts by this power of the tokens of the largest over its own, so that no size is most of the time of them
 # all: a CPU takes twice as long for twice the tokens, a GPU less.
 _COUNTS = {"cuda": 0.5, "llvm": 1.0}
@@ -111,7 +113,7 @@ def _limit(model: OnnxModel, axis: str) -> int:
 
 
 def _tokens(model: OnnxModel, sizes: Mapping[str, int]) -> int | None:
-    """Return the tokens of a call, at least one; None where the graph does not take its sizes, or caches are huge.
+    """Return the tokens of a call, at least one; None where the graph does not take its sizes, or tensors are huge.
 
     Axes without a size are as large as they have to be.
     """
@@ -121,9 +123,15 @@ def _tokens(model: OnnxModel, sizes: Mapping[str, int]) -> int | None:
         return None
     if any(one.problem(whole) for one in model.relations):
         return None
+
+    def count(spec: TensorSpec) -> int:
+        return math.prod(size for axis in spec.shape if isinstance(size := evaluate_dim(axis, whole), int))
+
+    if any(count(spec) > _ELEMENTS_MAX for spec in model.outputs):
+        return None
     tokens, cached = 1, 0
     for spec in model.inputs:
-        elements = math.prod(size for axis in spec.shape if isinstance(size := evaluate_dim(axis, whole), int))
+        elements = count(spec)
         if _is_cache(spec):
             cached += elements
         elif "mask" not in spec.name.lower():

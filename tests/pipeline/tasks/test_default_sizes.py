@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from relaxtune.models import OnnxModel, load_model
-from relaxtune.models.spec import AxisRelation
+from relaxtune.models.spec import AxisRelation, TensorSpec
 from relaxtune.pipeline.tasks.default_sizes import default_points
 from relaxtune.pipeline.tasks.sizes_of_tables import sizes_text, tuned_sizes
 
@@ -59,6 +59,13 @@ def test_calls_that_take_long_are_left_out_but_for_one(tmp_path: Path) -> None:
     assert names(model_of(tmp_path, IDS, 10_000_000), "llvm")[-1] == "batch=8 sequence=128"
     assert names(model_of(tmp_path, IDS, 100_000_000), "llvm") == ["batch=1 sequence=64", "batch=1 sequence=128"]
     assert names(model_of(tmp_path, IDS, 10**8), "cuda")[-1] == "batch=32 sequence=512"
+
+
+def test_calls_whose_results_have_more_elements_than_kernels_count_are_left_out(tmp_path: Path) -> None:
+    model = model_of(tmp_path, IDS)
+    logits = TensorSpec("logits", "float32", ("batch", "sequence", 262_144))
+    assert "batch=32 sequence=512" in names(model)
+    assert names(replace(model, outputs=(logits,))) == [one for one in names(model) if one != "batch=32 sequence=512"]
 
 
 def test_a_decoder_has_steps_after_its_cache_and_prefills(tmp_path: Path) -> None:

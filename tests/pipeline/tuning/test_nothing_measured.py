@@ -22,3 +22,5 @@ def test_require_valid_raises_when_every_candidate_failed() -> None:
     assert raised.value.exit_code == 4
     require_valid(dataclasses.replace(summary, tasks=(dataclasses.replace(failed, known=1),)))
     require_valid(dataclasses.replace(summary, tasks=()))
+    untried = dataclasses.replace(failed, failures={}, failed=0, last_error=None)
+    require_valid(dataclasses.replace(summary, tasks=(untried,)))  # No time is no fault.
