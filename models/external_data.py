@@ -37,8 +37,8 @@ def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def check_external_data(model: onnx.ModelProto, folder: Path) -> int:
     """Check the place and size of every external tensor and return how many bytes they are together.
 
-    Raises `ExternalDataError`: a path is absolute, escapes the folder (by `..` or a link) or is not a file; or the
-    bytes are not what dtype and dims ask for.
+    Raises `ExternalDataError`: a path is absolute, escapes the folder (by `..`, or a link to elsewhere than the blobs of
+    the hub's cache) or is not a file; or the bytes are not what dtype and dims ask for.
     """
     return sum(_check_tensor(tensor, folder) for tensor in external_tensors(model))
 
@@ -106,12 +106,19 @@ def _checked_path(location: str, folder: Path, what: str) -> Path:
         mode = target.stat().st_mode
     except (OSError, RuntimeError) as e:
         raise ExternalDataError(f"{what} is missing: {path} ({e}); copy the file beside the model") from e
-    if not target.is_relative_to(root):
+    blobs = _hub_blobs(folder)
+    if not target.is_relative_to(root) and (blobs is None or target.parent != blobs):
         msg = f"{what} escapes the model's folder: {path} is a link to {target}; copy the file itself (cp -L)"
         raise ExternalDataError(msg)
     if not stat.S_ISREG(mode):
         raise ExternalDataError(f"{what} is not a regular file: {path}; {fix}")
     return path
+
+
+def _hub_blobs(folder: Path) -> Path | None:
+    """Return where the hub's cache keeps the files that a folder of a snapshot links to; None for other folders."""
+    snapshots = next((one for one in folder.absolute().parents if one.name == "snapshots"), None)
+    return None if snapshots is None else (snapshots.parent / "blobs").resolve()
 
 
 def _entry_number(entries: dict[str, str], key: str, what: str) -> int | None:

@@ -99,6 +99,23 @@ def test_link_out_of_the_folder_is_refused(tmp_path: Path, kind: str) -> None:
         load_model(path)
 
 
+def test_links_of_the_cache_of_a_hub_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0a1b2c" / "onnx"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir()
+    external_model(tmp_path, "model.onnx_data").rename(blobs / "c3d4")
+    (blobs / "e5f6").write_bytes(np.ones(16, dtype=np.float32).tobytes())
+    (snapshot / "model.onnx").symlink_to(Path("../../../blobs/c3d4"))
+    (snapshot / "model.onnx_data").symlink_to(Path("../../../blobs/e5f6"))
+    assert (load_model(snapshot / "model.onnx").array("w") == 1).all()
+    (tmp_path / "elsewhere").write_bytes(bytes(64))
+    (snapshot / "model.onnx_data").unlink()
+    (snapshot / "model.onnx_data").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ExternalDataError, match="escapes the model's folder"):
+        load_model(snapshot / "model.onnx")
+
+
 def test_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
     path = external_model(tmp_path, "w.bin")
     (path.parent / "real.bin").write_bytes(bytes(64))
