@@ -37,8 +37,8 @@ def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
 def check_external_data(model: onnx.ModelProto, folder: Path) -> int:
     """Check the place and size of every external tensor and return how many bytes they are together.
 
-    Raises `ExternalDataError`: a path is absolute, escapes the folder (by `..`, or a link to elsewhere than the blobs of
-    the hub's cache) or is not a file; or the bytes are not what dtype and dims ask for.
+    Raises `ExternalDataError`: a path is absolute, escapes the folder (by `..`, or a link to elsewhere than the blobs
+    of the hub's cache) or is not a file; or the bytes are not what dtype and dims ask for.
     """
     return sum(_check_tensor(tensor, folder) for tensor in external_tensors(model))
 
