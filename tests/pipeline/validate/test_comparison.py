@@ -43,7 +43,7 @@ def test_one_changed_element_is_counted_and_fails_where_equal_bits_are_asked_for
     assert drift.max_ulps == 1
     (exact,) = compare_outputs([a], [b], exact=True)
     assert exact.reason == "1 of 8 elements have other bits"
-    comparison = Comparison("a", "b", (exact,), asked="no bit")
+    comparison = Comparison("a", "b", (exact,), limit="no bit")
     with pytest.raises(ValidationFailedError, match="a and b differ by more than no bit: output 'y': 1 of 8"):
         comparison.raise_if_failed()
     assert "FAILED" in str(render(comparison)[0].title)
@@ -166,7 +166,7 @@ def test_difference_is_called_ok_only_where_something_was_asked_for() -> None:
 
     def verdict(**asked: object) -> str:
         drift = compare_outputs([first], [second], **asked)
-        table = render(Comparison("a", "b", drift, asked="something" if asked else ""))[0]
+        table = render(Comparison("a", "b", drift, limit="something" if asked else ""))[0]
         return table.rows[0][-1]
 
     assert verdict() == "differs"
