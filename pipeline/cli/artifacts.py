@@ -187,7 +187,7 @@ class BenchOptions:
 
     against: str = option("ort", "Peers: ort, ort-cuda, torch, torch-compile; '' for none.", metavar="PEER,..")
     runs: int = option(50, "Timed runs of each arm.", min=1)
-    warmup: int = option(10, "Untimed runs of each arm before.", min=0)
+    warmup: int = option(10, "Untimed runs of each arm before the timed ones.", min=0)
     duration: float | None = option(None, "Seconds for each arm, in place of --runs.", metavar="SECONDS")
     streams: int = option(1, "Callers at once: throughput, and latencies under load.", min=1)
     dim: DimOption = None
@@ -244,7 +244,7 @@ class GenerationBenchOptions:
 class LoadOptions:
     """Calls that arrive at times of their own."""
 
-    rate: float | None = option(None, "Calls a second that arrive, without peers; for --duration (10 s).", metavar="R")
+    rate: float | None = option(None, "Send R calls a second to the artifact, for --duration (10 s).", metavar="R")
     arrivals: str = option("poisson", "Spread of arrivals: poisson, or bursty (eight at once).", metavar="SPREAD")
     slo_ms: float | None = option(None, "Goodput counts calls that end within this time.", metavar="X")
 
@@ -285,9 +285,9 @@ def bench(
     --lengths measures at the sizes of real calls, --batch-sweep at sizes of the batch. Peers that are not installed are
     skipped. Exits 1 if a peer cannot run the model, 3 if its outputs are wrong.
 
-    --generate measures the time to the first token and of each later one; with --torch, of a transformers model too.
+    --generate measures the time to the first token and for each later one; with --torch, of a transformers model too.
 
-    --rate sends calls at planned times, whether earlier ones have ended or not, to the artifact alone.
+    --rate sends calls to the artifact alone, at planned times, whether earlier calls have ended or not.
     """
     from relaxtune.pipeline.bench.open_loop import render_load
     from relaxtune.pipeline.bench.tables import cost_of_a_million, render
@@ -378,16 +378,16 @@ class PromptOptions:
     ids: str | None = option(None, "Token ids of the prompt.", metavar="ID,ID,...")
     prompt: str | None = option(None, "Text of the prompt.", metavar="TEXT")
     tokenizer: Path | None = option(None, "The model's tokenizer.json. Default: the artifact's.", metavar="FILE")
-    inputs: Path | None = option(None, "Inputs of an encoder in place of a prompt for it.", metavar="X.npz")
-    max_new_tokens: int = option(128, "The most tokens.", min=1, metavar="N")
+    inputs: Path | None = option(None, "Inputs of the encoder, in place of a prompt.", metavar="X.npz")
+    max_new_tokens: int = option(128, "Limit of generated tokens.", min=1, metavar="N")
     stop: str | None = option(None, "Token ids that end the text. Default: the model's.", metavar="ID,...")
     temperature: float = option(0.0, "Temperature of the draw; 0 takes the likeliest token.", min=0.0)
     top_k: int = option(0, "Draw from the K likeliest tokens; 0: from all.", min=0, metavar="K")
-    top_p: float = option(1.0, "Draw from the likeliest tokens with this probability in all.", min=0.0, max=1.0)
-    min_p: float = option(0.0, "Draw from tokens with this share of the likeliest one's probability.", min=0.0, max=1.0)
-    repetition_penalty: float = option(1.0, "Factor against tokens of prompt and text.", min=0.01)
-    presence_penalty: float = option(0.0, "Number off the logits of tokens of the text.")
-    frequency_penalty: float = option(0.0, "Number off the logits of tokens of the text, each time they occur.")
+    top_p: float = option(1.0, "Draw from the likeliest tokens that add up to this probability.", min=0.0, max=1.0)
+    min_p: float = option(0.0, "Draw from tokens at least this share as likely as the likeliest.", min=0.0, max=1.0)
+    repetition_penalty: float = option(1.0, "Divide logits of tokens in prompt and text by this.", min=0.01)
+    presence_penalty: float = option(0.0, "Subtract this from logits of tokens in the text.")
+    frequency_penalty: float = option(0.0, "Subtract this from a token's logit for each time it is in the text.")
     seed: int = option(0, "Seed of the draw.")
 
 
@@ -398,9 +398,9 @@ def generate(
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Write the tokens that follow a prompt, each as soon as it is there: text, or ids without a tokenizer.
+    """Generate tokens after a prompt and print each at once, as text; without a tokenizer, as ids.
 
-    Of a model with an encoder, the prompt is the encoder's. With --inputs it is the beginning of the text.
+    If the model has an encoder, the prompt goes to the encoder. With --inputs, the prompt begins the text.
     """
     from relaxtune.pipeline.artifact.generation.sampling import Sampling
     from relaxtune.pipeline.artifact.module import Module
@@ -449,12 +449,12 @@ def generate(
 @takes_groups()
 def embed(
     directory: ArtifactArgument,
-    texts: Annotated[Path, typer.Argument(metavar="FILE.txt", help="Texts, one a line.")],
-    out: Path | None = option(None, "Where to write the vectors, float32 [lines, width].", metavar="X.npy"),
+    texts: Annotated[Path, typer.Argument(metavar="FILE.txt", help="Texts, one for each line.")],
+    out: Path | None = option(None, "Where to write the vectors: float32, one row for each line.", metavar="X.npy"),
     verify_key: VerifyKeyOption = None,
     output_format: FormatOption = OutputFormat.TABLE,
 ) -> None:
-    """Compute a vector of each line of a file; --format json without --out prints the vectors."""
+    """Compute a vector for each line of a file; --format json without --out prints the vectors."""
     from relaxtune.models.files import read_regular
     from relaxtune.pipeline.artifact.module import Module
 

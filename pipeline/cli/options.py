@@ -148,7 +148,7 @@ class ModelOptions:
     )
     generate: bool = option(
         False,
-        "Make a decoder with caches generate tokens (docs/generation.md); takes a folder too.",
+        "Compile a decoder that owns its caches and generates tokens (docs/generation.md).",
         "--generate",
         panel=MODEL,
     )
