@@ -21,7 +21,7 @@ from relaxtune.pipeline.cli import (
     artifact,
     artifacts,
     batch,
-    cluster,
+    bench,
     compilation,
     dashboard,
     doctor,
@@ -103,7 +103,7 @@ COMMANDS: dict[str, Command] = {
     "compile": compilation.compile_command,
     "validate": artifacts.validate_command,
     "compare": artifacts.compare,
-    "bench": artifacts.bench,
+    "bench": bench.bench,
     "run": artifacts.run,
     "generate": artifacts.generate,
     "embed": artifacts.embed,
@@ -117,7 +117,7 @@ for name, command in COMMANDS.items():
     app.command(name=name, cls=CommandWithSet)(command)
 app.add_typer(artifact.app, name="artifact")
 app.add_typer(batch.app, name="batch")
-app.add_typer(cluster.app, name="cluster")
+app.add_typer(doctor.cluster, name="cluster")
 app.add_typer(database.app, name="db")
 
 

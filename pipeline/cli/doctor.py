@@ -1,4 +1,4 @@
-"""The checks behind `relaxtune doctor`: packages and devices, from where, and how to get missing ones.
+"""`relaxtune doctor` and `relaxtune cluster`: packages and devices here or on nodes, and how to get missing ones.
 
 Each check is one function that returns a `Finding`; `CHECKS` is the list of them all. A check never raises: what it
 could not find is its finding, with the fix. `REQUIRED` findings that are not ok make `relaxtune doctor` exit 1;
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -191,4 +192,33 @@ def doctor(output_format: FormatOption = OutputFormat.TABLE) -> None:
     fixes = "\n".join(f"{one.name}: {one.fix}" for one in findings if one.fix)
     emit(output_format, [asdict(one) for one in findings], TableView.of("relaxtune doctor", findings, columns, fixes))
     if any(finding.required and finding.status is not FindingStatus.OK for finding in findings):
+        raise typer.Exit(1)
+
+
+cluster = typer.Typer(help="Look at a Ray cluster.", no_args_is_help=True)
+
+
+@cluster.callback()
+def _group() -> None:
+    """Look at a Ray cluster."""
+
+
+@cluster.command()
+def check(
+    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="Such as 10.0.0.1:6379, or auto on a node of it.")],
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """List what each node has and lacks, and other versions. Exits 1 if a node is not ready."""
+    from relaxtune.pipeline.tuning.ray.cluster import check_cluster
+
+    found = check_cluster(address)
+    columns = {
+        "node": lambda one: one.host,
+        "CPUs": lambda one: one.cpus,
+        "measures on": lambda one: ", ".join(one.devices) or None,
+        "status": lambda one: "ok" if one.ok else "NOT OK",
+        "what to do": lambda one: "; ".join(one.faults) or None,
+    }
+    emit(output_format, [asdict(one) for one in found], TableView.of(f"cluster {address}", found, columns))
+    if not all(one.ok for one in found):
         raise typer.Exit(1)
