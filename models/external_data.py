@@ -25,6 +25,10 @@ from relaxtune.models.onnx_model import (
 
 # Shape inference reads small constants (shapes, axes): they are always inline.
 _ALWAYS_INLINE_BYTES = 1024
+# Protobuf copies a payload whenever it is read; a larger one stays in its file, where the model fits protobuf too.
+LARGE_BYTES = 2**20
+# Tables of positions are read for what they say about sizes.
+_INDICES = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
 
 
 def external_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
@@ -44,15 +48,16 @@ def check_external_data(model: onnx.ModelProto, folder: Path) -> int:
 
 
 def inline_external_data(model: onnx.ModelProto, folder: Path, total_bytes: int) -> bool:
-    """Read checked external tensors into the model; above protobuf's limit only the small ones.
+    """Read checked external tensors into the model, but for large weights; above protobuf's limit only the small ones.
 
     Returns whether every tensor is inline now; if not, large initializers of the main graph still refer to `folder`.
     """
-    keep_bytes = _ALWAYS_INLINE_BYTES if total_bytes >= PROTOBUF_LIMIT_BYTES else None
+    crosses = total_bytes >= PROTOBUF_LIMIT_BYTES
     kept = False
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            if keep_bytes is not None and tensor_bytes(tensor) > keep_bytes:
+            size = tensor_bytes(tensor)
+            if size > (_ALWAYS_INLINE_BYTES if crosses else LARGE_BYTES) and tensor.data_type not in _INDICES:
                 kept = True
             else:
                 read_in(tensor, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,11 @@ PROTOBUF_LIMIT_BYTES = 2**31 - 16 * 2**20
 
 #: Vectors of sizes are as long as ranks; a longer tensor is data, which says nothing about shapes.
 SHAPE_ELEMENTS_MAX = 64
+
+#: Kernels expect tensors to start at a multiple of it.
+ALIGNMENT_BYTES = 64
+# Of a file that is hashed; it stays in a core's cache.
+_PIECE_BYTES = 1 << 18
 
 # One table from ONNX element types to numpy's names; bfloat16 and the float8 family come from ml_dtypes.
 _DTYPE_NAMES: dict[int, str] = {
@@ -80,10 +86,10 @@ def is_numeric(element_type: int) -> bool:
 class OnnxModel:
     """A checked ONNX model and the signature it has after its shapes were pinned.
 
-    `proto` holds every weight inline, unless the model was loaded from a file whose weights are external and together
-    reach protobuf's limit of 2 GiB: then the large tensors stay references into `data_dir`, already checked for path
-    and size, and are read one by one by `array`. A zoo model above the limit is inline in memory; it cannot be turned
-    into bytes, only written by `models.save_model`. `inline_proto()` always gives every weight in memory.
+    `proto` holds weights inline, unless the model was loaded from a file whose weights are external: then the large
+    tensors stay references into `data_dir`, already checked for path and size, and are read one by one by `array`. A
+    zoo model above protobuf's limit of 2 GiB is inline in memory; it cannot be turned into bytes, only written by
+    `models.save_model`. `inline_proto()` always gives every weight in memory.
 
     `sha256` covers what is in `proto` (pinned shapes included) and every weight's bytes, inline or external, so the
     same model has one hash in either form. `seed` is that of a zoo model's weights, None for a file.
@@ -198,39 +204,66 @@ def tensor_bytes(tensor: onnx.TensorProto) -> int:
 
 
 def read_tensor(tensor: onnx.TensorProto, data_dir: Path | None) -> np.ndarray:
-    """Return a tensor as an array, reading its external payload from `data_dir` where it has one."""
+    """Return a tensor as an array, reading its external payload from `data_dir` where it has one.
+
+    A payload in a file is read once, to memory that TVM can take as it is.
+    """
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return np.asarray(numpy_helper.to_array(tensor))
     if data_dir is None:
         raise ExternalDataError(f"tensor {tensor.name!r} is external but its model has no folder to read it from")
+    payload = _read_external(tensor, data_dir)
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    if payload.size == math.prod(tensor.dims) * dtype.itemsize and sys.byteorder == "little":
+        return np.asarray(payload.view(dtype).reshape(tensor.dims))
+    # Several elements share a byte.
     inline = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    inline.raw_data = read_external_bytes(tensor, data_dir)
+    inline.raw_data = payload.tobytes()
     return np.asarray(numpy_helper.to_array(inline))
 
 
-def read_external_bytes(tensor: onnx.TensorProto, data_dir: Path) -> bytes:
-    """Return the bytes of an external tensor whose place was checked when the model was loaded."""
+def aligned_bytes(size: int) -> np.ndarray:
+    """Return new memory that starts at a multiple of `ALIGNMENT_BYTES`."""
+    memory = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + size]
+
+
+def _read_external(tensor: onnx.TensorProto, data_dir: Path) -> np.ndarray:
+    payload = aligned_bytes(tensor_bytes(tensor))
+    for _ in _external_pieces(tensor, data_dir, payload.data):
+        pass
+    return payload
+
+
+def _external_pieces(tensor: onnx.TensorProto, data_dir: Path, piece: memoryview) -> Iterator[memoryview]:
+    """Yield the bytes of an external tensor, a piece at a time, all in the memory of `piece`.
+
+    The place of the tensor was checked when the model was loaded.
+    """
     entries = {entry.key: entry.value for entry in tensor.external_data}
     size = tensor_bytes(tensor)
     path = data_dir / entries["location"]
+    done = 0
     try:
         with path.open("rb") as file:
             file.seek(int(entries.get("offset", "0")))
-            data: bytes = file.read(size)
+            while done < size and (count := file.readinto(piece[: size - done])):
+                yield piece[:count]
+                done += count
     except OSError as e:
         msg = f"external data of tensor {tensor.name!r} cannot be read from {path}: {e.strerror}"
         raise ExternalDataError(msg) from e
-    if len(data) != size:
+    if done < size:
         raise ExternalDataError(
-            f"external data of tensor {tensor.name!r} in {path} ends early: expected {size} bytes, got {len(data)}; "
+            f"external data of tensor {tensor.name!r} in {path} ends early: expected {size} bytes, got {done}; "
             f"the file changed since the model was loaded, load it again"
         )
-    return data
 
 
 def read_in(tensor: onnx.TensorProto, data_dir: Path) -> None:
     """Make an external tensor an inline one."""
-    tensor.raw_data = read_external_bytes(tensor, data_dir)
+    tensor.raw_data = _read_external(tensor, data_dir).tobytes()
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")
 
@@ -239,10 +272,12 @@ def content_sha256(model: onnx.ModelProto, data_dir: Path | None) -> str:
     """Return the sha256 (hex) of the graph without its weights, then of every weight's name, dtype, dims and bytes."""
     skeleton = without_weights(model)
     digest = hashlib.sha256(skeleton.SerializeToString(deterministic=True))
+    piece = memoryview(bytearray(_PIECE_BYTES))
     for tensor in sorted(model.graph.initializer, key=lambda t: str(t.name)):
         digest.update(f"\0{tensor.name}\0{tensor.data_type}\0{list(tensor.dims)}\0".encode())
         if tensor.data_location == onnx.TensorProto.EXTERNAL and data_dir is not None:
-            digest.update(read_external_bytes(tensor, data_dir))
+            for part in _external_pieces(tensor, data_dir, piece):
+                digest.update(part)
         elif tensor.HasField("raw_data"):
             digest.update(tensor.raw_data)
         else:

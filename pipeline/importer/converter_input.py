@@ -9,9 +9,12 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import onnx
 import tvm
+import tvm_ffi
 from onnx import numpy_helper
 from tvm import relax
 
+from relaxtune.models.onnx_model import ALIGNMENT_BYTES
+from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.importer.sizes import KnownSizes, size_text
 
 Attribute: TypeAlias = int | float | str | bytes | list[int] | list[float] | onnx.TensorProto | onnx.GraphProto
@@ -112,6 +115,9 @@ class ConverterInput:
 Converter = Callable[[ConverterInput], tvm.ir.Expr | None]
 _Converter = TypeVar("_Converter", bound=Converter)
 
+# Kinds of dtypes that NumPy itself has.
+_PLAIN = "biuf"
+
 #: (domain, operator) -> our own converter, filled by the modules of `converters`; the main ONNX domain is "".
 CONVERTERS: dict[tuple[str, str], Converter] = {}
 
@@ -130,12 +136,28 @@ def converts(*operators: str) -> Callable[[_Converter], _Converter]:
 
 def constant_value(expr: tvm.ir.Expr | None) -> np.ndarray | None:
     """Return the value of a constant expression, None for any other."""
-    return np.asarray(expr.value.numpy()) if isinstance(expr, tvm.ir.GenericConst) else None
+    return array_in_place(expr.value) if isinstance(expr, tvm.ir.GenericConst) else None
 
 
 def constant(value: np.ndarray) -> tvm.ir.Expr:
     """Return a constant of exactly this dtype; `relax.const` alone makes an int64 scalar int32."""
     return relax.const(value, str(value.dtype))
+
+
+def array_in_place(tensor: tvm.runtime.Tensor) -> np.ndarray:
+    """Return the elements of a tensor, to read; a copy of them for dtypes that NumPy does not have."""
+    if numpy_dtype(str(tensor.dtype)).kind not in _PLAIN:
+        return np.asarray(tensor.numpy())
+    array = np.from_dlpack(tensor)
+    array.flags.writeable = False
+    return array
+
+
+def tensor_in_place(array: np.ndarray) -> tvm.runtime.Tensor:
+    """Return an array as a tensor; nobody writes to the array any more. Kernels expect the alignment, else a copy."""
+    array = np.asarray(array, order="C")
+    aligned = array.ctypes.data % ALIGNMENT_BYTES == 0 and array.flags.writeable and array.size > 0
+    return tvm_ffi.from_dlpack(array) if aligned and array.dtype.kind in _PLAIN else tvm.runtime.tensor(array)
 
 
 def tensor_attribute(value: Attribute) -> np.ndarray:

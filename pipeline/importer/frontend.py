@@ -18,7 +18,13 @@ from relaxtune.models.dims import may_be_empty
 from relaxtune.models.onnx_model import read_tensor
 from relaxtune.models.spec import AxisRelation
 from relaxtune.pipeline.errors import ImportFailedError
-from relaxtune.pipeline.importer.converter_input import constant, constant_value, has_known_sizes, static_size
+from relaxtune.pipeline.importer.converter_input import (
+    constant,
+    constant_value,
+    has_known_sizes,
+    static_size,
+    tensor_in_place,
+)
 from relaxtune.pipeline.importer.converters import CONVERTERS, ConverterInput
 from relaxtune.pipeline.importer.errors import conversion_failed, element_types, list_nodes
 from relaxtune.pipeline.importer.normalise import NormalisedGraph
@@ -108,7 +114,7 @@ class NodeByNodeImporter(onnx_frontend.ONNXGraphImporter):  # type: ignore[misc]
     def _parse_array(self, tensor_proto: onnx.TensorProto) -> tvm.runtime.Tensor:
         array = read_tensor(tensor_proto, self._model.data_dir)
         held = _HELD_IN_BYTES.get(str(array.dtype))
-        return tvm.runtime.tensor(np.asarray(array if held is None else array.astype(held), order="C"))
+        return tensor_in_place(array if held is None else array.astype(held))
 
     def _construct_nodes(self, graph: onnx.GraphProto) -> None:
         self._cast_multiples()

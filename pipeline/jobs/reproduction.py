@@ -157,12 +157,13 @@ def _cut(
     model: OnnxModel, tensors: OnnxTensors, labels: frozenset[str], results: Iterable[str]
 ) -> tuple[onnx.ModelProto, dict[str, np.ndarray]] | None:
     """Return the nodes with the given labels as a model of its own, and its inputs; None where types are not known."""
-    if model.weight_bytes > _COPIED_BYTES_MAX or model.data_dir is not None:
+    if model.weight_bytes > _COPIED_BYTES_MAX:
         return None
-    inferred = onnx.shape_inference.infer_shapes(model.proto).graph
+    proto = model.inline_proto()
+    inferred = onnx.shape_inference.infer_shapes(proto).graph
     values = (*inferred.input, *inferred.output, *inferred.value_info)
     types = {one.name: one.type.tensor_type.elem_type for one in values if one.type.tensor_type.elem_type}
-    graph = model.proto.graph
+    graph = proto.graph
     reads = [name for node in graph.node if label_of(node) in labels for name in node.input if name]
     kept = {node.label for name in reads for node in tensors.constant_makers(name)} | set(labels)
     nodes = [node for node in graph.node if label_of(node) in kept]
@@ -181,7 +182,7 @@ def _cut(
     dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(types[name]) for name in given}
     inputs = {name: tensors.values[name].astype(dtype) for name, dtype in dtypes.items()}
     part = onnx.ModelProto()
-    part.CopyFrom(model.proto)
+    part.CopyFrom(proto)
     del part.graph.node[:], part.graph.input[:], part.graph.output[:], part.graph.value_info[:]
     del part.graph.initializer[:]
     part.graph.node.extend(nodes)

@@ -22,7 +22,7 @@ def rounds_to_integers(model: OnnxModel) -> bool:
     """Whether the graph quantises activations: a value beside a tie then takes one step or the other."""
     return any(
         node.op_type in _QUANTISERS or node.op_type.startswith(("QLinear", "DynamicQuantize"))
-        for node in model.inline_proto().graph.node
+        for node in model.proto.graph.node
     )
 
 

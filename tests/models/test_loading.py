@@ -227,7 +227,9 @@ def test_model_above_the_limit_is_saved_beside_and_stays_external(tmp_path: Path
     assert loaded.sha256 == model.sha256
     assert loaded.weight_bytes == model.weight_bytes
     assert all(np.array_equal(value, model.array(name)) for name, value in loaded.arrays())
-    assert sum(t.data_location == TensorProto.EXTERNAL for t in loaded.proto.graph.initializer) == 18
+    outside = [t.data_type for t in loaded.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    # Positions are inline: their range bounds sizes.
+    assert outside == [FLOAT] * 17
     inline = loaded.inline_proto()
     assert not any(t.data_location == TensorProto.EXTERNAL for t in inline.graph.initializer)
     # A loaded external model can be saved again, elsewhere.
@@ -239,6 +241,24 @@ def test_model_above_the_limit_is_saved_beside_and_stays_external(tmp_path: Path
     by_path = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"]).run(None, inputs)
     by_bytes = ort.InferenceSession(inline.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, inputs)
     np.testing.assert_array_equal(by_path[0], by_bytes[0])
+
+
+def test_large_external_weights_of_a_small_model_stay_outside_and_are_aligned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model("bert-tiny")
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, size_threshold=0)
+    monkeypatch.setattr(relaxtune.models.external_data, "LARGE_BYTES", 2**16)
+    loaded = load_model(tmp_path / "m.onnx")
+    outside = [t.name for t in loaded.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    assert (loaded.data_dir, loaded.sha256) == (tmp_path, model.sha256)
+    assert "embeddings.word_embeddings.weight" in outside
+    assert len(outside) < len(loaded.proto.graph.initializer)
+    for name in outside:
+        assert np.array_equal(loaded.array(name), model.array(name))
+        assert loaded.array(name).ctypes.data % relaxtune.models.onnx_model.ALIGNMENT_BYTES == 0
 
 
 @pytest.mark.usefixtures("low_limit")

@@ -11,6 +11,8 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_equal
 
+from relaxtune.pipeline.importer.converter_input import array_in_place, tensor_in_place
+
 MAIN = "main"
 HALVES = ("float16", "bfloat16")
 # Operators whose result has one element for each element of their operands, broadcast.
@@ -83,8 +85,19 @@ def is_constant(expr: tvm.ir.Expr) -> bool:
 
 
 def array_of(constant: tvm.ir.Expr) -> np.ndarray:
-    """Return a tensor constant's data as an array."""
-    return np.asarray(constant.value.numpy())
+    """Return a tensor constant's data as an array, to read."""
+    return array_in_place(constant.value)
+
+
+def constant_of(array: np.ndarray) -> tvm.ir.Expr:
+    """Return an array as a constant of its dtype."""
+    return relax.const(tensor_in_place(array))
+
+
+def is_filled(array: np.ndarray) -> bool:
+    """Return whether an array has elements, and they are all equal."""
+    # Most weights differ in their first elements.
+    return array.size > 0 and all((part == array.flat[0]).all() for part in (array.reshape(-1)[:64], array))
 
 
 def number_of(expr: tvm.ir.Expr, other: tvm.ir.Expr) -> float | None:
@@ -100,7 +113,7 @@ def number_of(expr: tvm.ir.Expr, other: tvm.ir.Expr) -> float | None:
     if any(size != 1 and not (isinstance(axis, tirx.IntImm) and int(axis) == size) for size, axis in pairs):
         return None
     array = array_of(expr)
-    return None if array.size == 0 or not (array == array.flat[0]).all() else float(array.flat[0])
+    return float(array.flat[0]) if is_filled(array) else None
 
 
 def either_way(call: relax.Call) -> tuple[tuple[tvm.ir.Expr, tvm.ir.Expr], tuple[tvm.ir.Expr, tvm.ir.Expr]]:

@@ -17,7 +17,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op
+from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_filled, is_op
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, fits, group_axes, plain, size_of, sizes_of
 
 # A score this low leaves its key out: the weight is exp(-10000) of a visible key's, 0 in float32.
@@ -101,10 +101,7 @@ class KnownValues:
     def _uniform_of(self, value: tvm.ir.Expr, depth: int) -> np.generic | None:
         if is_constant(value):
             array = array_of(value)
-            if array.size == 0 or not (array == array.flat[0]).all():
-                return None
-            element: np.generic = array.flat[0]
-            return element
+            return array.flat[0] if is_filled(array) else None
         if not isinstance(value, relax.Call) or not dtype_of(value).startswith(("bool", "int", "uint", "float")):
             return None
         filled: np.generic | int | bool | None = None

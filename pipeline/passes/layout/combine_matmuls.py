@@ -11,6 +11,7 @@ from tvm import relax
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
+    constant_of,
     dtype_of,
     either_way,
     is_constant,
@@ -142,7 +143,7 @@ def _combined(new: Rewriter, group: list[_Branch], matmul: relax.Call) -> dict[r
         return new.extra(f"{first.matmul.name}__combined_{count}", value, steps)
 
     weight = np.concatenate([array_of(branch.weight) for branch in group], axis=1)
-    wide = relax.const(weight, dtype_of(first.weight))
+    wide = constant_of(weight)
     result = bind(relax.op.matmul(new.of(matmul.args[0]), wide, matmul.attrs.out_dtype))
     if first.first_cast:
         result = bind(relax.op.astype(result, first.first_cast))

@@ -14,7 +14,15 @@ from tvm import relax, tirx
 from relaxtune.pipeline.arrays import CHUNK, map_chunks
 from relaxtune.pipeline.passes.attention.kernel import template_refusal
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import HALVES, array_of, called_function, constants_in, dtype_of, is_constant
+from relaxtune.pipeline.passes.kit.ir import (
+    HALVES,
+    array_of,
+    called_function,
+    constant_of,
+    constants_in,
+    dtype_of,
+    is_constant,
+)
 from relaxtune.pipeline.passes.kit.rewrite import Rewriter, replace_found
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.find_norm_kernels import NormKernel, find_norm
@@ -258,7 +266,7 @@ class _Fuser:
         if function is None:
             return None
         column_sums = [_constant(sums_of_columns)] if norm.kernel.centred else []
-        call = call.with_argument(matmul.b, relax.const(scaled, dtype_of(weight)))
+        call = call.with_argument(matmul.b, constant_of(scaled))
         call = call.with_argument(matmul.a, norm.data)
         return call.of(function, _Extra(producer.var, False), *column_sums, *shifts)
 

@@ -10,9 +10,10 @@ import tvm
 from tvm import relax, te
 from tvm.relax.expr_functor import mutator
 
+from relaxtune.models.onnx_model import aligned_bytes
 from relaxtune.models.spec import numpy_dtype
 from relaxtune.pipeline.passes.kit.graph import Graph
-from relaxtune.pipeline.passes.kit.ir import array_of, dtype_of, is_constant, is_op, same_shape
+from relaxtune.pipeline.passes.kit.ir import array_of, constant_of, dtype_of, is_constant, is_op, same_shape
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, written_by
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.norms.norms_of_half import norm_of_half
@@ -52,6 +53,11 @@ def compute_in_half_precision(mod: tvm.ir.IRModule, state: LoweringState) -> tvm
         f"{rewriter.count} matmuls and convolutions in {policy.half}" if rewriter.count else "no float32 matmul found"
     )
     return result if rewriter.count else mod
+
+
+def _exceeds(array: np.ndarray, limit: float) -> bool:
+    """Return whether a number beyond a limit is in an array."""
+    return bool(array.max(initial=0.0) > limit or array.min(initial=0.0) < -limit)
 
 
 @mutator
@@ -113,7 +119,10 @@ class _Half(Rewriter):
             return self._halves[expr]
         value = self._graph.value(expr)
         if is_constant(expr):
-            half: tvm.ir.Expr = relax.const(array_of(expr).astype(numpy_dtype(self._dtype)), self._dtype)
+            array, dtype = array_of(expr), numpy_dtype(self._dtype)
+            rounded = aligned_bytes(array.size * dtype.itemsize).view(dtype).reshape(array.shape)
+            np.copyto(rounded, array, casting="unsafe")
+            half: tvm.ir.Expr = constant_of(rounded)
         elif is_op(value, *_VIEWS):
             half = self._bind_half(expr, _VIEWS[value.op.name.removeprefix("relax.")](value, self._half(value.args[0])))
         elif is_op(value, "where") and self._guards_contraction(value):
@@ -142,7 +151,8 @@ class _Half(Rewriter):
         if not is_op(value, *_CONTRACTIONS) or any(dtype_of(arg) != "float32" for arg in value.args):
             return False
         for arg in value.args:
-            if is_constant(arg) and np.abs(array_of(arg)).max(initial=0.0) > float(ml_dtypes.finfo(self._dtype).max):
+            limit = float(ml_dtypes.finfo(self._dtype).max)
+            if is_constant(arg) and _exceeds(array_of(arg), limit):
                 self.state.note(f"a matmul stays in float32: its weight {arg.ty} exceeds the range of {self._dtype}")
                 return False
         return True

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import tvm
+from onnx import helper
 from tvm import relax
 
 from relaxtune.pipeline.passes.kit.ir import array_of, bindings_of, constants_in, is_op, main_of, with_functions
@@ -91,9 +92,10 @@ class _Names:
         self._shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         self._read_by = {node.name: [i for i in node.input if i in self._shapes] for node in graph.node}
         self._array = state.graph.model.array
-        self._by_shape: dict[tuple[int, ...], list[str]] = {}
-        for name, shape in self._shapes.items():
-            self._by_shape.setdefault(shape, []).append(name)
+        self._unread: dict[tuple[tuple[int, ...], np.dtype[np.generic]], list[str]] = {}
+        for tensor in graph.initializer:
+            dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+            self._unread.setdefault((tuple(tensor.dims), dtype), []).append(tensor.name)
         self._by_content: dict[Fingerprint, list[str]] = {}
 
     def choose(self, array: np.ndarray, nodes: Iterable[str]) -> str:
@@ -111,7 +113,7 @@ class _Names:
 
     def _of_content(self, array: np.ndarray, nodes: Iterable[str]) -> str | None:
         """Return the initialiser of the same content, of several one that the nodes read."""
-        for name in self._by_shape.pop(array.shape, ()):
+        for name in self._unread.pop((array.shape, array.dtype), ()):
             self._by_content.setdefault(_fingerprint(self._array(name)), []).append(name)
         read = {name for node in nodes for name in self._read_by.get(node, ())}
         alike = sorted(self._by_content.get(_fingerprint(array), []), key=lambda name: name not in read)

@@ -11,6 +11,7 @@ from tvm import relax, te
 from relaxtune.pipeline.passes.kit.ir import (
     array_of,
     bindings_of,
+    constant_of,
     dtype_of,
     main_of,
     multiplies_by_matrix,
@@ -71,7 +72,7 @@ def turn_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
 
     def turned(new: Rewriter, binding: relax.VarBinding, matmul: relax.Call) -> tvm.ir.Expr:
         data, weight = matmul.args
-        rows = relax.const(np.ascontiguousarray(array_of(weight).T), dtype_of(weight))
+        rows = constant_of(np.ascontiguousarray(array_of(weight).T))
         return new.kernel(turned_matmul(dtype_of(binding.var)), new.of(data), rows, name="matmul")
 
     return replace_found(mod, state, found, turned, "weights turned")
