@@ -1,4 +1,4 @@
-"""What a measurement is true for (`Environment`), what a kernel is compiled for (`TargetKey`), and by which code.
+"""Conditions of a measurement (`Environment`), the target of a kernel (`TargetKey`), and the version of the code.
 
 Commands that compile and run nothing ask for names alone: TVM is imported by the functions that ask it.
 """

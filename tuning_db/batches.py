@@ -160,7 +160,7 @@ def move_cell(
 
 
 def cancel_cell(database: TuningDatabase, batch_id: str, name: str) -> None:
-    """Cancel a cell that is not over; its driver leaves it at the next opportunity. One that is cancelled stays so.
+    """Cancel a cell that is not over; its driver leaves it at the next opportunity. A cancelled cell stays cancelled.
 
     Raises `TransitionError`: it is over; `NotFoundError`: the batch has no such cell.
     """

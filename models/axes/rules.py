@@ -1,4 +1,4 @@
-"""One rule an operator: what is known of its results, and which sizes it makes equal or bounds."""
+"""Rules of operators: facts about their results, and sizes that they make equal or bound."""
 
 from __future__ import annotations
 

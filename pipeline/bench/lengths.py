@@ -91,9 +91,9 @@ def measure_lengths(
 ) -> LengthsReport:
     """Return the latency of artifacts and peers at each point, where all take turns.
 
-    `artifacts`: by the names of their arms, the first with symbolic axes. One with buckets takes and returns host
-    arrays, as it pads there; the others' inputs are on their device before the clock starts. `model`: with symbolic
-    axes. `request`: peers and how long; its `dims` are sizes of axes that the points leave open.
+    `artifacts`: by the names of their arms, the first with symbolic axes. An artifact with buckets takes and returns
+    host arrays, as it pads there; the others' inputs are on their device before the clock starts. `model`: with
+    symbolic axes. `request`: peers and how long; its `dims` are sizes of axes that the points leave open.
     Raises `UsageError`: the first artifact takes no more of an axis than a point has.
     """
     first = next(iter(artifacts.values()))

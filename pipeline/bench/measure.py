@@ -182,9 +182,9 @@ class BenchmarkReport:
         Raises
         ------
         ValidationFailedError
-            One computes something else than ONNX Runtime on the CPU.
+            An arm computes something else than ONNX Runtime on the CPU.
         PipelineError
-            One cannot run the model.
+            An arm cannot run the model.
         """
         if self.wrong:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.wrong.items())
@@ -217,7 +217,7 @@ def measure(
         Whether every second turn goes through the arms backwards: a place in the turn then favours none.
     settle : bool
         Whether an arm runs untimed before each timed run: once, or for 50 ms after another arm, where one is of another
-        process and threads spun. One that takes long needs no such run.
+        process and threads spun. A slow arm needs no such run.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Pairs of our tensors and ONNX's, and the first that is wrong.
 
 After the passes a binding may hold a tensor of the ONNX graph, the same in another layout, or something the graph does
-not have. What is what is learned from a run whose results are right: a binding holds the tensor of one of its own nodes
-that it is equal to there. In the run under suspicion the same binding is compared with the same tensor.
+not have. A run with right results tells them apart: a binding holds the tensor of one of its own nodes that it is equal
+to there. In the run under suspicion the same binding is compared with the same tensor.
 """
 
 from __future__ import annotations

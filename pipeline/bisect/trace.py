@@ -52,7 +52,7 @@ def kernel_calls(mod: tvm.ir.IRModule, sources: Mapping[str, tuple[str, ...]]) -
 class KernelWatch:
     """An instrument that keeps what kernels write, fills their outputs with NaN before, or puts others in their place.
 
-    One is used for one run. Kernels that write only part of their output show as NaN, whatever was in memory before.
+    A trace is for one run. Kernels that write only part of their output show as NaN, whatever was in memory before.
     """
 
     def __init__(

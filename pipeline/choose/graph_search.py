@@ -89,7 +89,7 @@ class GraphTrial:
 
     @property
     def reason(self) -> str:
-        """One phrase on what was found."""
+        """The result in a phrase."""
         if self.gain is None:
             return self.verdict.value
         least, most = self.least_gain, self.most_gain

@@ -115,8 +115,8 @@ def without_stale(lookup: RecordLookup, task: TuningTask, known: Sequence[Tuning
 
     Records of latencies that no device reaches are left out, too.
 
-    Those of templates and libraries are tried as selection tries them, the fastest first, until one holds; when none
-    of those holds, all of their routes are stale.
+    Records of templates and libraries are tried as in the selection, the fastest first, until one is usable. If none
+    is, all of their routes are stale.
 
     `lookup`: of this device, and of the database that `known` is from. `known`: of this device, failed ones included.
     """

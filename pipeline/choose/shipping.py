@@ -62,7 +62,7 @@ class Shipping:
 
     @property
     def verdict(self) -> str:
-        """One sentence on what ships, and why."""
+        """The decision and its reason in a sentence."""
         if self.contrast is None:
             return f"Ships with the untuned kernels: {self.unfound}."
         gain, least = self.contrast.gain, self.contrast.least_gain

@@ -1,7 +1,7 @@
 """Make a whole `main` capturable as one CUDA graph.
 
-`RewriteCUDAGraph` lifts only calls whose arguments lie at fixed addresses, in memory of the function's own. What reads
-an input therefore stays outside, splitting the graph wherever it stands, and so does what writes an output.
+`RewriteCUDAGraph` lifts only calls whose arguments lie at fixed addresses, in memory of the function's own. Kernels
+that read an input therefore stay outside and split the graph, and so do kernels that write an output.
 Here the inputs are declared to be at fixed addresses too, and the outputs are returned as views of the graph's memory:
 
 ::
@@ -158,7 +158,7 @@ def _view_outputs(body: relax.SeqExpr, maxima: Mapping[str, int]) -> tuple[list[
 
 # Kernels with dependent launch (PTX's griddepcontrol) start while the one before them ends. Before they wait for it,
 # they read what no kernel of the graph writes, and attention writes results that no other kernel uses
-# (`pipeline.passes.weights.mark_constants`). That is true of one launch of a CUDA graph; of launches one by one, the
+# (`pipeline.passes.weights.mark_constants`). This holds inside a launch of a CUDA graph; in launches one by one, the
 # kernels of a run could overlap with those of the run before, and share the allocator's memory.
 
 

@@ -4,8 +4,8 @@ A record keeps the hash of the kernel that was measured, and an artifact those o
 a kernel through templates, schedule rules and default schedules; when one of them changes, the same decision may make
 another kernel. Its hash then differs from the record's, and the record is measured again. Fallbacks go the same way.
 
-The hash is taken after `finish_kernels`. What a module without a CUDA graph changes after that (how kernels are
-launched, `pipeline.codegen.cuda_graph`) takes no part.
+The hash is taken after `finish_kernels`. Later changes of a module without a CUDA graph (how kernels are
+launched, `pipeline.codegen.cuda_graph`) take no part.
 """
 
 from __future__ import annotations

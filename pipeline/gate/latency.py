@@ -73,7 +73,7 @@ class LatencyComparison:
     # bounds.
     detectable: float | None
     runs: int  # Timed runs of each build.
-    # What they were taken in, how often both were loaded, and how often it was looked.
+    # Conditions, loads of both artifacts, and looks at the result.
     blocks: int
     loadings: int
     looks: int

@@ -25,7 +25,7 @@ class ConverterInput:
     """One ONNX node about to be converted."""
 
     builder: relax.BlockBuilder  # The block builder of `main`; a converter may emit into it.
-    inputs: tuple[tvm.ir.Expr | None, ...]  # One expression an ONNX input; `None` for an input left out.
+    inputs: tuple[tvm.ir.Expr | None, ...]  # An expression for each ONNX input; `None` for an input left out.
     attributes: Mapping[str, Attribute]  # Decoded attributes (strings as `str`).
     opset: int  # Version of the operator set of the node's domain.
     outputs: tuple[str, ...] = ()  # Name of each output, empty for one that nothing reads.

@@ -6,7 +6,7 @@ shape value, a constant, or None where the node must be converted like any other
 (`as_tensor`). Values of int64 and int32 qualify; a tensor gets the type that the ONNX graph says. Static sizes are
 folded before, on the ONNX graph.
 
-Most constants are folded on the ONNX graph before. Those left (`fold_small_constants`) come of sizes that only the
+Most constants are folded on the ONNX graph before. The others (`fold_small_constants`) come from sizes that only the
 conversion knows, such as the width of a tensor whose other axes are symbolic, and end up where TVM needs a number:
 repeats, depths, split sizes.
 """

@@ -1,6 +1,6 @@
 """The process of ONNX Runtime, seen from the outside: one for each of ours, started by its first request.
 
-One is kept for the whole command. Its start takes 0.3 s, and two sessions of a model share its weights there.
+It is kept for the whole command. Its start takes 0.3 s, and two sessions of a model share its weights there.
 """
 
 from __future__ import annotations

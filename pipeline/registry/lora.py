@@ -3,7 +3,7 @@
 The adapter is what PEFT writes: `adapter_model.safetensors` with matrices A `[rank, in]` and B `[out, rank]` named
 `PATH.lora_A.weight` and `PATH.lora_B.weight`, and `adapter_config.json` beside it. PATH is the layer's place in the
 PyTorch model. A weight of the graph is that layer's if its own name is PATH (`PATH.weight`), or if the MatMul or Gemm
-that reads it has PATH as its scope (`/model/layers.0/q_proj/MatMul`). One may have a longer prefix than the other.
+that reads it has PATH as its scope (`/model/layers.0/q_proj/MatMul`). Either may have the longer prefix.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def run_compiler(
 ) -> subprocess.CompletedProcess[str]:
     """Return a finished compiler or linker that was given `text`, and whose temporary files lay in a folder.
 
-    One that was killed from outside, or a part of which was, is started once more.
+    A compiler that was killed from outside, or whose child was, is started once more.
 
     Raises `OSError`, `subprocess.TimeoutExpired`: it cannot be started; it took longer than `timeout_s`.
     """

@@ -1,4 +1,4 @@
-"""What an attention kernel computes: its specification, which PrimFuncs carry.
+"""The computation of an attention kernel: its specification, which PrimFuncs carry.
 
 Notation
 --------
@@ -73,8 +73,8 @@ class ScoreBias:
     param: int  # Position among the PrimFunc's parameters.
     # "add": added to the scaled scores. "keep": where it is 0 or false, the key is not seen.
     kind: Literal["add", "keep"]
-    # In elements. Those of query and key may be negative, and are numbers, where there is a limit: a bias of distances
-    # is a table so, along whose diagonals it lies.
+    # In elements. With a limit, the strides of query and key are numbers, and may be negative: a bias of distances is
+    # a table, along whose diagonals it lies.
     batch_stride: Size
     head_stride: Size
     query_stride: Size
@@ -197,7 +197,7 @@ class AttentionSpec:
     def fields(self) -> dict[str, Any]:
         """Return all fields as JSON values, a symbolic size as text.
 
-        What is as usual is left out, as older texts do: a `value_dim` that is the `head_dim`, no spans, no guard, a
+        Usual values are left out, as in older texts: a `value_dim` that is the `head_dim`, no spans, no guard, a
         mask that begins at the first element.
 
         Raises `ValueError`: a size is no sum, product or quotient of axes.

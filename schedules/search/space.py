@@ -188,7 +188,7 @@ def find_refusal(func: PrimFunc) -> Refusal | None:
 class QuietTuneContext(ms.TuneContext):  # type: ignore[misc]  # TVM's classes carry no types
     """A TuneContext whose construction does not import all of TVM's tensor intrinsics.
 
-    That import takes 15 seconds of CPU time in every process; a space generator that needs some brings its own.
+    This import takes 15 seconds of CPU time in every process; a space generator that needs some brings its own.
     Messages of MetaSchedule go to the logger `relaxtune.metaschedule`. A context takes the space over, since that keeps
     state. No strategy is needed where only the designs are wanted. Seeds are from 1 on, or -1 for a random one.
     """

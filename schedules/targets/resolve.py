@@ -296,7 +296,7 @@ def _limits_for(arch: str, config: Mapping[str, object]) -> CudaLimits:
 def _limits_elsewhere(arch: str, config: Mapping[str, object]) -> CudaLimits:
     """Return the limits of an architecture's code on the GPU that a target names, or on a usual one.
 
-    What every newer GPU is to run takes the shared memory that all of them have.
+    Kernels for every newer GPU take the shared memory that all of them have.
     """
     offered, name = capabilities_of(arch), config.get(PLANNED_FOR)
     usual = CudaLimits(offered.shared_bytes_optin, offered.multiprocessors, gpu=offered.gpu)

@@ -1,4 +1,4 @@
-"""Which matmuls templates take; and how one by a matrix of rows [N, K], plain or quantised, is recognised.
+"""Matmuls that templates take, and the recognition of those by a matrix of rows [N, K], plain or quantised.
 
 ::
 

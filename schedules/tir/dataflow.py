@@ -309,7 +309,7 @@ def _merge_axes(flow: Dataflow) -> Dataflow:
         merged = Axis(tirx.Var("a", "int64"), outer.size * inner.size)
         values = {outer.var: tirx.IntImm("int64", 0), inner.var: merged.var}
         flow = _with_axes(flow, (*flow.axes[:position], merged, *flow.axes[position + 2 :]), values)
-        # What stands before may go together with the merged axis now.
+        # The axis before may now merge with the merged one.
         position = max(0, position - 1)
     return flow
 

@@ -100,7 +100,7 @@ def normalise_residual(
 def find_bias(func: tirx.PrimFunc, matmul: MatmulFunction) -> int | None:
     """Return the position of a float32 bias that is added to the product before all else and used nowhere else.
 
-    What is to be added to each column of the product may be added to that parameter.
+    A term for each column of the product may be added to that parameter.
     """
     epilogue = matmul.epilogue
     if epilogue.second is not None:

@@ -1,7 +1,7 @@
 """Take a mask over attention scores apart: the causal part that the graph proves, conditions, and what is added.
 
 A mask comes as a condition (`where(keep, scores, -1e9)`) or as a sum (`scores + where(keep, 0, -1e9)`,
-`scores + not(keep) * -1e9`). It is taken apart into conditions that all have to hold. Those that are constants of the
+`scores + not(keep) * -1e9`). It is taken apart into conditions that all have to hold. Constant conditions of the
 causal or sliding-window form become two numbers, from which a kernel knows what to leave out without reading a mask.
 """
 

@@ -1,6 +1,6 @@
 """Reshapes, concatenations and slices at symbolic places as kernels that fuse with their neighbours.
 
-TVM takes the flat position of every element of a reshape apart by symbolic sizes. What comes of it counts as opaque, as
+TVM takes the flat position of every element of a reshape apart by symbolic sizes. The result counts as opaque, as
 a concatenation or a slice at a symbolic place does: a slice, a reshape and a transpose of heads are three kernels.
 """
 

@@ -2,7 +2,7 @@
 
 What reads rows and places apart (elementwise operations, matmuls by weights, norms of the last axis) is *packed*: it is
 computed of tokens alone. Anything else is computed of the padded form, in which places of padding hold other values
-than the graph's. That is right where what it does is known, and either keeps rows and places apart, or reads padding
+than the graph's. This is right if the operation is known, and either keeps rows and places apart, or reads padding
 where the graph has a known number: scores that a mask has made low, weights and pooled values that it has made 0.
 """
 

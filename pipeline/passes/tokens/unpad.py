@@ -38,8 +38,8 @@ def unpad(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRModule:
     `main` gets three more inputs (`Unpadding.lists`). `rows` [tokens] says where each token lies in [B * S], `slots`
     [B, S] which token a place is, and at padding some token of the same row; `spans` is for attention over tokens.
     Attention runs in the padded form here: its mask hides the keys at padding, and nothing reads the queries there.
-    What mixes the sequence otherwise has to read numbers there that the mask makes (a mean of what was multiplied by
-    the mask). Outputs are 0 at padding.
+    Other operators that mix tokens must read masked values there (a mean after a product with the mask).
+    Outputs are 0 at padding.
 
     Raises `UsageError`: the graph has no mask, or an operation mixes tokens and padding; the message names the node.
     """

@@ -28,7 +28,7 @@ class MeasureOptions:
     # single run, then rows of at least 0.1 ms.
     hopeless_factor: float = 2.0
     hopeless_repeats: int = 2
-    # One whose median is at most that many times the best gets so many latencies more.
+    # A candidate whose median is at most that many times the best gets so many more latencies.
     contender_factor: float = 1.1
     contender_repeats: int = 4
     cold_cache: bool = False  # Time every run with caches flushed of all but the first argument; CPU only.

@@ -44,7 +44,7 @@ after another are made as one, and a tile may hold several.
 Where caches grow (`schedules.functions.attention.CacheGrowth`), the kernel writes K and V too: it loads the caches and
 the new positions, and copies each block of keys from shared memory (`growth.py`).
 
-What holds of masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row that sees no key
+Masks: an `add` mask of finite numbers, however low, gives an ordinary softmax; a row that sees no key
 (all -inf, or not kept) is NaN; +inf or NaN in a row makes it NaN. Rows and keys outside the tensors are neither
 read (TMA fills with zeros) nor written.
 """

@@ -32,7 +32,7 @@ from relaxtune.schedules.tir.expressions import dtype_of
 def shared_pool() -> T.SMEMPool:
     """Return a pool of a kernel's shared memory, as `T.SMEMPool()` makes it, but in a tenth of the time.
 
-    That one, for scripts that are printed, looks at the whole Python stack and the files of its frames.
+    TVM's own, for scripts that are printed, looks at the whole Python stack and the files of its frames.
     """
     memory = T.alloc_buffer([0], "uint8", scope="shared.dyn")
     pool = T.SMEMPool(memory.data)

@@ -105,7 +105,7 @@ def halves_source(kind: str) -> str:
 def swizzle(row: tirx.Expr, width: int, together: int = 1) -> tirx.Expr:
     """Return what the number of a chunk is combined with (exclusive or) in a row of `width` chunks.
 
-    What is read at a time then lies in different banks: a chunk of 8 rows, as `ldmatrix` reads, or some chunks
+    Chunks read at a time then lie in different banks: a chunk of 8 rows, as `ldmatrix` reads, or some chunks
     `together` of fewer rows. Rows of more than 8 chunks have a multiple.
     """
     rows_a_line = max(1, _LINE_BYTES // (width * _CHUNK_BYTES))

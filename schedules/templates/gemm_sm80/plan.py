@@ -67,7 +67,7 @@ class GemmParameters(Parameters):
 class GemmPlan:
     """Sizes of one kernel."""
 
-    parameters: GemmParameters  # What it is made from.
+    parameters: GemmParameters  # Parameters of the plan.
     threads: int  # Of a block.
     # Rows and columns of tiles; of a symbolic number of rows, those of the number that was planned for.
     tiles_m: int

@@ -174,8 +174,8 @@ class GemmParameters(Parameters):
 class GemmPlan:
     """Sizes of one kernel."""
 
-    parameters: GemmParameters  # What it is made from.
-    operands: Operands  # What is multiplied.
+    parameters: GemmParameters  # Parameters of the plan.
+    operands: Operands  # Factors of the products.
     columns: int  # N of an instruction: the tile's, or half of them.
     threads: int  # Of a block: the consumers, and a warp or a warpgroup for the producer.
     cluster: int  # Blocks of a cluster.

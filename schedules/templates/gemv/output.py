@@ -123,7 +123,7 @@ class GemvOutput:
     ) -> Iterator[None]:
         """Emit the adding up of all warps' sums of some parts of W, and of the blocks that share K.
 
-        What is emitted inside is done by the last of these blocks; the sums are those of a part's first warp then.
+        Code emitted inside is run by the last of these blocks; the sums are those of a part's first warp then.
         """
         m, threads = self._matmul.m, self._warps * WARP
         fours = self._rows // _TOGETHER

@@ -81,7 +81,7 @@ class GemvStreamParameters(Parameters):
 class FewRowsPlan:
     """Sizes of a kernel for few rows."""
 
-    parameters: GemvParameters | GemvStreamParameters  # What it is made from.
+    parameters: GemvParameters | GemvStreamParameters  # Parameters of the plan.
     length: int  # Weights of a row that a lane reads with one load.
     k: int  # Of the sum over K, what a block makes.
     steps: int  # Steps along it: 4 loads of each row.
@@ -134,7 +134,7 @@ class GemvPlan(FewRowsPlan):
 class GemvStreamPlan(FewRowsPlan):
     """Sizes of one kernel."""
 
-    parameters: GemvStreamParameters  # What it is made from.
+    parameters: GemvStreamParameters  # Parameters of the plan.
     held: int  # Steps whose x a warp keeps in registers.
     row_tiles: int  # Tiles of the matrix.
     rounds: int  # Tiles of a block at most.

@@ -83,7 +83,7 @@ class _Kernel(FewRowsKernel):
             # Behind x, which is needed first.
             keep_loads_before()
             self._begin(first, before, p.depth)
-        # What products need of x beside its elements, and in which order they need them.
+        # Pairs and offsets of x, in the order in which the products need them.
         count = plan.column_tiles * plan.words_x
         for turn in range(plan.turns):
             emit_pairs(self._matmul, self._words_x.ptr_to([turn * count]), count)

@@ -5,7 +5,7 @@ next (PTX ISA 9.0, register fragments of D of wgmma and of mma.m16n8). It evalua
 them into a patch of shared memory of its own, 16 rows of up to 64 columns, and writes the patch out 16 bytes a lane,
 whole rows together.
 
-What the epilogue reads from other buffers:
+Reads of the epilogue from other buffers:
 
 - at the output's own position (a residual): read as it is written, 16 bytes a lane and through a patch; where registers
   are left, before the sum is made, so that the sum hides the latency;

@@ -48,7 +48,7 @@ class RowsParameters(Parameters):
     template: ClassVar[str] = "rows"
 
     lanes: int = 8  # Neighbouring elements that a thread loads together.
-    threads: int = 32  # That share a row: a power of two up to 32, or whole warps.
+    threads: int = 32  # Threads that share a row: a power of two up to 32, or whole warps.
     rows: int = 4  # Of a block.
     # Whether a thread keeps its part of a row in registers; else it is read again for each reduction and the output.
     held: bool = True
@@ -63,7 +63,7 @@ class RowsPlan:
     vectors: int  # Vectors of a row.
     chunks: int  # Vectors that one thread makes at most.
     together: int  # Chunks that are read before anything is computed from them.
-    warps: int  # That share a row, 1 where a part of one does.
+    warps: int  # Warps that share a row; 1 if a part of a warp does.
     blocks: int  # Of the grid.
     threads: int  # Of a block.
     registers: int  # Of a thread, estimated.
