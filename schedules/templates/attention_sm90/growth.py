@@ -35,7 +35,8 @@ def load_and_copy(
     """Emit the loads of the only tile, each block of its keys and values copied to K and V once it has arrived.
 
     `load` emits the loads of a block of keys and of values. Blocks that fit are loaded before `load_query` waits for
-    the kernel before this one if no kernel writes the caches, and copied, too, if no other kernel reads or writes K and V.
+    the kernel before this one if no kernel writes the caches. They are copied then, too, if no other kernel reads or
+    writes K and V.
     """
     spec, stages, count, growth = plan.spec, plan.parameters.stages, at.block_count, plan.spec.growth
     assert growth is not None
