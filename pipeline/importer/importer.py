@@ -14,6 +14,7 @@ from relaxtune.pipeline.importer.frontend import NodeByNodeImporter, identifier
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.importer.names import name_bindings, name_sizes
 from relaxtune.pipeline.importer.normalise import normalise
+from relaxtune.pipeline.importer.ordered_sizes import order_sizes
 from relaxtune.pipeline.importer.quiet import quiet_libraries
 
 _LOG = logging.getLogger(__name__)
@@ -27,6 +28,7 @@ def import_model(model: OnnxModel) -> ImportedGraph:
     ImportFailedError
         An operator has no converter (all of them are listed), or a converter failed on a node.
     """
+    order_sizes()
     graph = normalise(model.proto, model.data_dir)
     _LOG.info("%s: %d ONNX nodes, %d after normalisation", model.name, graph.nodes_before, graph.nodes_after)
     check_operators(model, graph)

@@ -12,6 +12,7 @@ from tvm_ffi import structural_equal
 import relaxtune.pipeline.passes.kit.tvm_errors  # noqa: F401  TVM hands on interrupts
 from relaxtune.pipeline.errors import LoweringError, UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.importer.ordered_sizes import order_sizes
 from relaxtune.pipeline.passes.graph_decisions import DECIDED_PASSES
 from relaxtune.pipeline.passes.kit.ir import HALVES, binding_count, bindings_of, constants_in, dtype_of, main_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
@@ -35,6 +36,7 @@ def lower(graph: ImportedGraph, target: tvm.target.Target, options: LoweringOpti
     this is raised.
     Raises `MemoryError`: the memory is full: without a pass, the compile would need no less.
     """
+    order_sizes()
     options = options or LoweringOptions()
     steps = lowering_steps()
     _check(options, steps, graph)
