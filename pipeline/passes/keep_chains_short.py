@@ -47,7 +47,7 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
     lengths: dict[relax.Var, int] = {}
     cut: set[relax.Var] = set()
     bindings = list(bindings_of(main_of(mod)))
-    # Values that another kernel reads too, as norms read a residual stream: a chain that they join is not longer.
+    # Values that another kernel reads too, as norms read a residual stream: a chain that they join begins with them.
     kept = {
         var
         for binding in bindings
@@ -66,9 +66,11 @@ def keep_chains_short(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         )
         # One operation alone may repeat its arguments as it likes.
         joins = any(operand in visits for operand in operands)
-        length = 1 + max((lengths.get(operand, 0) for operand in operands if operand not in kept), default=0)
+        length = 1 + max((lengths.get(operand, 0) for operand in operands), default=0)
         if total > _VISITS_MAX or length > _LENGTH_MAX or (joins and (plain > _COPIES_MAX or written > _REPEATED_MAX)):
             cut.add(binding.var)
+            total, plain, written, length = 1, 1, 1, 0
+        if binding.var in kept:
             total, plain, written, length = 1, 1, 1, 0
         visits[binding.var], copied[binding.var], lengths[binding.var] = total, (plain, written), length
     if not cut:

@@ -92,7 +92,7 @@ def test_long_chain_of_one_operand_is_cut(target: str) -> None:
 
 
 def test_residual_stream_is_no_chain() -> None:
-    layers, nodes, name = 60, [], "x"
+    layers, nodes, name = 100, [], "x"
     for layer in range(layers):
         out = "y" if layer == layers - 1 else f"x{layer}"
         nodes += [
