@@ -186,6 +186,8 @@ def prepare_model(
     logger.debug("its limits: %s", target.limits)
     imported = importing(request)
     model, graph = imported.model, imported.graph
+    if request.lowering.policy is not None and request.lowering.calibration is not None:
+        request.lowering.calibration.require_graph(model)
     steps: list[tuple[Bucket, ImportedGraph]] = []
     if request.generate:
         policy = request.lowering.policy

@@ -4,6 +4,8 @@ The words of the command line, for Python:
 
 `tune`, `compile`
     A model to an artifact: with measuring, or from records alone.
+`calibrate`
+    Ranges of a model's activations, for static scales of 8 bits.
 `batch`
     Many models by one plan.
 `load`
@@ -45,6 +47,7 @@ __all__ = [
     "BatchRun",
     "BenchRequest",
     "BenchmarkReport",
+    "CalibrationRecord",
     "CallRecorder",
     "CandidateEvent",
     "CellEvent",
@@ -81,6 +84,7 @@ __all__ = [
     "__version__",
     "batch",
     "bench",
+    "calibrate",
     "compare",
     "compile",
     "explain",

@@ -48,11 +48,13 @@ from relaxtune.pipeline.gate.call_recorder import CallRecorder as CallRecorder
 from relaxtune.pipeline.gate.gate import GateLimits as GateLimits, GateReport as GateReport, run_gate
 from relaxtune.pipeline.gate.latency import LatencyLimit as LatencyLimit
 from relaxtune.pipeline.jobs.artifacts import ValidationRequest, bench_artifact, validate_artifact
+from relaxtune.pipeline.jobs.calibrate import calibrate_model
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model, tune_model
 from relaxtune.pipeline.jobs.explain import Explanation as Explanation, explain_model
 from relaxtune.pipeline.jobs.inspect import Inspection as Inspection, inspect_model
 from relaxtune.pipeline.jobs.values import CompileResult as CompileResult, TuneRequest, TuneResult as TuneResult
 from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.precision.calibration import CalibrationRecord as CalibrationRecord, Method
 from relaxtune.pipeline.prepare import ModelRequest
 from relaxtune.pipeline.registry.refit import Refit as Refit, refit_artifact
 from relaxtune.pipeline.registry.registry import Registry as Registry
@@ -89,6 +91,8 @@ class ModelOptions(TypedDict, total=False):
     precision, group_size
         `fp32`, `tf32`, `fp16`, `bf16`, `fp8`, `w8a16`, `w4a16` or `int8` (default: the graph's); weights that share a
         scale.
+    calibration
+        File of ranges for `fp8`, as `calibrate` returns and `CalibrationRecord.write` writes them.
     disabled_passes, dump_ir, embed_weights
         Passes to switch off, a folder for the IR of each phase, whether model.so holds the weights.
     unpad
@@ -109,6 +113,7 @@ class ModelOptions(TypedDict, total=False):
     lengths: str | Path | None
     precision: str | None
     group_size: int | None
+    calibration: str | Path | None
     disabled_passes: Sequence[str]
     dump_ir: Path | None
     embed_weights: bool
@@ -191,6 +196,20 @@ def compile(
     return compile_model(
         request, Path(out), database=database, shared=shared, record=record, samples=samples, sign=_path(sign)
     )
+
+
+def calibrate(
+    source: str | Path | OnnxModel, samples: Sequence[Mapping[str, np.ndarray]], *, method: str = "max"
+) -> CalibrationRecord:
+    """Return the ranges of the tensors that a model's matmuls read, over the inputs of some calls.
+
+    `method`: `max`, `percentile`, `mse` or `entropy`. The record's `write` makes the file that the option `calibration`
+    names.
+    """
+    if method not in list(Method):
+        raise UsageError(f"unknown method {method!r}; expected {', '.join(Method)}")
+    model = source if isinstance(source, OnnxModel) else load_model(source)
+    return calibrate_model(model, samples, Method(method))
 
 
 def batch(plan: str | Path, *, fail_fast: bool = False, cluster: str | None = None) -> BatchRun:
@@ -339,9 +358,11 @@ def _request(source: str | Path, options: ModelOptions) -> ModelRequest:
     if (file := options.get("lengths")) is not None and profile:
         raise UsageError("lengths gives the profile too; leave profile out, or lengths")
     lengths = read_histogram(Path(file)) if file is not None else ()
+    record = options.get("calibration")
     lowering = LoweringOptions(
         precision=options.get("precision"),
         group_size=options.get("group_size"),
+        calibration=CalibrationRecord.read(Path(record)).scales() if record is not None else None,
         disabled_passes=frozenset(options.get("disabled_passes", ())),
         dump_dir=options.get("dump_ir"),
         embed_weights=options.get("embed_weights", False),

@@ -231,6 +231,7 @@ def policy_of(lowered: LoweredModule) -> PolicyEntry:
         compute_dtype(lowered.graph.model),
         lowered.float_nodes,
         lowered.float_reasons,
+        lowered.static,
     )
 
 

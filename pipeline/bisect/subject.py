@@ -97,6 +97,7 @@ def lowering_options(manifest: Manifest) -> LoweringOptions:
         disabled_passes=disabled,
         embed_weights=not manifest.weights,
         group_size=policy.group_size if grouped and policy is not None else None,
+        calibration=policy.static if policy is not None else None,
         rows_max=manifest.rows_max,
         maxima=manifest.maxima,
         unpad=manifest.unpadding is not None,

@@ -109,6 +109,7 @@ COMMANDS: dict[str, Command] = {
     "embed": artifacts.embed,
     "gate": gate.gate,
     "inspect": inspection.inspect,
+    "calibrate": inspection.calibrate,
     "report": report.report,
     "dashboard": dashboard.dashboard,
     "doctor": doctor.doctor,

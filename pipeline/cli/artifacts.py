@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_INPUTS_FILE = "for --inputs a .npz file with one array for each input, as numpy.savez(path, input_ids=..., ...) writes"
 _OUTPUTS_FILE = "an artifact, or a .npz file of outputs, as `relaxtune run DIR --inputs X.npz --outputs Y.npz` writes"
 
 
@@ -342,7 +341,12 @@ def _bisect(
     return replace(found, reproduction=str(made.script))
 
 
-def read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarray]:
+def inputs_file(option: str = "--inputs") -> str:
+    """Return what an option for the inputs of a call expects."""
+    return f"for {option} a .npz file with one array for each input, as numpy.savez(path, input_ids=..., ...) writes"
+
+
+def read_arrays(path: Path, expected: str | None = None) -> dict[str, np.ndarray]:
     """Return the arrays of a .npz file by name.
 
     Raises `UsageError`: it is none; the message says what is expected.
@@ -364,4 +368,4 @@ def read_arrays(path: Path, expected: str = _INPUTS_FILE) -> dict[str, np.ndarra
                 for name, value in members.items()
             }
     except (OSError, ValueError, RuntimeError, MemoryError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UsageError(f"{path} cannot be read ({error}); expected {expected}") from error
+        raise UsageError(f"{path} cannot be read ({error}); expected {expected or inputs_file()}") from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 import typer
 
-from relaxtune.pipeline.cli.artifacts import read_arrays
+from relaxtune.pipeline.cli.artifacts import inputs_file, read_arrays
 from relaxtune.pipeline.cli.groups import option, takes_groups
 from relaxtune.pipeline.cli.options import (
     DEFAULT_STORE,
@@ -124,7 +124,7 @@ def gate(
     report.raise_if_refused()
 
 
-def read_calls(path: Path | None) -> list[dict[str, np.ndarray]] | None:
+def read_calls(path: Path | None, option: str = "--inputs") -> list[dict[str, np.ndarray]] | None:
     """Return the inputs of the calls in a .npz file or in those of a folder; None without either.
 
     Raises `UsageError`: a file is none, or the folder has none.
@@ -133,8 +133,8 @@ def read_calls(path: Path | None) -> list[dict[str, np.ndarray]] | None:
         return None
     files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
     if not files:
-        raise UsageError(f"--inputs {path} has no .npz file; relaxtune.CallRecorder writes them, one for each call")
-    return [read_arrays(file) for file in files]
+        raise UsageError(f"{option} {path} has no .npz file; relaxtune.CallRecorder writes them, one for each call")
+    return [read_arrays(file, inputs_file(option)) for file in files]
 
 
 def parse_percent(text: str, name: str) -> float | None:

@@ -1,23 +1,31 @@
-"""`relaxtune inspect`: what a model needs and would become, or what keeps it from being imported."""
+"""`relaxtune inspect` and `calibrate`: what a model needs and would become, and the ranges of its activations."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from relaxtune.pipeline.cli.gate import read_calls
 from relaxtune.pipeline.cli.groups import option, takes_groups
-from relaxtune.pipeline.cli.options import FormatOption, ModelOptions
-from relaxtune.pipeline.cli.output import OutputFormat, print_json, print_table, stdout_console
-from relaxtune.pipeline.errors import ImportFailedError
+from relaxtune.pipeline.cli.options import DimOption, FormatOption, ModelOptions, SeedOption, parse_dims, parse_shapes
+from relaxtune.pipeline.cli.output import OutputFormat, emit, print_json, print_table, stdout_console
+from relaxtune.pipeline.errors import ImportFailedError, UsageError
+from relaxtune.pipeline.precision.calibration import Method
 from relaxtune.pipeline.printable import short
 from relaxtune.pipeline.printed_tables import TableView, first_of
 
 if TYPE_CHECKING:
+    from relaxtune.models import OnnxModel
+    from relaxtune.pipeline.jobs.calibrate import Sample
     from relaxtune.pipeline.jobs.inspect import Inspection
 
 
-@takes_groups(without=("group_size", "bucket", "disable_pass", "dump_ir", "embed_weights", "routes"))
+@takes_groups(without=("group_size", "calibration", "bucket", "disable_pass", "dump_ir", "embed_weights", "routes"))
 def inspect(
     model: ModelOptions,
     code: bool = option(False, "Generate the code of the kernels too, as compile does.", "--code"),
@@ -42,6 +50,68 @@ def inspect(
             f"{', '.join(operators)}. Export the model with the nearest supported things named above, give symbolic "
             f"sizes a number (--shape), or add converters to pipeline/importer/converters."
         )
+
+
+def calibrate(
+    source: Annotated[
+        str, typer.Argument(metavar="MODEL", help="An .onnx file, a folder, hf:ORG/NAME, or a zoo name.")
+    ],
+    data: Annotated[
+        Path,
+        typer.Option("--data", metavar="X.npz|DIR|FILE.txt", help="Inputs of calls (.npz), or a text a line (.txt)."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Where to write the ranges (JSON).")],
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", metavar="FILE", help="The model's tokenizer.json, for texts.")
+    ] = None,
+    method: Annotated[Method, typer.Option("--method", help="How outliers count.")] = Method.MAX,
+    shape: Annotated[
+        list[str] | None, typer.Option("--shape", metavar="IN=1x128,...", help="Pin input shapes.")
+    ] = None,
+    dim: DimOption = None,
+    seed: SeedOption = 0,
+    output_format: FormatOption = OutputFormat.TABLE,
+) -> None:
+    """Find the ranges of a model's activations; `compile --precision fp8 --calibration FILE` uses them."""
+    from relaxtune.models import load_model
+    from relaxtune.pipeline.jobs.calibrate import calibrate_model
+
+    shapes = {**parse_shapes(shape), **{axis: (size,) for axis, size in parse_dims(dim).items()}}
+    model = load_model(source, shapes=shapes or None, seed=seed)
+    record = calibrate_model(model, _samples(model, data, tokenizer), method)
+    record.write(out)
+    columns = {
+        "tensor": lambda one: one[0],
+        "limit": lambda one: f"{one[1].limit:.4g}",
+        "largest": lambda one: f"{one[1].largest:.4g}",
+        "clipped": lambda one: f"{one[1].outliers:.3%}",
+    }
+    title = f"ranges of {len(record.ranges)} tensors by {method.value}, {record.samples} samples: {out}"
+    emit(output_format, {**asdict(record), "key": record.key}, TableView.of(title, record.ranges.items(), columns))
+
+
+def _samples(model: OnnxModel, data: Path, tokenizer: Path | None) -> list[Sample]:
+    """Return the inputs of the calls in a file or folder.
+
+    Raises `UsageError`: there are none, or they cannot be read.
+    """
+    from relaxtune.pipeline.artifact.text.tokenizer import read_tokenizer
+    from relaxtune.pipeline.jobs.calibrate import samples_of_texts
+
+    if data.suffix != ".txt":
+        if tokenizer is not None:
+            raise UsageError(f"--tokenizer is for texts, and --data {data} has none; leave it out, or name a .txt file")
+        return list(read_calls(data, "--data") or ())
+    if tokenizer is None:
+        raise UsageError(f"--data {data} has texts; name the model's tokenizer.json by --tokenizer FILE")
+    try:
+        lines = [line.strip() for line in data.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--data {data} cannot be read ({error}); expected UTF-8 text, a sample a line") from error
+    samples = samples_of_texts(model, list(filter(None, lines)), read_tokenizer(tokenizer))
+    if not samples:
+        raise UsageError(f"--data {data} has no text; expected a sample a line, as many as a fixed batch of the model")
+    return samples
 
 
 def _print_facts(inspection: Inspection) -> None:

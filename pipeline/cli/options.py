@@ -117,6 +117,9 @@ class ModelOptions:
     group_size: int | None = option(
         None, "Weights that share a scale (w8a16, w4a16); 0: a whole column. Default: 128.", metavar="N", rare=True
     )
+    calibration: Path | None = option(
+        None, "Ranges of activations for --precision fp8, as `calibrate` writes them.", metavar="FILE", panel=MODEL
+    )
     shape: list[str] | None = option(
         None,
         "Pin input shapes; a name in place of a size keeps the axis symbolic.",
@@ -176,14 +179,15 @@ class ModelOptions:
     def request(self) -> ModelRequest:
         """Return the request that these options are.
 
-        Raises `UsageError`: a shape, a bucket, a profile or a route cannot be read, or the profile is given twice;
-        `ModelShapeError`: the file of lengths cannot be read.
+        Raises `UsageError`: a shape, a bucket, a profile, a route or a calibration record cannot be read, or the
+        profile is given twice; `ModelShapeError`: the file of lengths cannot be read.
         """
         from relaxtune.models.axis_profile import parse_profiles
         from relaxtune.models.buckets import parse_bucket
         from relaxtune.models.errors import ModelError
         from relaxtune.models.size_histogram import profile_of, read_histogram
         from relaxtune.pipeline.passes.module import LoweringOptions
+        from relaxtune.pipeline.precision.calibration import CalibrationRecord
         from relaxtune.pipeline.prepare import ModelRequest
 
         if self.lengths is not None and self.profile:
@@ -204,6 +208,7 @@ class ModelOptions:
             lowering=LoweringOptions(
                 precision=self.precision,
                 group_size=self.group_size,
+                calibration=CalibrationRecord.read(self.calibration).scales() if self.calibration else None,
                 disabled_passes=frozenset(self.disable_pass or ()),
                 dump_dir=self.dump_ir,
                 embed_weights=self.embed_weights,

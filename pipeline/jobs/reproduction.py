@@ -219,6 +219,7 @@ def _write(
         group=options.group_size,
         disabled=sorted(options.disabled_passes),
         embed=options.embed_weights,
+        calibration=options.calibration,
         unpad=options.unpad,
         rtol=request.tolerance.rtol,
         atol=request.tolerance.atol,
@@ -239,6 +240,7 @@ import numpy as np
 
 from relaxtune.pipeline.jobs.reproduction import run_again
 from relaxtune.pipeline.passes import LoweringOptions
+from relaxtune.pipeline.precision.calibration import StaticScales
 from relaxtune.pipeline.validate.tolerances import Tolerance
 
 HERE = Path(__file__).resolve().parent
@@ -251,6 +253,7 @@ report = run_again(
         group_size={group!r},
         disabled_passes=frozenset({disabled!r}),
         embed_weights={embed!r},
+        calibration={calibration!r},
         unpad={unpad!r},
     ),
     Tolerance(rtol={rtol!r}, atol={atol!r}),

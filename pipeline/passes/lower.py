@@ -91,6 +91,7 @@ def _lower(
         float_nodes=tuple(sorted(state.float_nodes)),
         float_reasons=dict(sorted(state.float_reasons.items())),
         rows_to_bytes=state.rows_to_bytes,
+        static=state.static_scales(),
         unpadding=state.unpadding,
     )
 

@@ -14,6 +14,7 @@ from relaxtune.models.dims import evaluate_dim
 from relaxtune.models.unpadding import EXTRA_INPUTS, TOKENS, Unpadding
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.importer.graph import ImportedGraph
+from relaxtune.pipeline.precision.calibration import StaticScales
 from relaxtune.pipeline.precision.policy import PrecisionPolicy, named_policy
 
 
@@ -30,6 +31,7 @@ class LoweringOptions:
     embed_weights: bool = False
     weight_bytes_min: int = 16
     group_size: int | None = None  # Of quantised weights; None for the policy's own.
+    calibration: StaticScales | None = None  # Of activations under fp8; None finds a scale for each row in each call.
     # Pass -> rows of a matmul up to which it acts, in place of the pass's own limit.
     rows_max: Mapping[str, int] = field(default_factory=dict)
     # Decision of `pipeline.passes.graph_decisions` that is part of these options -> the reason for it.
@@ -44,8 +46,13 @@ class LoweringOptions:
     def policy(self) -> PrecisionPolicy | None:
         """The policy asked for, None where the graph's own dtypes stay.
 
-        Raises `UsageError`: there is none of this name, or not with this group size.
+        Raises `UsageError`: there is none of this name, or not with this group size or calibration.
         """
+        if self.calibration is not None and self.precision != "fp8":
+            raise UsageError(
+                f"a calibration record with precision {self.precision or 'none'}: only fp8 has static scales; add "
+                "--precision fp8, or leave --calibration out"
+            )
         if self.precision is None:
             if self.group_size is not None:
                 raise UsageError("a group size without a precision; name one that quantises, such as w4a16")
@@ -95,6 +102,7 @@ class LoweredModule:
     quantised_nodes: tuple[str, ...] = ()
     float_nodes: tuple[str, ...] = ()  # Names of the ONNX matmuls that precision int8 has left in floats.
     float_reasons: Mapping[str, str] = field(default_factory=dict)  # Why, by their names, where a reason is known.
+    static: StaticScales | None = None  # Scales of the activations that have static ones.
     rows_to_bytes: bool = (
         False  # Whether int8 has quantised a graph of floats, its activations row by row in each call.
     )

@@ -57,6 +57,10 @@ class MatmulWeights:
         array = self._model.array(source) if source in self._shapes else self._constant(source)
         return array.T if turned else array
 
+    def left(self, name: str) -> str:
+        """Return the tensor that a matmul multiplies from the left."""
+        return str(self._nodes[name].input[0])
+
     def is_turned(self, name: str) -> bool:
         """Whether the node itself reads its operand as [N, K]."""
         return _integer(self._nodes[name], "transB") == 1
@@ -91,12 +95,14 @@ def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> Onnx
     """Return the model with the weights that a policy has quantised replaced by what their quantised form stands for.
 
     Each weight is first rounded to float16, as the pass that quantises finds it, except under "int8". Under this and
-    "fp8", rows of what these matmuls read are rounded too. A model without quantised weights is returned as it is.
+    "fp8", what these matmuls read is rounded too: each row, or with a static scale all of it. A model without quantised
+    weights is returned as it is.
     """
     if policy is None or not policy.rewrites:
         return model
     bits = policy.weight_bits
-    rows_in, constants = (_rows_in_float8, _FLOAT8_CONSTANTS) if policy.float8 else (_rows_in_bytes, _BYTE_CONSTANTS)
+    constants = dict(_FLOAT8_CONSTANTS if policy.float8 else _BYTE_CONSTANTS)
+    static = policy.static.scales if policy.static is not None else {}
     weights = MatmulWeights(model)
     proto = onnx.ModelProto()
     proto.CopyFrom(model.inline_proto())
@@ -119,7 +125,13 @@ def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> Onnx
             else:
                 levels, scales = quantise_to_int8(array)
             rounded = (levels.astype(np.float32) * scales).astype(array.dtype)
-            nodes[-1:] = [*rows_in(node, opset), node]
+            if policy.float8:
+                scale = f"{label}__scale" if node.input[0] in static else ""
+                constants.update({scale: np.array(static[node.input[0]], np.float32)} if scale else {})
+                rounding = _left_in_float8(node, opset, scale)
+            else:
+                rounding = _rows_in_bytes(node, opset)
+            nodes[-1:] = [*rounding, node]
             node.input[0] = nodes[-2].output[0]
         if weights.is_turned(label):
             rounded = rounded.T
@@ -133,8 +145,10 @@ def with_quantised_weights(model: OnnxModel, policy: PolicyEntry | None) -> Onnx
     return replace(model, proto=proto, data_dir=None)
 
 
-def _rows_in_float8(matmul: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
-    """Return nodes that round each row of a matmul's left operand to float8 e4m3, in operators of every opset.
+def _left_in_float8(matmul: onnx.NodeProto, opset: int, static: str) -> list[onnx.NodeProto]:
+    """Return nodes that round a matmul's left operand to float8 e4m3, in operators of every opset.
+
+    `static`: the name of its scale; "" for the scale of each row.
 
     Of a number a, a * c - (a * c - a) with c = 2^20 + 1 has 4 bits of mantissa (T. J. Dekker, "A Floating-Point
     Technique for Extending the Available Precision", 1971); a + d - d with d = 1.5 * 2^14 is a multiple of 2^-9, the
@@ -142,9 +156,13 @@ def _rows_in_float8(matmul: onnx.NodeProto, opset: int) -> list[onnx.NodeProto]:
     """
     made: list[onnx.NodeProto] = []
     add, data = _adder(matmul, made), matmul.input[0]
-    largest = _reduced("ReduceMax", add("Abs", data), matmul, opset, add)
-    scale = add("Mul", add("Max", largest, "float8__least"), "float8__unit")
+    scale = static
+    if not scale:
+        largest = _reduced("ReduceMax", add("Abs", data), matmul, opset, add)
+        scale = add("Mul", add("Max", largest, "float8__least"), "float8__unit")
     value = add("Div", data, scale)
+    if static:
+        value = add("Max", add("Min", value, "float8__most"), "float8__lowest")
     split = add("Mul", value, "float8__split")
     normal = add("Sub", split, add("Sub", split, value))
     small = add("Sub", add("Add", value, "float8__shift"), "float8__shift")
@@ -198,6 +216,8 @@ _BYTE_CONSTANTS = {
 }
 _FLOAT8_CONSTANTS = {
     **_AXES,
+    "float8__most": np.array(448, np.float32),
+    "float8__lowest": np.array(-448, np.float32),
     "float8__least": np.array(1e-30, np.float32),
     "float8__unit": np.array(1 / 448, np.float32),
     "float8__split": np.array(2**20 + 1, np.float32),

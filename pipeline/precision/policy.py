@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from relaxtune.pipeline.errors import UsageError
+from relaxtune.pipeline.precision.calibration import StaticScales
 
 if TYPE_CHECKING:
     from relaxtune.models import OnnxModel, TensorSpec
@@ -107,6 +108,8 @@ class PolicyEntry:
     # fp8 in 16 bits; empty under other policies.
     float_nodes: tuple[str, ...] = ()
     float_reasons: Mapping[str, str] = field(default_factory=dict)  # Why, by their names, where a reason is known.
+    # Under fp8, static scales by the ONNX tensor that a quantised matmul reads; others have a scale for each row.
+    static: StaticScales | None = None
 
     @property
     def weight_bits(self) -> int | None:
@@ -175,11 +178,13 @@ def policy_entry(
     graph_dtype: str,
     float_nodes: tuple[str, ...] = (),
     float_reasons: Mapping[str, str] | None = None,
+    static: StaticScales | None = None,
 ) -> PolicyEntry:
     """Return the entry of a lowered model.
 
     `policy`: as the request has it. `weights`: the weights as they are stored, for a graph that was compiled as it is.
-    `graph_dtype`: the dtype in which the graph as given computes. `float_nodes`: see `PolicyEntry`.
+    `graph_dtype`: the dtype in which the graph as given computes. `float_nodes`, `static`: see
+    `PolicyEntry`.
     """
     cache = ", ".join(sorted({spec.dtype for spec in _caches(model)})) or "none"
     reasons = dict(float_reasons or {})
@@ -199,7 +204,7 @@ def policy_entry(
     if policy is not None and (quantised_nodes or not policy.integer):
         return PolicyEntry(
             policy.name, policy.weights, policy.activations, policy.accumulators, policy.norms, cache,
-            policy.group_size, policy.scale_dtype, quantised_nodes, float_nodes, reasons,
+            policy.group_size, policy.scale_dtype, quantised_nodes, float_nodes, reasons, static,
         )  # fmt: skip
     stored = _largest_dtype(weights) or graph_dtype
     name = "fp32" if (stored, graph_dtype) == ("float32", "float32") else AS_GIVEN

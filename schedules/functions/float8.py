@@ -18,7 +18,7 @@ from tvm import te, tirx
 
 FLOAT8 = "float8_e4m3fn"
 FLOAT8_MAX = 448.0
-# Attribute of functions that `quantise_rows` makes.
+# Attribute of functions that `quantise_rows` and `quantise_columns` make.
 QUANTISES_ROWS = "quantises_rows"
 _NAN = 127
 # A row's largest element, at least: its scale is then no subnormal.
@@ -66,6 +66,13 @@ def quantise_rows(x: te.Tensor) -> list[te.Tensor]:
         x.shape, lambda *at: (x(*at).astype("float32") / scales(*at[:-1], 0)).astype(FLOAT8), name="quantised"
     )
     return [data, scales]
+
+
+def quantise_columns(x: te.Tensor, factors: te.Tensor) -> te.Tensor:
+    """Return x [..., K] times a factor for each column, float32 [K], in float8; the cast saturates."""
+    return te.compute(
+        x.shape, lambda *at: (x(*at).astype("float32") * factors(at[-1])).astype(FLOAT8), name="quantised"
+    )
 
 
 def float8_array(array: np.ndarray) -> np.ndarray:

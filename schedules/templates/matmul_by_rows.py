@@ -23,6 +23,7 @@ from tvm import s_tir, te, tirx
 from tvm.s_tir import SBlock
 
 from relaxtune.schedules.errors import Refusal
+from relaxtune.schedules.functions.float8 import FLOAT8
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows
 from relaxtune.schedules.tir.blocks import Block, list_statements, plain_blocks, position_of, static_shape
 from relaxtune.schedules.tir.epilogue import MatmulFunction, Quantisation
@@ -40,7 +41,7 @@ def refuse_matmul(matmul: MatmulFunction, *, integer: bool, vector: int, reason:
     `integer` says that sums are integers; `reason` says what needs such rows: those of A, and of B as it lies in
     memory.
     """
-    outputs = (*OUTPUTS, *INTEGER_OUTPUTS) if integer else OUTPUTS
+    outputs = (*OUTPUTS, FLOAT8, *(INTEGER_OUTPUTS if integer else ()))
     if matmul.output_dtype not in outputs:
         return Refusal(f"the output is {matmul.output_dtype}, expected one of {', '.join(outputs)}")
     for name, size in (("K", matmul.k), *(() if matmul.b_transposed else (("N", matmul.n),))):

@@ -209,6 +209,10 @@ def before_the_batch() -> list[Step]:
             lambda ended: ended.data["tuning"] and ended.data["validation"]["passed"] and ended.data["benchmark"],
         ),
         Step(
+            "calibrate", (model, "--data", "x.npz", "--out", "ranges.json", *json_),
+            lambda ended: ended.data["ranges"],
+        ),
+        Step(
             "compile", (model, "--disable-pass", "combine_matmuls", "--out", second, *few),
             lambda ended: ended.data["validation"]["passed"],
         ),

@@ -22,8 +22,8 @@ from tvm_ffi import StructuralKey, structural_map
 from relaxtune.pipeline.passes.kit.ir import main_of, with_main
 from relaxtune.pipeline.passes.kit.state import LoweringState
 
-# TVM's OpPatternKind: fuses with its neighbours, and with nothing.
-INJECTIVE, OPAQUE = 2, 8
+# TVM's OpPatternKind: fuses with all neighbours, with most, and with nothing.
+ELEMENTWISE, INJECTIVE, OPAQUE = 0, 2, 8
 
 
 def pattern_of(func: tvm.ir.BaseFunc) -> int:

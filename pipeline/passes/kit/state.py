@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import tvm
@@ -12,6 +12,7 @@ import tvm
 from relaxtune.models.unpadding import EXTRA_INPUTS, Unpadding
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.module import LoweringOptions
+from relaxtune.pipeline.precision.calibration import StaticScales
 
 # Fields that no pass changes, and notes, which stay in the report of a failed pass.
 _NOT_SAVED = ("graph", "target", "options", "notes", "_order")
@@ -36,6 +37,8 @@ class LoweringState:
     quantised_nodes: set[str] = field(default_factory=set)
     float_nodes: set[str] = field(default_factory=set)  # Names of those that precision int8 leaves in floats.
     float_reasons: dict[str, str] = field(default_factory=dict)  # Why, by their names, where a reason is known.
+    # ONNX tensors that matmuls read in float8 with a scale of the calibration record.
+    static_tensors: set[str] = field(default_factory=set)
     # Whether precision int8 finds a graph of floats, whose matmuls `quantise_weights` then quantises.
     rows_to_bytes: bool = False
     # Bindings of constants alone that are to be computed at run time: packed weights are smaller than unpacked ones.
@@ -60,6 +63,13 @@ class LoweringState:
             nodes = (node for found in self.graph.source_map.values() for node in found)
             self._order.update((node, index) for index, node in enumerate(dict.fromkeys(nodes)))
         return tuple(sorted({n for name in names for n in self.sources.get(name, ())}, key=self._order.__getitem__))
+
+    def static_scales(self) -> StaticScales | None:
+        """Return the scales of the calibration record that matmuls use, None without any."""
+        given = self.options.calibration
+        if given is None or not self.static_tensors:
+            return None
+        return replace(given, scales={name: given.scales[name] for name in sorted(self.static_tensors)})
 
     def note(self, text: str) -> None:
         """Report `text` once with the running pass."""

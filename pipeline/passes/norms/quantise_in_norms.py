@@ -7,7 +7,7 @@ from tvm import relax
 
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import called_function
-from relaxtune.pipeline.passes.kit.one_function import fused_calls
+from relaxtune.pipeline.passes.kit.one_function import fused_calls, operands_of
 from relaxtune.pipeline.passes.kit.rewrite import DONE, Done, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.float8 import QUANTISES_ROWS
@@ -19,7 +19,8 @@ def quantise_in_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
 
     ::
 
-        y = norm(x); q, scales = quantise_rows(y)    ->    y, q, scales = norm_quantised(x)
+        y = norm(x); q, scales = quantise_rows(y)             ->    y, q, scales = norm_quantised(x)
+        y = norm(x); q = quantise_columns(y, factors)         ->    y, q = norm_quantised(x, factors)
 
     The norm has the row in registers: quantising alone would read it again. A norm that nothing else reads is not
     written at all. Results stay as they are, bit for bit: the quantised numbers are those of the rounded y.
@@ -30,14 +31,16 @@ def quantise_in_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         return mod
     state.note(f"{len(found)} norms quantise their rows")
     quantised = {norm: both for both, norm in found.items()}
-    results: dict[relax.Var, list[tvm.ir.Expr]] = {}
+    results: dict[relax.Var, tuple[relax.Var, int]] = {}
 
     def rule(new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | Done | None:
         value = binding.value
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in results:
-            return relax.TupleGetItem(*results[value.tuple_value][value.index])
+            call, first = results[value.tuple_value]
+            return relax.TupleGetItem(call, first + value.index)
         if binding.var in found:
-            return DONE
+            call, first = results[binding.var]
+            return relax.TupleGetItem(call, first) if isinstance(binding.var.ty, relax.TensorType) else DONE
         if binding.var not in quantised:
             return None
         both = quantised[binding.var]
@@ -45,10 +48,10 @@ def quantise_in_norms(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMo
         hint = f"{binding.value.args[0].name_hint}_quantised"
         func, types = fused_calls([binding.var, both], kept, graph, hint)
         name = new.function(func, hint)
-        call = new.emit(relax.call_tir(name, relax.Tuple([new.of(arg) for arg in value.args[1].fields]), types))
-        first = len(kept) - 1
-        results[both] = [(call, first), (call, first + 1)]
-        return relax.TupleGetItem(call, 0) if first else DONE
+        operands = relax.Tuple([new.of(arg) for arg in operands_of([binding.var, both], graph)])
+        call = new.emit(relax.call_tir(name, operands, types))
+        results[both] = call, len(kept) - 1
+        return relax.TupleGetItem(call, 0) if len(kept) > 1 else DONE
 
     return rewrite(mod, state, rule)
 

@@ -23,7 +23,7 @@ from relaxtune.pipeline.passes.kit.ir import (
     row_count,
     static_shape,
 )
-from relaxtune.pipeline.passes.kit.rewrite import OPAQUE, Rewriter, rewrite
+from relaxtune.pipeline.passes.kit.rewrite import ELEMENTWISE, OPAQUE, Rewriter, rewrite
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.pipeline.passes.weights.turn_weights import turned_matmul
 from relaxtune.pipeline.precision.onnx_weights import MatmulWeights
@@ -40,7 +40,7 @@ from relaxtune.pipeline.precision.quantise import (
 from relaxtune.schedules.cpu.contraction import BYTES_OF_WORD
 from relaxtune.schedules.cpu.packing import panel_width
 from relaxtune.schedules.functions.byte_rows import quantise_rows_to_bytes
-from relaxtune.schedules.functions.float8 import QUANTISES_ROWS, quantise_rows
+from relaxtune.schedules.functions.float8 import QUANTISES_ROWS, quantise_columns, quantise_rows
 from relaxtune.schedules.functions.quantised_matmul import dequantise_rows, matmul_of_panels, matmul_of_rows
 from relaxtune.schedules.targets import CpuLimits, Feature, target_features, target_limits
 from relaxtune.schedules.templates.gemm_sm80.plan import FEATURES, refuse_stored
@@ -77,7 +77,9 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     odd number of rows stay in float16 with a note.
 
     For "fp8", a kernel of rows quantises what a matmul reads, once for all its readers, and the matmul scales its sums
-    by a number for each row and one for each column. Matmuls that stay in 16 bits are noted with the reason.
+    by a number for each row and one for each column. With a calibration record, an elementwise function quantises,
+    which fusion joins to the producer, and sums have scales of columns only. Matmuls that stay in 16 bits are noted
+    with the reason.
 
     For "int8" of a float graph, a kernel of rows makes bytes of float32 with a scale and a zero point for each row;
     sums are exact, and scaled alike. Matrices that are small, and the heads of classifiers, stay in float32.
@@ -118,7 +120,7 @@ def quantise_weights(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRMod
     if state.rows_to_bytes:
         rule = _Bytes(found)
     else:
-        rule = _Float8(found) if policy.float8 else _Quantise(state, policy, found)
+        rule = _Float8(_static_tensors(found, weights, state)) if policy.float8 else _Quantise(state, policy, found)
     result = rewrite(mod, state, rule)
     for var in found:
         state.quantised_nodes.update(name for name in state.nodes_of([var.name]) if weights.is_matmul(name))
@@ -193,26 +195,53 @@ def _stays(
     return bool(reason)
 
 
+def _static_tensors(found: set[relax.Var], weights: MatmulWeights, state: LoweringState) -> dict[relax.Var, str]:
+    """Return the matmuls, each with the ONNX tensor on its left whose scale the record has, or ""."""
+    scales = state.options.calibration.scales if state.options.calibration is not None else {}
+    result = dict.fromkeys(found, "")
+    for var in found:
+        names = sorted({weights.left(name) for name in state.nodes_of([var.name]) if weights.is_matmul(name)})
+        if len(names) == 1 and names[0] in scales:
+            result[var] = names[0]
+            state.static_tensors.add(names[0])
+        elif scales:
+            state.note(f"{var.name} finds the scale of each row: the record has no range of {', '.join(names)}")
+    return result
+
+
 class _Float8:
-    def __init__(self, found: set[relax.Var]) -> None:
+    def __init__(self, found: dict[relax.Var, str]) -> None:
         self._found = found
-        self._rows: dict[tvm.ir.Expr, tuple[relax.Var, relax.Var]] = {}
+        self._rows: dict[tuple[tvm.ir.Expr, str], tuple[relax.Var, relax.Var | None]] = {}
         self.bytes_before = self.bytes_after = 0
 
     def __call__(self, new: Rewriter, binding: relax.VarBinding) -> tvm.ir.Expr | None:
         if binding.var not in self._found:
             return None
         left, weight = binding.value.args
-        if left not in self._rows:
-            attrs = {"op_pattern": OPAQUE, QUANTISES_ROWS: True}
-            both = new.emit(new.kernel(quantise_rows, new.of(left), name="quantise_rows", **attrs))
-            self._rows[left] = new.emit(relax.TupleGetItem(both, 0)), new.emit(relax.TupleGetItem(both, 1))
-        data, row_scales = self._rows[left]
         matrix, scales = quantise_float8(array_of(weight))
+        calibration, tensor = new.state.options.calibration, self._found[binding.var]
+        static = np.float32(calibration.scales[tensor]) if calibration is not None and tensor else None
+        if (left, tensor) not in self._rows:
+            if static is None:
+                attrs = {"op_pattern": OPAQUE, QUANTISES_ROWS: True}
+                both = new.emit(new.kernel(quantise_rows, new.of(left), name="quantise_rows", **attrs))
+                parts = new.emit(relax.TupleGetItem(both, 0)), new.emit(relax.TupleGetItem(both, 1))
+            else:
+                # A vector, so that the kernels of all layers are one task.
+                factors = relax.const(np.full(matrix.shape[1], 1 / static, np.float32))
+                attrs = {"op_pattern": ELEMENTWISE, QUANTISES_ROWS: True}
+                made = new.kernel(quantise_columns, new.of(left), factors, name="quantise_columns", **attrs)
+                parts = new.emit(made), None
+            self._rows[left, tensor] = parts
+        data, row_scales = self._rows[left, tensor]
+        scales = scales if static is None else scales * static
         self.bytes_before += array_of(weight).nbytes
         self.bytes_after += matrix.nbytes + scales.nbytes
         product = new.emit(new.kernel(turned_matmul("float32"), data, relax.const(matrix), name="matmul"))
-        scaled = relax.op.multiply(new.emit(relax.op.multiply(product, row_scales)), relax.const(scales))
+        if row_scales is not None:
+            product = new.emit(relax.op.multiply(product, row_scales))
+        scaled = relax.op.multiply(product, relax.const(scales))
         dtype = dtype_of(binding.var)
         return scaled if dtype == "float32" else relax.op.astype(new.emit(scaled), dtype)
 

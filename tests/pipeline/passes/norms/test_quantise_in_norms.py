@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from onnx import helper
@@ -9,6 +11,7 @@ from onnx import helper
 from relaxtune.models import OnnxModel
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.passes import LoweringOptions, lower
+from relaxtune.pipeline.precision.calibration import StaticScales
 from relaxtune.schedules.registry import list_candidates
 from relaxtune.schedules.targets import resolve_target
 from relaxtune.schedules.templates.rows.kernel import RowsParameters
@@ -32,16 +35,39 @@ def block(rows: int | str, *, residual: bool) -> OnnxModel:
     return make_onnx(nodes, {"x": shape}, {"y": shape}, constants)
 
 
-@pytest.mark.parametrize(("rows", "residual"), [(24, False), (24, True), ("n", True)])
-def test_a_norm_writes_float8_bit_for_bit_as_a_kernel_of_its_own_would(rows: int | str, residual: bool) -> None:
+STATIC = StaticScales("record", "", {"n": 2.0 / 448})
+
+
+@pytest.mark.parametrize(
+    ("rows", "residual", "scales"),
+    [
+        (24, False, None),
+        (24, True, None),
+        ("n", True, None),
+        (24, False, STATIC),
+        (24, True, STATIC),
+        ("n", True, STATIC),
+    ],
+)
+def test_a_norm_writes_float8_bit_for_bit_as_a_kernel_of_its_own_would(
+    rows: int | str, residual: bool, scales: StaticScales | None
+) -> None:
     graph = import_model(block(rows, residual=residual))
-    joined = lower(graph, HOPPER, LoweringOptions(precision="fp8"))
-    apart = lower(graph, HOPPER, LoweringOptions(precision="fp8", disabled_passes=frozenset({"quantise_in_norms"})))
-    assert len(joined.kernels) == len(apart.kernels) - 1
-    name = next(name for name in joined.kernels if name.endswith("_quantised"))
+    options = LoweringOptions(precision="fp8", calibration=scales)
+    joined = lower(graph, HOPPER, options)
+    apart = lower(graph, HOPPER, replace(options, disabled_passes=frozenset({"quantise_in_norms"})))
+    name = next(name for name in joined.kernels if "layer_norm" in name)
+    if scales is None or residual:
+        assert len(joined.kernels) == len(apart.kernels) - 1
+        assert name.endswith("_quantised")
+    else:
+        # Fusion puts an elementwise function behind its only producer.
+        assert list(joined.kernels) == list(apart.kernels)
+        assert name.endswith("_quantise_columns")
     if rows == 24:
         # The row in 16 bits is a result where something else reads it.
-        assert len(joined.mod[name].params) == 3 + (3 if residual else 2)
+        results = 2 if scales is None else 1
+        assert len(joined.mod[name].params) == 3 + (scales is not None) + results + residual
         (first, *_), *_ = list_candidates(joined.mod[name], resolve_target("cuda:sm_90a"))
         assert isinstance(first, RowsParameters)
     x = {"x": np.random.default_rng(5).standard_normal((2, 24, 256)).astype("float32")}

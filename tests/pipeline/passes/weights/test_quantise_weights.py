@@ -16,6 +16,7 @@ from relaxtune.models import OnnxModel, load_model
 from relaxtune.pipeline.importer import import_model
 from relaxtune.pipeline.jobs.compile_and_tune import compile_model
 from relaxtune.pipeline.passes import LoweredModule, LoweringOptions, lower
+from relaxtune.pipeline.precision.calibration import StaticScales, graph_key
 from relaxtune.pipeline.precision.onnx_weights import with_quantised_weights
 from relaxtune.pipeline.precision.policy import named_policy, policy_entry
 from relaxtune.pipeline.prepare import ModelRequest
@@ -230,6 +231,33 @@ def test_matmuls_of_float8_compute_what_rows_and_columns_stand_for() -> None:
     # Halves before a tie of float8 take the other side: few of them.
     assert np.sqrt(np.mean((got - want) ** 2)) < 0.02 * want.std()
     assert 0.02 * want.std() < np.sqrt(np.mean((got - exact) ** 2)) < 0.06 * want.std()
+
+
+def test_static_scales_are_of_the_record_and_in_the_epilogue_of_the_producer() -> None:
+    model = feed_forward(24)
+    x = {"x": np.random.default_rng(7).standard_normal((2, 24, 256)).astype("float32")}
+    # Of "x" a tenth of the elements is clipped.
+    scales = StaticScales("record", graph_key(model), {"x": 1.6 / 448, "c": 4.0 / 448, "unread": 1.0})
+    module = lower(import_model(model), HOPPER, LoweringOptions(precision="fp8", calibration=scales))
+    assert module.static == replace(scales, scales={"c": 4.0 / 448, "x": 1.6 / 448})
+    up, *_ = (module.mod[name] for name in module.kernels if "relu" in name)
+    assert str(up.params[-1].ty.dtype) == FLOAT8
+    makers = [type(list_candidates(module.mod[name], resolve_target("cuda:sm_90a"))[0][0]) for name in module.kernels]
+    assert [one.__name__ for one in makers].count("RowsParameters") == 0
+    policy = policy_entry(named_policy("fp8"), model, {}, module.quantised_nodes, "float32", static=module.static)
+    got, exact = run_lowered(with_exact_casts(module), x)[0], run_reference(model, x)[0]
+    want = run_reference(with_quantised_weights(model, policy), x)[0]
+    assert np.sqrt(np.mean((got - want) ** 2)) < 0.02 * want.std()
+    assert np.sqrt(np.mean((got - exact) ** 2)) > 0.06 * want.std()
+
+
+def test_a_tensor_without_a_range_keeps_scales_of_rows() -> None:
+    scales = StaticScales("record", "", {"c": 4.0 / 448})
+    module = lower(import_model(feed_forward(24)), HOPPER, LoweringOptions(precision="fp8", calibration=scales))
+    assert module.static == scales
+    (report,) = (one for one in module.reports if one.name == "quantise_weights")
+    assert any("the record has no range of x" in note for note in report.notes)
+    assert sum("quantise_rows" in name for name in module.kernels) == 1
 
 
 @pytest.mark.parametrize(
