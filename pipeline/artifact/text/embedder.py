@@ -61,15 +61,23 @@ class Embedder:
         return self._padded(self._tokenizer.encode_batch_fast(list(texts)))
 
     def run(self, inputs: Arrays) -> np.ndarray:
-        """Return a vector for each row of inputs."""
-        return np.asarray(self._run(inputs)[self._output.name], np.float32)
+        """Return a vector for each row of what `tokenise` returned, without the padding that a call does not need."""
+        rows, longest = inputs[_IDS].shape
+        lengths = np.maximum(inputs[_MASK].sum(axis=1), 1).tolist() if _MASK in inputs else [longest] * rows
+        return self._vectors(
+            lengths, lambda rows: {name: array[rows, : lengths[rows[0]]] for name, array in inputs.items()}
+        )
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """Return float32 [texts, width], in the order of the texts."""
         encodings = self._tokenizer.encode_batch_fast(list(texts))
-        vectors = np.empty((len(encodings), self.width), np.float32)
-        for rows in self._batches([len(one.ids) for one in encodings]):
-            vectors[rows] = self.run(self._padded([encodings[row] for row in rows]))
+        lengths = [len(one.ids) for one in encodings]
+        return self._vectors(lengths, lambda rows: self._padded([encodings[row] for row in rows]))
+
+    def _vectors(self, lengths: Sequence[int], inputs: Callable[[list[int]], Arrays]) -> np.ndarray:
+        vectors = np.empty((len(lengths), self.width), np.float32)
+        for rows in self._batches(lengths):
+            vectors[rows] = self._run(inputs(rows))[self._output.name]
         return vectors
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -21,11 +21,11 @@ class SentenceEncoder(InputModule):  # type: ignore[misc]  # no type information
 
     save_in_root = False
 
-    def __init__(self, directory: str | Path) -> None:
-        """Load the artifact; errors are those of `relaxtune.load` and `Module.embed`."""
+    def __init__(self, directory: str | Path, threads: int | None = None) -> None:
+        """Load the artifact; `threads` and errors are those of `relaxtune.load` and `Module.embed`."""
         super().__init__()
-        self.directory = Path(directory)
-        self._embedder = load(directory).embedder
+        self.directory, self.threads = Path(directory), threads
+        self._embedder = load(directory, threads=threads).embedder
 
     @property
     def max_seq_length(self) -> int | None:
@@ -56,6 +56,6 @@ class SentenceEncoder(InputModule):  # type: ignore[misc]  # no type information
         """Return the encoder that `save` wrote."""
         return cls(Path(model_name_or_path) / subfolder)
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[Path, int | None]]:
         """Load again in another process: code cannot be copied there."""
-        return type(self), (self.directory,)
+        return type(self), (self.directory, self.threads)

@@ -110,6 +110,20 @@ def test_texts_of_similar_lengths_run_together_and_long_ones_are_cut(artifact: P
     assert Embedder(module.manifest, run, Words(9)).max_tokens == 9
 
 
+def test_inputs_that_are_padded_together_run_in_the_batches_of_their_texts(artifact: Path) -> None:
+    module, calls = Module.load(artifact), []
+
+    def run(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        calls.append(inputs["input_ids"].shape)
+        return module.run(inputs)
+
+    embedder, texts = Embedder(module.manifest, run, Words()), ["", "word " * 300, *TEXTS]
+    expected, of_texts = embedder(texts), calls.copy()
+    calls.clear()
+    np.testing.assert_array_equal(embedder.run(embedder.tokenise(texts)), expected)
+    assert calls == of_texts
+
+
 def test_artifact_carries_the_files_of_its_model(artifact: Path, folder: Path) -> None:
     manifest = Module.load(artifact).manifest
     assert {"tokenizer.json", "generation_config.json"} <= manifest.files.keys()
