@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import tvm_ffi
-from tvm import tirx
+from tvm import te, tirx
+from tvm.ir import Range
 from tvm.sym import Analyzer
 
 from relaxtune.polynomials import Computed, Polynomial
@@ -138,3 +140,15 @@ def largest_size(size: tirx.Expr, maxima: Mapping[str, int]) -> int | None:
 
     number = Analyzer().simplify(tvm_ffi.structural_map(size, (tirx.Var, largest)))
     return int(number) if isinstance(number, tirx.IntImm) else None
+
+
+def element_at(
+    tensor: te.Tensor | tirx.Var, shape: Sequence[Size], flat: tirx.Expr, bounds: Mapping[tirx.Var, Size]
+) -> tirx.Expr:
+    """Return the element of a tensor at a row-major position, made of variables from 0 up to some bounds."""
+    analyzer = Analyzer()
+    for var, size in bounds.items():
+        analyzer.bind(var, Range(0, size))
+    axes = [int(axis) if isinstance(axis, tirx.IntImm) else axis for axis in shape]
+    inner = [math.prod(axes[place + 1 :]) for place in range(len(axes))]
+    return tensor[tuple(analyzer.simplify(flat // step % axis) for step, axis in zip(inner, axes, strict=True))]

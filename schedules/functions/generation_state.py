@@ -12,18 +12,16 @@ new token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import tvm
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from relaxtune.schedules.marks import SCHEDULED_ATTR
-from relaxtune.schedules.sizes import Size
+from relaxtune.schedules.sizes import Size, element_at
 
 # TVM's OpPatternKind.kOpaque: fused with nothing.
 _OPAQUE = 8
@@ -43,11 +41,8 @@ class Source:
 
     def element(self, tensor: tirx.Var, place: Sequence[tirx.Expr]) -> tirx.Expr:
         """Return an element of the new part."""
-        analyzer = tvm.sym.Analyzer()
         flat = sum((at * stride for at, stride in zip(place, self.strides, strict=True)), start=self.offset)
-        inner = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        parts = zip(inner, self.shape, strict=True)
-        return tensor[tuple(analyzer.simplify(flat // step % extent) for step, extent in parts)]
+        return element_at(tensor, self.shape, flat, {})
 
 
 def write_caches(
@@ -64,12 +59,9 @@ def write_caches(
         with T.grid(*new) as loops, T.sblock("write"):
             place = T.axis.remap("SSSS", list(loops))
             for cache, dtype, tensor, source in zip(kept, dtypes, given, sources, strict=True):
-                value = (
-                    tirx.Cast(dtype, source.element(tensor, place))
-                    if source.dtype != dtype
-                    else source.element(tensor, place)
-                )
-                T.buffer_store(cache, value, [position[0] + place[0], *place[1:]])
+                new_part = source.element(tensor, place)
+                new_part = new_part if source.dtype == dtype else tirx.Cast(dtype, new_part)
+                T.buffer_store(cache, new_part, [position[0] + place[0], *place[1:]])
     return builder.get().without_attr("global_symbol")
 
 

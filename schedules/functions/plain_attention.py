@@ -14,7 +14,7 @@ from tvm import te, tirx
 from relaxtune.schedules.functions.attention import AttentionSpec, HeadLayout, Param
 from relaxtune.schedules.functions.attention_checks import check_spec
 from relaxtune.schedules.marks import ATTENTION_ATTR
-from relaxtune.schedules.sizes import Size, are_equal
+from relaxtune.schedules.sizes import Size, are_equal, element_at
 
 # TVM's OpPatternKind.kOpaque: fused with nothing.
 _OPAQUE = 8
@@ -81,8 +81,11 @@ def _grown(spec: AttentionSpec, inputs: Sequence[te.Tensor], params: Sequence[Pa
             added = tirx.IntImm("int32", 0) if one else tirx.max(j - growth.past, 0)
             before = _flat(past, (b, tirx.min(j, growth.past - 1), h, d))
             after = _flat(new, (b, added, h, d))
-            of_cache = _at(inputs[past.param], before, bounds)
-            return tirx.if_then_else(j < growth.past, of_cache, _at(inputs[new.param], after, bounds)).astype(dtype)
+            cache, part = inputs[past.param], inputs[new.param]
+            of_cache, of_part = (
+                element_at(one, one.shape, flat, bounds) for one, flat in ((cache, before), (part, after))
+            )
+            return tirx.if_then_else(j < growth.past, of_cache, of_part).astype(dtype)
 
         return te.compute(shape, element, name=name)
 
@@ -130,7 +133,8 @@ def _score(
         place = bias.place(i, j)
         if bias.limit:
             place = tirx.max(tirx.min(place, bias.limit), 0)
-        mask = _at(inputs[bias.param], bias.row(b, h) + place, _bounds(spec, b=b, h=h, i=i, j=j))
+        given = inputs[bias.param]
+        mask = element_at(given, given.shape, bias.row(b, h) + place, _bounds(spec, b=b, h=h, i=i, j=j))
         if bias.kind == "add":
             score = score + mask.astype("float32")
         else:
@@ -155,7 +159,8 @@ def _element(
     bounds: Mapping[tirx.Var, Size],
 ) -> tirx.Expr:
     """Return Q, K or V at batch, position, head and d, as float32."""
-    return _at(inputs[layout.param], _flat(layout, position), bounds).astype("float32")
+    tensor = inputs[layout.param]
+    return element_at(tensor, tensor.shape, _flat(layout, position), bounds).astype("float32")
 
 
 def _flat(layout: HeadLayout, position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, tirx.Expr]) -> tirx.Expr:
@@ -167,16 +172,6 @@ def _flat(layout: HeadLayout, position: tuple[tirx.Expr, tirx.Expr, tirx.Expr, t
 def _bounds(spec: AttentionSpec, **axes: tirx.Var) -> dict[tirx.Var, Size]:
     sizes = {"b": spec.batch, "h": spec.heads, "i": spec.queries, "j": spec.keys, "d": spec.head_dim}
     return {axis: sizes[name] for name, axis in axes.items()}
-
-
-def _at(tensor: te.Tensor, flat: tirx.Expr, bounds: Mapping[tirx.Var, Size]) -> tirx.Expr:
-    """Return the element of a tensor at a row-major position."""
-    analyzer = tvm.sym.Analyzer()
-    for var, size in bounds.items():
-        analyzer.bind(var, tvm.ir.Range(0, size))
-    shape = [int(size) if isinstance(size, tirx.IntImm) else size for size in tensor.shape]
-    inner = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return tensor[tuple(analyzer.simplify(flat // step % size) for step, size in zip(inner, shape, strict=True))]
 
 
 def _position(

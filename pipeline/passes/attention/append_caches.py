@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from relaxtune.pipeline.passes.kit.rewrite import DONE, OPAQUE, Done, Rewriter, 
 from relaxtune.pipeline.passes.kit.sizes import Shape, Size, Symbols, size_of, sizes_of
 from relaxtune.pipeline.passes.kit.state import LoweringState
 from relaxtune.schedules.functions.attention import spec_of
-from relaxtune.schedules.tir.blocks import static_extent
+from relaxtune.schedules.sizes import element_at
 from relaxtune.schedules.tir.expressions import used_vars
 
 
@@ -135,21 +134,11 @@ def _appended(grown: Grown, past: te.Tensor, base: te.Tensor, dtype: str) -> te.
     symbols = Symbols(var for tensor in (past, base) for axis in tensor.shape for var in used_vars(axis))
     shape, (offset, *strides) = symbols.shape(grown.shape), symbols.shape((grown.offset, *grown.strides))
 
-    sizes = [axis if static_extent(axis) is None else int(axis) for axis in base.shape]
-    inner = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-
     def element(*index: tirx.Var) -> tirx.Expr:
-        analyzer = tvm.sym.Analyzer()
-        for var, extent in zip(index, shape, strict=True):
-            analyzer.bind(var, tvm.ir.Range(0, extent))
         place = [*index]
         place[grown.axis] = tirx.IntImm("int64", 0) if one else index[grown.axis] - before
         flat = sum((at * stride for at, stride in zip(place, strides, strict=True)), start=offset)
-        position = flat if isinstance(flat, tirx.Expr) else tirx.IntImm("int64", flat)
-        parts = zip(inner, sizes, strict=True)
-        new = base[
-            tuple(analyzer.simplify(tirx.floormod(tirx.floordiv(position, step), extent)) for step, extent in parts)
-        ]
+        new = element_at(base, base.shape, flat, dict(zip(index, shape, strict=True)))
         return tirx.if_then_else(index[grown.axis] < before, past(*index), new).astype(dtype)
 
     return te.compute(shape, element, name="append")
