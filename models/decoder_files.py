@@ -87,9 +87,9 @@ def branch_of(proto: onnx.ModelProto, *, past: bool) -> onnx.ModelProto | None:
     model = onnx.ModelProto()
     model.CopyFrom(proto)
     graph = model.graph
-    kept = [one for one in graph.node if one.op_type == "Constant"]
+    constants = [one for one in graph.node if one.op_type == "Constant"]
     del graph.node[:], graph.output[:], graph.value_info[:]
-    graph.node.extend([*kept, *branch.node])
+    graph.node.extend([*constants, *branch.node])
     graph.initializer.extend(branch.initializer)
     graph.value_info.extend(branch.value_info)
     for output, name in zip(branch.output, node.output, strict=True):
@@ -100,7 +100,10 @@ def branch_of(proto: onnx.ModelProto, *, past: bool) -> onnx.ModelProto | None:
             graph.node.append(helper.make_node("Identity", [output.name], [name]))
         graph.output.add().CopyFrom(output)
         graph.output[-1].name = name
-    _drop_unread(graph)
+    read = _names_read(graph) | {one.name for one in graph.output}
+    for kept in (graph.input, graph.initializer):
+        for one in [one for one in kept if one.name not in read]:
+            kept.remove(one)
     return model
 
 
@@ -190,11 +193,3 @@ def _cross(prompt: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
 
 def _names_read(graph: onnx.GraphProto) -> set[str]:
     return {name for one in list_graphs(graph) for node in one.node for name in node.input}
-
-
-def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Remove the inputs and weights that no node reads."""
-    read = _names_read(graph) | {one.name for one in graph.output}
-    for kept in (graph.input, graph.initializer):
-        for one in [one for one in kept if one.name not in read]:
-            kept.remove(one)

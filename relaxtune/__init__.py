@@ -108,7 +108,7 @@ _ERRORS = {name: "pipeline.errors" for name in __all__ if name.endswith("Error")
 _LIGHT = {
     "load": "loading",
     "Module": "pipeline.artifact.module",
-    "Sampling": "pipeline.artifact.generation.sampling",
+    "Sampling": "pipeline.artifact.generation.generator",
     "SentenceEncoder": "pipeline.artifact.text.sentence_encoder",  # not in __all__: it needs sentence-transformers
     "ModelError": "models.errors",
     "ScheduleError": "schedules.errors",

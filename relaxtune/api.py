@@ -23,7 +23,7 @@ from relaxtune.models import (
 )
 from relaxtune.models.axis_profile import AxisProfile
 from relaxtune.models.size_histogram import profile_of, read_histogram
-from relaxtune.pipeline.artifact.generation.sampling import Sampling as Sampling
+from relaxtune.pipeline.artifact.generation.generator import Sampling as Sampling
 from relaxtune.pipeline.artifact.module import Module as Module
 from relaxtune.pipeline.batch.driver import BatchRun as BatchRun
 from relaxtune.pipeline.batch.events import (

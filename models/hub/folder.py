@@ -66,7 +66,8 @@ def model_path(source: str | Path) -> Path:
         )
     # A snapshot is called by its commit.
     key = folder.name if text.startswith(HUB_PREFIX) else content_hash(folder)
-    place = _cache_folder() / f"{name}-{key[:16]}-{_CACHE_VERSION}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relaxtune" / "models"
+    place = cache / f"{name}-{key[:16]}-{_CACHE_VERSION}"
     file = place / f"{name}.onnx"
     if file.is_file():
         log.info("%s: the ONNX file made earlier, %s", source, file)
@@ -86,10 +87,6 @@ def model_path(source: str | Path) -> Path:
             "another place by XDG_CACHE_HOME"
         ) from e
     return file
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relaxtune" / "models"
 
 
 def _find_graph(folder: Path) -> Path | None:

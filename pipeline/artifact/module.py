@@ -26,8 +26,7 @@ from relaxtune.pipeline.artifact.calls.tensor_checks import (
 from relaxtune.pipeline.artifact.calls.token_list import TokenList
 from relaxtune.pipeline.artifact.device_choice import device_for
 from relaxtune.pipeline.artifact.directory import load_manifest, verify_artifact
-from relaxtune.pipeline.artifact.generation.generator import CHUNK, Generator, Outputs, Step
-from relaxtune.pipeline.artifact.generation.sampling import GREEDY, Sampling
+from relaxtune.pipeline.artifact.generation.generator import CHUNK, GREEDY, Generator, Outputs, Sampling, Step
 from relaxtune.pipeline.artifact.gpu.size_graphs import SizeGraphs, Sizes
 from relaxtune.pipeline.artifact.gpu.static_graph import StaticGraph, input_buffers
 from relaxtune.pipeline.artifact.gpu.turns import SupportsCudaStream, Turns, on_default_stream, on_stream
@@ -284,16 +283,7 @@ class Module:
             self._embedder = Embedder(self.manifest, self.run, artifact_tokenizer(self._directory))
         return self._embedder
 
-    def generate(
-        self,
-        ids: Sequence[int] = (),
-        *,
-        inputs: Mapping[str, np.ndarray] | None = None,
-        max_new_tokens: int | None = None,
-        stop: Collection[int | Sequence[int]] = (),
-        sampling: Sampling = GREEDY,
-        chunk: int = CHUNK,
-    ) -> Iterator[int]:
+    def generate(self, ids: Sequence[int] = (), **options: Unpack[GenerateOptions]) -> Iterator[int]:
         """Give the tokens that follow a prompt, each as soon as it is there.
 
         Raises `UsageError`: the artifact does not generate, the prompt is empty or longer than its caches, or a token
@@ -316,10 +306,7 @@ class Module:
         chunk : int
             Tokens of the prompt that are computed at a time.
         """
-        rows = self.generate_batch(
-            [ids], inputs=inputs, max_new_tokens=max_new_tokens, stop=stop, sampling=sampling, chunk=chunk
-        )
-        return (token for (token,) in rows if token is not None)
+        return (token for (token,) in self.generate_batch([ids], **options) if token is not None)
 
     async def generate_async(self, ids: Sequence[int] = (), **options: Unpack[GenerateOptions]) -> AsyncIterator[int]:
         """Give the tokens that `generate` gives, without holding up the event loop; arguments and errors as of that."""

@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from relaxtune.pipeline.artifact.module import Module
 from relaxtune.pipeline.bench.measure import OWN_ARM
 from relaxtune.pipeline.bench.peers.callers import PeerError, PeerOrder
 from relaxtune.pipeline.bench.peers.process import PeerProcess
+from relaxtune.pipeline.bench.request import BenchRequest
+from relaxtune.pipeline.bench.tables import cost_of_a_million
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.printed_tables import TableView
 from relaxtune.pipeline.temporary import temporary_folder
@@ -43,10 +46,8 @@ class GenerationRequest:
     new: int = 128  #: Tokens that follow.
     batches: tuple[int, ...] = (1,)
     price: float | None = None  #: Of the machine, for an hour.
-    seconds: float = _SECONDS  #: For each arm and point; there are three runs at least.
-    factory: str | None = None  #: `MODULE:FACTORY` of a transformers model, to be measured too.
-    python: Path | None = None  #: The interpreter of that peer's process.
-    seed: int = 0
+    #: How long each arm and point takes (three runs at least), the seed, and a transformers model to be measured too.
+    bench: BenchRequest = field(default_factory=BenchRequest)
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,6 @@ class GenerationReport:
     bytes_per_s: float  # Read and written by large copies.
     conditions: Mapping[str, object] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, object]:
-        """Return plain JSON data."""
-        return asdict(self)
-
     def tables(self) -> tuple[TableView, TableView]:
         """Return the times, and the rates and the cost, as tables of 80 columns."""
 
@@ -86,11 +83,7 @@ class GenerationReport:
         def number(value: float | None, scale: float = 1.0) -> str | None:
             return None if value is None else f"{value * scale:{'.4g' if value * scale < 1e4 else ',.0f'}}"
 
-        point: dict[str, Callable[[GenerationPoint], object]] = {
-            "arm": lambda one: one.arm,
-            "batch": lambda one: one.batch,
-            "prompt": lambda one: one.prompt,
-        }
+        point = {name: attrgetter(name) for name in ("arm", "batch", "prompt")}
         latencies: dict[str, Callable[[GenerationPoint], object]] = {
             "TTFT ms": lambda one: times(one.ttft_ms),
             "TPOT ms": lambda one: times(one.tpot_ms),
@@ -132,7 +125,7 @@ def bench_generation(
             "name fewer by --prompt and --new, or compile the model with a larger --max-length"
         )
     bytes_per_s, points = bandwidth(module.device), list[GenerationPoint]()
-    draw = np.random.default_rng(request.seed)
+    draw = np.random.default_rng(request.bench.seed)
     with _peers(module, request) as peers:
         for batch in request.batches:
             for prompt in request.prompts:
@@ -168,8 +161,8 @@ def _measure(
     # An arm compiles and captures at its first call.
     tokens = {name: run(ids, request.new)[1] for name, run in arms.items()}
     runs: dict[str, list[list[float]]] = {name: [] for name in arms}
-    began = time.perf_counter()
-    while len(runs[OWN_ARM]) < _RUNS_LEAST or time.perf_counter() - began < request.seconds * len(arms):
+    began, seconds = time.perf_counter(), request.bench.duration_s or _SECONDS
+    while len(runs[OWN_ARM]) < _RUNS_LEAST or time.perf_counter() - began < seconds * len(arms):
         for name, run in arms.items():
             runs[name].append(run(ids, request.new)[0])
     for name, times in runs.items():
@@ -182,7 +175,7 @@ def _measure(
             *(name, batch, prompt, _percentiles([arrivals_s[0] for arrivals_s in times]), _percentiles(later), per_s),
             token_bytes=step_bytes / batch if own else None,
             bandwidth_use=step_bytes / float(np.median(later)) / bytes_per_s if own else None,
-            million_tokens=None if request.price is None else request.price / 3600 / per_s * 1e6,
+            million_tokens=cost_of_a_million(request.price, per_s),
             differs_at=next((place for place, (one, other) in pairs if one != other), None),
         )
 
@@ -203,13 +196,14 @@ def _step_bytes(module: Module, batch: int, tokens: float) -> float:
 @contextmanager
 def _peers(module: Module, request: GenerationRequest) -> Iterator[dict[str, Run]]:
     """Give a torch model with a static cache, compiled, in a process of its own."""
-    if request.factory is None:
+    bench = request.bench
+    if bench.torch_module is None:
         yield {}
         return
-    order = PeerOrder("torch", "", module.manifest.target.kind, module.threads, 1, (), request.factory)
+    order = PeerOrder("torch", "", module.manifest.target.kind, module.threads, 1, (), bench.torch_module)
     with temporary_folder() as folder:
         try:
-            with PeerProcess(order, Path(folder), request.python) as peer:
+            with PeerProcess(order, Path(folder), bench.python) as peer:
                 yield {TORCH_ARM: lambda ids, new: peer.generate(ids.tolist(), new)}
         except PeerError as error:
             raise UsageError(f"torch cannot generate beside the artifact: {error}; leave --torch out") from error

@@ -220,7 +220,7 @@ def generate(
 
     If the model has an encoder, the prompt goes to the encoder. With --inputs, the prompt begins the text.
     """
-    from relaxtune.pipeline.artifact.generation.sampling import Sampling
+    from relaxtune.pipeline.artifact.generation.generator import Sampling
     from relaxtune.pipeline.artifact.module import Module
     from relaxtune.pipeline.artifact.text.tokenizer import artifact_tokenizer, end_tokens, read_tokenizer
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,10 +84,7 @@ class GenerationBenchOptions:
             self.new,
             tuple(parse_sizes(self.batch, "--batch")),
             self.price,
-            factory=others.torch,
-            python=others.peer_python,
-            seed=others.seed,
-            **({} if others.duration is None else {"seconds": others.duration}),
+            others.request(),
         )
 
 
@@ -150,7 +147,7 @@ def bench(
         from relaxtune.pipeline.report.ceilings import measure_bandwidth
 
         generated = bench_generation(directory, tokens.request(options), measure_bandwidth)
-        emit(output_format, generated.to_json(), *generated.tables())
+        emit(output_format, asdict(generated), *generated.tables())
         return
     request = options.request()
     load = load_options.load(options.duration, tokens.price)

@@ -214,7 +214,12 @@ class _Loops:
         largest = self._row_max(self._largest)
         with T.If(tirx.any(self._greedy, largest == single(-_INFINITY))):
             with T.Then():
-                self._take_first(token, largest)
+                chunk, scratch = _filled("int64", 1, 0), buffers["scratch"]
+                with T.While(self._largest[self._b * self._chunks + chunk[0]] != largest):
+                    T.buffer_store(chunk, chunk[0] + 1, [0])
+                T.buffer_store(token, chunk[0] * _CHUNK, [0])
+                with T.While(scratch[self._b, token[0]] != largest):
+                    T.buffer_store(token, token[0] + 1, [0])
             with T.Else():
                 self._draw(token, largest)
         T.buffer_store(buffers["token"], token[0], [self._b])
@@ -226,14 +231,6 @@ class _Loops:
         if self._spec.counts:
             counts = buffers["counts"]
             T.buffer_store(counts, counts[self._b, token[0]] + 1, [self._b, token[0]])
-
-    def _take_first(self, token: tirx.Var, largest: tirx.Expr) -> None:
-        chunk, scratch = _filled("int64", 1, 0), self._buffers["scratch"]
-        with T.While(self._largest[self._b * self._chunks + chunk[0]] != largest):
-            T.buffer_store(chunk, chunk[0] + 1, [0])
-        T.buffer_store(token, chunk[0] * _CHUNK, [0])
-        with T.While(scratch[self._b, token[0]] != largest):
-            T.buffer_store(token, token[0] + 1, [0])
 
     def _draw(self, token: tirx.Var, largest: tirx.Expr) -> None:
         parameter = self._parameter
@@ -253,13 +250,8 @@ class _Loops:
             self._keep(lambda at: tirx.Cast("float64", self._mass_of(at)) >= least)
         with T.If(tirx.all(parameter["typical_p"] > single(0), parameter["typical_p"] < single(1))), T.Then():
             self._keep_typical(largest)
-        drawn = T.Bind(
-            tirx.Cast(
-                "int64",
-                random(self._buffers["seed"][self._b], self._buffers["position"][self._b])
-                * tirx.Cast("float64", self._total()),
-            )
-        )
+        part = random(self._buffers["seed"][self._b], self._buffers["position"][self._b])
+        drawn = T.Bind(tirx.Cast("int64", part * tirx.Cast("float64", self._total())))
         at, sums = _filled("int64", 1, 0), _filled("int64", 1, self._mass_of(wide(0)))
         with T.While(tirx.all(sums[0] <= drawn, at[0] < self._held[0] - 1)):
             T.buffer_store(at, at[0] + 1, [0])

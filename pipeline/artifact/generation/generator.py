@@ -1,4 +1,4 @@
-"""`Generator`: the state of a generation, and the steps that update it in place.
+"""`Generator`: the state of a generation, and the steps that update it in place; `Sampling` says how tokens are drawn.
 
 Caches, position and tokens lie on the device from the first step to the last; a step copies none of them. A GPU is
 given several steps at a time: each takes its token from the one before, on the device.
@@ -7,7 +7,7 @@ given several steps at a time: each takes its token from the one before, on the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 
 import numpy as np
 from tvm_ffi import Device, Tensor
@@ -26,7 +26,6 @@ from relaxtune.models.spec import (
     TensorSpec,
     numpy_dtype,
 )
-from relaxtune.pipeline.artifact.generation.sampling import GREEDY, Sampling
 from relaxtune.pipeline.artifact.gpu.turns import Turns, on_default_stream
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.tvm_runtime.library import array_of, fill, is_cpu, tensor_of, view
@@ -37,8 +36,52 @@ CHUNK, AHEAD, _GRAIN = 512, 8, 64
 
 # Of `schedules.functions.sampling`.
 _PROMPT_BIT = -(2**31)
+# Field -> the least and the largest value.
+_RANGES = {"top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "typical_p": (0.0, 1.0), "temperature": (0.0, 1e6)}
 
 Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn; by default it is the one with the largest logit.
+
+    Filters and penalties mean what they mean in transformers: penalties change the logits first, then the temperature,
+    then top-k, top-p, min-p and typical each keep some of the tokens that are left. At temperature 0 no filter matters.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0 keeps all.
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    # A factor against tokens of prompt and text; numbers off the logits of tokens of the text, once, and each time.
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # Of the first sequence of a batch; the next one has the next number.
+
+    def __post_init__(self) -> None:
+        """Refuse what no token can be drawn by."""
+        for name, (least, most) in _RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise UsageError(f"{name} is {getattr(self, name)}; expected {least:g} to {most:g}")
+        if self.repetition_penalty <= 0 or self.top_k < 0:
+            got = f"{self.repetition_penalty} and {self.top_k}"
+            raise UsageError(f"expected repetition_penalty above 0 and top_k of 0 or more, got {got}")
+
+    @property
+    def parameters(self) -> tuple[float, ...]:
+        """The columns of the tensor that a step reads (`schedules.functions.sampling.PARAMETERS`)."""
+        return astuple(self)[: len(fields(self)) - 1]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it matters which tokens there were."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -188,7 +231,9 @@ class Generator:
         ended, texts = [False] * len(prompts), [list[int]() for _ in prompts]
         state, count = self._require(), 1
         while left > 0:
-            for row in self._last_tokens(state, count):
+            with on_default_stream(self._device), self._turns:
+                rows = array_of(self._rows(state, state.position + 1 - count, count))
+            for row in rows:
                 yield [None if end else int(token) for end, token in zip(ended, row, strict=True)]
                 for text, token in zip(texts, row, strict=True):
                     text.append(int(token))
@@ -254,7 +299,7 @@ class Generator:
         return logits
 
     def _takes_one(self, step: Step) -> bool:
-        """Whether a step is compiled for one token, and so writes the next one over it."""
+        # Such a step writes the next token over its own.
         return step.sizes.get(str(self.generation.new), self.generation.new) == 1
 
     def _decode_step(self, state: _State) -> tuple[int, int]:
@@ -272,9 +317,4 @@ class Generator:
         return place, least
 
     def _rows(self, state: _State, first: int, count: int, shape: Sequence[int] = ()) -> Tensor:
-        """Return some places of the history."""
         return view(state.kept[HISTORY], shape or (count, state.batch), 8 * first * state.batch)
-
-    def _last_tokens(self, state: _State, count: int) -> np.ndarray:
-        with on_default_stream(self._device), self._turns:
-            return array_of(self._rows(state, state.position + 1 - count, count))

@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from relaxtune.pipeline.errors import UsageError
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import dtype_of, is_constant, is_op, shape_of, static_shape
-from relaxtune.pipeline.passes.kit.sizes import Size, plain, size_of, sizes_of
+from relaxtune.pipeline.passes.kit.sizes import Size, size_of, sizes_of
 
 
 class NoDecoderError(UsageError):
@@ -79,7 +79,7 @@ def find_decoder(mod: tvm.ir.IRModule, model: str, given: Collection[int] = ()) 
     context = tuple(graph.main.params[place] for place in given)
     known = {cache.param for cache in caches} | set(context)
     others = [param for param in graph.main.params if param not in known]
-    total = plain(_size(past) + new)
+    total = (sizes_of(caches[0].grown) or ())[2]
     logits = [one for one in outputs if _is(one, (batch, (new, 1)), 3) and all(one != c.grown for c in caches)]
     if not logits:
         raise NoDecoderError(model, "no output has the shape [batch, sequence, vocabulary] of logits")
@@ -122,12 +122,6 @@ def _sizes(caches: tuple[Cache, ...], model: str) -> tuple[tirx.Var, Size, Size]
         raise NoDecoderError(model, f"its caches have several sizes: {', '.join(name for name, *_ in found)}")
     (((_, batch, new_tokens), past),) = found.items()
     return past, batch, new_tokens
-
-
-def _size(var: tirx.Var) -> Size:
-    size = size_of(var)
-    assert size is not None
-    return size
 
 
 def _is(expr: tvm.ir.Expr, leading: tuple[Size, tuple[Size, ...]], rank: int) -> bool:

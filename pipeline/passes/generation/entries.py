@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -90,23 +91,15 @@ def visible_lengths(capacity: int) -> list[int]:
 
 
 def _capacity(model: OnnxModel, decoder: Decoder, max_length: int | None) -> int:
-    limit = _longest(model, decoder)
+    """Return how many tokens a sequence may have, at most what the tables of a model have places for."""
+    past, others = str(decoder.past.name), dict.fromkeys((str(decoder.batch), str(decoder.new)), 1)
+
+    def ends(before: int) -> bool:
+        return any(one.problem({**others, past: before}) is not None for one in model.relations)
+
+    limit = bisect_left(range(_LENGTH_MAX), True, key=ends)
+    if decoder.positions is not None:
+        limit = min([limit, *(one.most + 1 for one in index_limits(model) if one.input == decoder.positions.name)])
     if max_length is not None and max_length > limit:
         raise UsageError(f"--max-length {max_length}: the tables of {model.name} reach {limit} tokens")
     return max_length or min(limit, _DEFAULT_LENGTH)
-
-
-def _longest(model: OnnxModel, decoder: Decoder) -> int:
-    """Return how many tokens of a sequence the tables of a model have places for."""
-    past, others = str(decoder.past.name), dict.fromkeys((str(decoder.batch), str(decoder.new)), 1)
-
-    def fits(length: int) -> bool:
-        return all(one.problem({**others, past: length - 1}) is None for one in model.relations)
-
-    least, most = 0, _LENGTH_MAX
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    if decoder.positions is not None:
-        least = min([least, *(one.most + 1 for one in index_limits(model) if one.input == decoder.positions.name)])
-    return least

@@ -27,7 +27,7 @@ from relaxtune.models.spec import LOGITS, POSITION, VISIBLE, DecoderNames, Gener
 from relaxtune.pipeline.importer.graph import ImportedGraph
 from relaxtune.pipeline.passes.generation.caches import Decoder, NoDecoderError, find_decoder
 from relaxtune.pipeline.passes.generation.state import State, sizes_of_tensor
-from relaxtune.pipeline.passes.generation.visibility import softmaxes_without_mask
+from relaxtune.pipeline.passes.generation.visibility import computed_from, softmaxes_without_mask
 from relaxtune.pipeline.passes.kit.graph import Graph
 from relaxtune.pipeline.passes.kit.ir import (
     ELEMENTWISE,
@@ -244,12 +244,13 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
     def _mentions(self, expr: object) -> bool:
         return isinstance(expr, tirx.Expr) and any(used.same_as(self._total) for used in used_vars(expr))
 
+    def _with_total(self, expr: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
+        replaced = structural_map(expr, [(tirx.Var, lambda var: total if var.same_as(self._total) else var)])
+        return self._analyzer.simplify(replaced)
+
     def _first(self, expr: tirx.Expr) -> tirx.Expr:
         """Return a number less P: with S in the place of T."""
-        with_new = structural_map(
-            expr, [(tirx.Var, lambda var: self._state.new_tokens if var.same_as(self._total) else var)]
-        )
-        return self._analyzer.simplify(with_new)
+        return self._with_total(expr, self._state.new_tokens)
 
     def _numbers(self, call: relax.Call) -> tvm.ir.Expr | None:
         """Return sizes as numbers: P is the position."""
@@ -264,9 +265,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
 
     def _times(self, expr: tirx.Expr) -> int:
         """Return how often P is in a number."""
-        one = self._analyzer.simplify(
-            structural_map(expr, [(tirx.Var, lambda var: var + 1 if var.same_as(self._total) else var)]) - expr
-        )
+        one = self._analyzer.simplify(self._with_total(expr, self._total + 1) - expr)
         if not isinstance(one, tirx.IntImm):
             raise NoDecoderError(self._model, f"it computes the number {expr} of the size of its caches")
         return int(one)
@@ -292,13 +291,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         found: set[relax.Var] = set()
         for binding in self._graph.bindings:
             if is_op(binding.value, *_LOOK_UPS) and any(map(self._mentions, shape_of(binding.value.args[0]) or ())):
-                todo = [binding.value.args[1]]
-                while todo:
-                    var = todo.pop()
-                    if isinstance(var, relax.Var) and var not in found:
-                        found.add(var)
-                        value = self._graph.value(var)
-                        todo += [] if value is None else list(relax.analysis.free_vars(value))
+                found |= set(computed_from(binding.value.args[1], self._graph))
         return found
 
     def _check(self, var: relax.Var, value: tvm.ir.Expr) -> None:
@@ -307,10 +300,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         if isinstance(value, relax.Call):
             sizes += [arg for arg in value.args if isinstance(arg.ty, tvm.ir.PrimType)]
         for size in filter(self._mentions, sizes):
-            none = structural_map(
-                size, [(tirx.Var, lambda one: tirx.IntImm(INDEX, 0) if one.same_as(self._total) else one)]
-            )
-            rest = self._analyzer.simplify(none)
+            rest = self._with_total(size, tirx.IntImm(INDEX, 0))
             if not isinstance(rest, tirx.IntImm) or int(rest) != 0:
                 past = self._analyzer.simplify(size)
                 raise NoDecoderError(self._model, f"{var.name} has a size made of the past alone ({past})")

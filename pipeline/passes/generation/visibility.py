@@ -13,6 +13,7 @@ from relaxtune.pipeline.passes.kit.ir import is_constant, is_op, shape_of
 from relaxtune.schedules.tir.expressions import used_vars
 
 _COMPARISONS = ("less", "less_equal", "greater", "greater_equal")
+_LAST = slice(-1, None)
 
 
 def softmaxes_without_mask(graph: Graph, decoder: Decoder, total: tirx.Var, model: str) -> set[relax.Var]:
@@ -24,21 +25,21 @@ def softmaxes_without_mask(graph: Graph, decoder: Decoder, total: tirx.Var, mode
         The places are mixed without a softmax, so that no mask would hide any.
     """
 
-    def has_places(expr: tvm.ir.Expr) -> bool:
-        return any(used.same_as(total) for axis in shape_of(expr) or () for used in used_vars(axis))
+    def has_places(expr: tvm.ir.Expr, axes: slice = slice(None)) -> bool:
+        return any(used.same_as(total) for axis in (shape_of(expr) or [])[axes] for used in used_vars(axis))
 
     caches = {cache.grown for cache in decoder.caches}
     for binding in graph.bindings:
         value = binding.value
-        if is_op(value, "matmul") and has_places(value.args[0]) and _last_has(value.args[0], total):
-            behind = _behind(value.args[0], graph, has_places)
+        if is_op(value, "matmul") and has_places(value.args[0], _LAST):
+            behind = computed_from(value.args[0], graph, has_places)
             if not any(is_op(graph.value(var), "nn.softmax") for var in behind):
                 raise NoDecoderError(model, f"{binding.var.name} mixes the places of a cache without a softmax")
     found = set()
     for binding in graph.bindings:
-        if not is_op(binding.value, "nn.softmax") or not _last_has(binding.var, total):
+        if not is_op(binding.value, "nn.softmax") or not has_places(binding.var, _LAST):
             continue
-        scores = [var for var in _behind(binding.value.args[0], graph, has_places) if var not in caches]
+        scores = [var for var in computed_from(binding.value.args[0], graph, has_places) if var not in caches]
         if not any(var == decoder.mask or _compares(graph.value(var)) for var in scores):
             found.add(binding.var)
     return found
@@ -49,18 +50,15 @@ def _compares(value: tvm.ir.Expr | None) -> bool:
     return is_op(value, *_COMPARISONS) and not any(map(is_constant, value.args))
 
 
-def _last_has(expr: tvm.ir.Expr, total: tirx.Var) -> bool:
-    shape = shape_of(expr) or []
-    return any(used.same_as(total) for axis in shape[-1:] for used in used_vars(axis))
-
-
-def _behind(expr: tvm.ir.Expr, graph: Graph, has_places: Callable[[tvm.ir.Expr], bool]) -> Iterator[relax.Var]:
-    """Give the tensors with places of caches that another one is computed from."""
+def computed_from(
+    expr: tvm.ir.Expr, graph: Graph, follows: Callable[[tvm.ir.Expr], bool] = lambda _: True
+) -> Iterator[relax.Var]:
+    """Give a tensor, and those that it is computed from, back to the ones that are not to be followed."""
     seen: set[relax.Var] = set()
     todo = [expr]
     while todo:
         var = todo.pop()
-        if isinstance(var, relax.Var) and var not in seen and has_places(var):
+        if isinstance(var, relax.Var) and var not in seen and follows(var):
             seen.add(var)
             yield var
             value = graph.value(var)

@@ -14,11 +14,12 @@ from rich.console import Console
 from relaxtune.pipeline.bench import generation
 from relaxtune.pipeline.bench.generation import GenerationRequest, bench_generation
 from relaxtune.pipeline.bench.peers.worker import Generate, start
+from relaxtune.pipeline.bench.request import BenchRequest
 from relaxtune.pipeline.errors import UsageError
 from tests.command_line import Ended
 from tests.pipeline.generation.conftest import artifact, decoder  # noqa: F401  fixtures
 
-QUICK = GenerationRequest((5, 20), 20, (1, 2), price=3.6, seconds=0.0)
+QUICK = GenerationRequest((5, 20), 20, (1, 2), price=3.6, bench=BenchRequest(duration_s=1e-9))
 
 
 def measured(folder: Path, request: GenerationRequest) -> generation.GenerationReport:
