@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError, EncodeError  # type: ignore[imp
 
 from relaxtune.models.errors import ModelFileError
 from relaxtune.models.onnx_model import OnnxModel, read_tensor, tensor_bytes, without_weights
+from relaxtune.models.spec import GENERATION_FILE, TOKENIZER_FILE
 
 # Offsets on page boundaries let a runtime map the file.
 _ALIGNMENT = 4096
@@ -22,8 +23,6 @@ _INLINE_BYTES = 1024
 _LFS_POINTER = b"version https://git-lfs"
 # A pointer is shorter, by its specification.
 LFS_POINTER_BYTES = 1024
-# Files beside a model that its artifact carries, as the hub calls them.
-TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 _COMPANIONS = (TOKENIZER_FILE, GENERATION_FILE)
 
 

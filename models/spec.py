@@ -13,6 +13,8 @@ import numpy as np
 
 from relaxtune.models.dims import evaluate_dim
 
+# Files beside a model that its artifact carries, as the hub calls them.
+TOKENIZER_FILE, GENERATION_FILE = "tokenizer.json", "generation_config.json"
 # A step of generation: its inputs before the caches, its first output, and the axis of the positions that it looks at.
 TOKENS, POSITION, PLACE, PADDING, HISTORY = "tokens", "position", "place", "padding", "history"
 SAMPLING, SEED, COUNTS = "sampling", "seed", "counts"

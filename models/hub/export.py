@@ -24,8 +24,8 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from relaxtune.models.files import TOKENIZER_FILE
 from relaxtune.models.hub.pooling import read_pooling
+from relaxtune.models.spec import TOKENIZER_FILE
 
 _OPSET = 17
 # Sizes of the sample call. TorchScript would take a size of 1 for a constant.

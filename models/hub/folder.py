@@ -21,9 +21,10 @@ import onnx
 import relaxtune
 from relaxtune.models.errors import ModelFileError, UnknownModelError, UnsupportedModelError
 from relaxtune.models.external_data import check_external_data, external_tensors
-from relaxtune.models.files import TOKENIZER_FILE, companion_files, read_proto
+from relaxtune.models.files import companion_files, read_proto
 from relaxtune.models.hub.pooling import Pooling, pool, read_json, read_pooling
 from relaxtune.models.onnx_model import read_in, tensor_bytes
+from relaxtune.models.spec import TOKENIZER_FILE
 
 log = logging.getLogger(__name__)
 

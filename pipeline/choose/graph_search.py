@@ -149,7 +149,7 @@ def search_graph(
                     logger.info("%s: %s", trial.decision, trial.reason)
         else:
             trials += [GraphTrial(one.name, Verdict.NOT_TRIED) for one in waiting]
-            logger.info("graph search: no time left to compile the model again")
+            logger.info("graph search: left out")
         return search.prepared, GraphReport(tuple(trials), time.monotonic() - began, search.latencies_ms)
 
 
@@ -167,15 +167,21 @@ class _Search:
     latencies_ms: tuple[float, ...] = ()
 
     def begin(self, untuned: CompiledModule | None) -> bool:
-        """Load the model as it is; return False where the time does not reach for another build of it."""
+        """Load the model as it is; return False where it does not compile, or no time is left for another build."""
         started = time.monotonic()
         self._until = started + self.seconds
         self._calls = timed_calls(self.prepared)
         compile_s = 0.0 if untuned is None else sum(untuned.seconds.values())
         if 2 * compile_s + _LEAST_S > self.seconds:  # Loading the model, and another build of it.
+            logger.info("graph search: no time left to compile the model again, which took %.0f s", compile_s)
             return False
-        compiled = compile_module(self.prepared.lowered, self.choose(self.prepared), self.prepared.target, like=untuned)
-        self._best = load_arm(compiled, self._calls, self.folder / "best")
+        choices = self.choose(self.prepared)
+        try:
+            compiled = compile_module(self.prepared.lowered, choices, self.prepared.target, like=untuned)
+            self._best = load_arm(compiled, self._calls, self.folder / "best")
+        except LoweringError as e:  # The search of kernels meets it too, and its records say so.
+            logger.warning("graph search: the model does not compile: %s", e)
+            return False
         self._build_s = max(compile_s, time.monotonic() - started)
         started = time.monotonic()
         self._best.arm()

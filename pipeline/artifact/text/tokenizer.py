@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from relaxtune.models.files import GENERATION_FILE, TOKENIZER_FILE
+from relaxtune.models.spec import GENERATION_FILE, TOKENIZER_FILE
 from relaxtune.pipeline.errors import UsageError
 
 
