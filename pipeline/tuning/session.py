@@ -156,7 +156,9 @@ def require_valid(summary: TuningSummary) -> None:
     Raises `NothingMeasuredError`: candidates were tried and none of any task was valid; the message has the failures by
     status and the last error.
     """
-    if any(task.valid or task.known for task in summary.tasks) or not any(task.failures for task in summary.tasks):
+    if any(task.valid or task.known for task in summary.tasks):
+        return
+    if not any(task.failures or task.last_error for task in summary.tasks):
         return
     if summary.candidates == 0 and any(task.after_us is not None for task in summary.tasks):
         return
@@ -164,7 +166,9 @@ def require_valid(summary: TuningSummary) -> None:
     for task in summary.tasks:
         for status, count in task.failures.items():
             failures[status.value] += count
-    counts = ", ".join(f"{count} {status}" for status, count in failures.items() if count)
+    counts = (
+        ", ".join(f"{count} {status}" for status, count in failures.items() if count) or "no candidate was finished"
+    )
     last = next((task.last_error for task in summary.tasks if task.last_error), "no error text")
     raise NothingMeasuredError(
         f"Nothing valid was measured for {len(summary.tasks)} tasks: {counts}, expected at least one valid candidate. "
