@@ -64,6 +64,15 @@ FLOATS = {
         replace(_EIGHTS, k=2064, epilogue=("bias",), output="float16"),
         GemmParameters(64, 64, 3, 1, 50, dependent=True, stream_k=True),
     ),
+    "to float8": (
+        replace(_EIGHTS, epilogue=("bias", "gelu"), output="float8_e4m3fn"),
+        GemmParameters(128, 96, 3, 2, dependent=True),
+    ),
+    "to float8 in odd columns": (replace(_EIGHTS, n=257, output="float8_e4m3fn"), GemmParameters(128, 64, 3, 2)),
+    "to float8, split": (
+        replace(_EIGHTS, k=2064, epilogue=("bias",), output="float8_e4m3fn"),
+        GemmParameters(64, 96, 3, 1, 0, 3),
+    ),
     "large tiles": (replace(_EIGHTS, rows=(300,), n=520, output="float16"), GemmParameters(128, 192, 3, 2)),
     "by turns": (replace(_EIGHTS, rows=(1000,), n=776, k=528), GemmParameters(64, 128, 3, 2, 7, 1, True, True)),
 }
