@@ -12,7 +12,6 @@ A decoder without an encoder has the same files, or `model.onnx` alone.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from onnx import compose, helper, utils
 from relaxtune.models.errors import ModelFileError
 from relaxtune.models.external_data import check_external_data, inline_external_data
 from relaxtune.models.files import read_proto
+from relaxtune.models.hub.pooling import read_json
 from relaxtune.models.onnx_model import list_graphs, nested_graphs
 
 _HIDDEN = "encoder_hidden_states"
@@ -41,12 +41,9 @@ class DecoderFiles:
     @property
     def start(self) -> int | None:
         """The token that a decoder begins with, by the model's configuration."""
-        for name in _CONFIGURATIONS:
-            path = self.step.parent / name
-            token = json.loads(path.read_text("utf-8")).get("decoder_start_token_id") if path.is_file() else None
-            if isinstance(token, int):
-                return token
-        return None
+        files = [self.step.parent / name for name in _CONFIGURATIONS]
+        found = [read_json(file).get("decoder_start_token_id") for file in files if file.is_file()]
+        return next((token for token in found if isinstance(token, int)), None)
 
 
 def find_files(place: Path) -> DecoderFiles | None:

@@ -198,9 +198,13 @@ def prepare_model(
         graph = replace(graph, generation=replace(graph.generation, start=imported.start))
     with stage("lower"):
         lowered = lower(graph, target.target, _lowering_for(request))
-    buckets = tuple(_prepare_bucket(request, model, bucket, target) for bucket in imported.wanted)
-    for bucket, step in steps:
+    buckets: tuple[PreparedBucket, ...] = ()
+    for bucket, step in [*((bucket, None) for bucket in imported.wanted), *steps]:
         with stage(f"bucket {bucket.name}"):
+            if step is None:
+                pinned = load_model(request.source, shapes=bucket_shapes(model.inputs, bucket), seed=request.seed)
+                # Tasks and records tell the modules of a job apart by this name.
+                step = import_model(replace(pinned, name=f"{model.name}[{bucket.name}]"))
             buckets += (PreparedBucket(bucket, lower(step, target.target, _lowering_for(request))),)
     modules = [lowered, *(bucket.lowered for bucket in buckets)]
     with stage("tasks"):
@@ -230,14 +234,6 @@ def list_tasks(
     tuned = {(of.model, of.function) for task in tabled for of in task.tables}
     untunable = tuple(one for one in list_untunable(modules) if (one.model, one.name) not in tuned)
     return (*extract_tasks(modules), *tabled), untunable
-
-
-def _prepare_bucket(request: ModelRequest, model: OnnxModel, bucket: Bucket, target: ResolvedTarget) -> PreparedBucket:
-    with stage(f"bucket {bucket.name}"):
-        pinned = load_model(request.source, shapes=bucket_shapes(model.inputs, bucket), seed=request.seed)
-        # Tasks and records tell the modules of a job apart by this name.
-        named = replace(pinned, name=f"{model.name}[{bucket.name}]")
-        return PreparedBucket(bucket, lower(import_model(named), target.target, _lowering_for(request)))
 
 
 def _lowering_for(request: ModelRequest) -> LoweringOptions:

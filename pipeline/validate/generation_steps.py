@@ -25,7 +25,8 @@ def steps_of(
     module: Module, model: OnnxModel, reference: Reference, samples: int, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Give the logits [steps, batch, vocabulary] of the model and of the artifact, for some random texts."""
-    generation = module.generator.generation
+    generation, specs = module.generator.generation, {spec.name: spec for spec in model.inputs}
+    names, dtypes = generation.names, {name: numpy_dtype(spec.dtype) for name, spec in specs.items()}
     for sample in range(samples):
         draw = np.random.default_rng([seed, sample])
         sizes = _BATCHES if isinstance(generation.batch, str) else (generation.batch,)
@@ -35,14 +36,25 @@ def steps_of(
         padding = draw.integers(0, max(prompt // 2, 1), batch) * (batch > 1) * generation.pads
         context = _context(model, generation, batch, draw)
         module.generator.start(padding.tolist(), context=context)
-        got = [array_of(module.generator.feed(ids[:, first:last])) for first, last in _parts(prompt, length)]
-        yield _expected(reference, model, generation, ids, padding, prompt, context), np.stack(got)
-
-
-def _parts(prompt: int, length: int) -> list[tuple[int, int]]:
-    """Return the parts that a text is computed in: the prompt in two, then token by token."""
-    cuts = [0, *([prompt // 2] if prompt > 1 else []), *range(prompt, length + 1)]
-    return list(pairwise(cuts))
+        caches = {}
+        for name, _ in names.caches:
+            _, heads, _, width = specs[name].shape
+            caches[name] = np.zeros([batch, int(heads), 0, int(width)], dtypes[name])
+        places = np.arange(length)[None]
+        seen, own = places >= padding[:, None], np.maximum(places - padding[:, None], 0)
+        most = generation.new if isinstance(generation.new, int) else length
+        expected, got = [], []
+        for start, end in pairwise([0, *([prompt // 2] if prompt > 1 else []), *range(prompt, length + 1)]):
+            got.append(array_of(module.generator.feed(ids[:, start:end])))
+            for first in range(start, end, most):
+                last = min(first + most, end)
+                parts = [(names.tokens, ids[:, first:last]), (names.mask, seen[:, :last])]
+                parts.append((names.positions, own[:, first:last]))
+                given = {name: array.astype(dtypes[name]) for name, array in parts if name is not None}
+                outputs = reference.run({**given, **context, **caches})
+                caches = {name: outputs[grown].astype(dtypes[name]) for name, grown in names.caches}
+            expected.append(outputs[names.logits][:, -1])
+        yield np.stack(expected), np.stack(got)
 
 
 def _context(model: OnnxModel, generation: Generation, batch: int, draw: np.random.Generator) -> dict[str, np.ndarray]:
@@ -57,36 +69,3 @@ def _context(model: OnnxModel, generation: Generation, batch: int, draw: np.rand
             array[1:, -2:] = 0
         found[name] = array.astype(numpy_dtype(specs[name].dtype))
     return found
-
-
-def _expected(
-    reference: Reference,
-    model: OnnxModel,
-    generation: Generation,
-    ids: np.ndarray,
-    padding: np.ndarray,
-    prompt: int,
-    context: dict[str, np.ndarray],
-) -> np.ndarray:
-    names, specs = generation.names, {spec.name: spec for spec in model.inputs}
-    batch, found = len(ids), []
-    caches = {}
-    for name, _ in names.caches:
-        _, heads, _, width = specs[name].shape
-        caches[name] = np.zeros([batch, int(heads), 0, int(width)], numpy_dtype(specs[name].dtype))
-    places = np.arange(ids.shape[1])[None]
-    seen, own = places >= padding[:, None], np.maximum(places - padding[:, None], 0)
-    most = generation.new if isinstance(generation.new, int) else ids.shape[1]
-    for start, end in _parts(prompt, ids.shape[1]):
-        for first in range(start, end, most):
-            last = min(first + most, end)
-            given = {names.tokens: ids[:, first:last]}
-            if names.mask is not None:
-                given[names.mask] = seen[:, :last]
-            if names.positions is not None:
-                given[names.positions] = own[:, first:last]
-            given = {name: array.astype(numpy_dtype(specs[name].dtype)) for name, array in given.items()}
-            outputs = reference.run({**given, **context, **caches})
-            caches = {name: outputs[grown].astype(numpy_dtype(specs[name].dtype)) for name, grown in names.caches}
-        found.append(outputs[names.logits][:, -1])
-    return np.stack(found)

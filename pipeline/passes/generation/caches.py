@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
@@ -52,12 +53,9 @@ class Decoder:
     def renamed(self, names: Mapping[relax.Var, relax.Var]) -> Decoder:
         """Return the parts of a graph with other variables."""
         caches = (Cache(names[one.param], names[one.grown], names.get(one.new, one.new)) for one in self.caches)
-        mask, positions = (None if one is None else names[one] for one in (self.mask, self.positions))
-        logits = names.get(self.logits, self.logits)
-        tokens, context = names[self.tokens], tuple(names[one] for one in self.context)
-        return replace(
-            self, caches=tuple(caches), tokens=tokens, mask=mask, positions=positions, logits=logits, context=context
-        )
+        parts = {name: getattr(self, name) for name in ("tokens", "mask", "positions", "logits")}
+        found: dict[str, Any] = {name: names.get(part, part) for name, part in parts.items()}
+        return replace(self, **found, caches=tuple(caches), context=tuple(names[one] for one in self.context))
 
 
 def find_decoder(mod: tvm.ir.IRModule, model: str, given: Collection[int] = ()) -> Decoder:

@@ -36,14 +36,11 @@ def multiply_by_caches(mod: tvm.ir.IRModule, state: LoweringState) -> tvm.ir.IRM
             continue
         for reading in readings_of(value.args[1], graph, scaled=True):
             digits = _digits(reading) if writes_caches(reading.base, graph) else None
-            if digits is not None and _leads(value.args[0]) == _leads(value.args[1]):
+            rows, columns = map(sizes_of, value.args)
+            if digits is not None and rows is not None and columns is not None and rows[:-2] == columns[:-2]:
                 found[binding.var] = reading, digits
                 break
     return replace_found(mod, state, found, _emit, "matmuls read caches where they lie")
-
-
-def _leads(expr: tvm.ir.Expr) -> tuple[Size, ...]:
-    return (sizes_of(expr) or ())[:-2]
 
 
 def _digits(reading: Reading) -> _Digits | None:

@@ -42,11 +42,7 @@ class State:
             for name, (shape, dtype) in generation.state.items()
         }
         self.position = self.params[POSITION]
-
-    @property
-    def new_tokens(self) -> tirx.Expr:
-        """S as an expression."""
-        return tirx.IntImm(INDEX, self.new) if isinstance(self.new, int) else self.new
+        self.new_tokens = tirx.IntImm(INDEX, self.new) if isinstance(self.new, int) else self.new
 
     def written(self, cache: relax.Var, new: tvm.ir.Expr) -> relax.Var:
         """Write new places [B, H, S, D] of a cache [T, B, H, D]; return all of it."""

@@ -120,13 +120,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
     """Writes the step of a graph that has T - S in the place of P."""
 
     def __init__(
-        self,
-        graph: Graph,
-        decoder: Decoder,
-        options: StepOptions,
-        generation: Generation,
-        total: tirx.Var,
-        model: str,
+        self, graph: Graph, decoder: Decoder, options: StepOptions, generation: Generation, total: tirx.Var, model: str
     ) -> None:
         functions = {name: func for name, func in graph.mod.functions_items() if name.name_hint != "main"}
         super().__init__(tvm.ir.IRModule(functions, attrs=graph.mod.attrs, global_infos=graph.mod.global_infos))

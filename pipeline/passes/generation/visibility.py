@@ -40,14 +40,12 @@ def softmaxes_without_mask(graph: Graph, decoder: Decoder, total: tirx.Var, mode
         if not is_op(binding.value, "nn.softmax") or not has_places(binding.var, _LAST):
             continue
         scores = [var for var in computed_from(binding.value.args[0], graph, has_places) if var not in caches]
-        if not any(var == decoder.mask or _compares(graph.value(var)) for var in scores):
+        values = {var: graph.value(var) for var in scores}
+        # Places compared with one another hide some, and not those compared with a number, as indices are.
+        compared = (is_op(one, *_COMPARISONS) and not any(map(is_constant, one.args)) for one in values.values())
+        if decoder.mask not in values and not any(compared):
             found.add(binding.var)
     return found
-
-
-def _compares(value: tvm.ir.Expr | None) -> bool:
-    """Whether places are compared with one another, and not with a number, as indices are."""
-    return is_op(value, *_COMPARISONS) and not any(map(is_constant, value.args))
 
 
 def computed_from(
