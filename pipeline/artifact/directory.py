@@ -42,7 +42,6 @@ from relaxtune.pipeline.temporary import locked_folder, sweep
 
 logger = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 1 << 20
 # Of linux/fcntl.h and linux/fs.h.
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -242,13 +241,8 @@ def _names_in(directory: Path) -> set[str]:
 
 def hash_file(path: Path) -> FileEntry:
     """Return the size and sha256 of a file."""
-    digest = hashlib.sha256()
-    size = 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    return FileEntry(digest.hexdigest(), size)
+        return FileEntry(hashlib.file_digest(file, "sha256").hexdigest(), file.tell())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -130,7 +131,7 @@ def bench_generation(
         for batch in request.batches:
             for prompt in request.prompts:
                 ids = draw.integers(1, generation.vocabulary, (batch, prompt))
-                arms = {OWN_ARM: _runs(module), **peers}
+                arms: dict[str, Run] = {OWN_ARM: partial(_run, module), **peers}
                 read = _step_bytes(module, batch, prompt + request.new / 2)
                 points += _measure(arms, ids, request, read, bytes_per_s)
     conditions = {
@@ -142,16 +143,13 @@ def bench_generation(
     return GenerationReport(tuple(points), bytes_per_s, conditions)
 
 
-def _runs(module: Module) -> Run:
-    def run(ids: np.ndarray, new: int) -> tuple[list[float], list[list[int]]]:
-        arrivals_s, tokens = [], []
-        started = time.perf_counter()
-        for row in module.generate_batch(ids.tolist(), max_new_tokens=new):
-            arrivals_s.append(time.perf_counter() - started)
-            tokens.append([token or 0 for token in row])
-        return arrivals_s, tokens
-
-    return run
+def _run(module: Module, ids: np.ndarray, new: int) -> tuple[list[float], list[list[int]]]:
+    arrivals_s, tokens = [], []
+    started = time.perf_counter()
+    for row in module.generate_batch(ids.tolist(), max_new_tokens=new):
+        arrivals_s.append(time.perf_counter() - started)
+        tokens.append([token or 0 for token in row])
+    return arrivals_s, tokens
 
 
 def _measure(

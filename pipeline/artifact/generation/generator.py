@@ -196,15 +196,6 @@ class Generator:
         assert logits is not None
         return logits
 
-    def _count(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Write which tokens are in the prompts; steps before the last one of a prompt have counted what they drew."""
-        state = self._require()
-        counts = np.zeros((state.batch, self.generation.vocabulary), np.int32)
-        for row, prompt in zip(counts, prompts, strict=True):
-            row[np.asarray(prompt)] = _PROMPT_BIT
-        with on_default_stream(self._device), self._turns:
-            fill(state.kept[COUNTS], counts)
-
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -225,7 +216,12 @@ class Generator:
             chunk = self.generation.new
         for start in range(0, length, chunk):
             if sampling.counts and start + chunk >= length:
-                self._count(prompts)
+                # Steps before the last one of a prompt have counted what they drew.
+                counts = np.zeros((len(prompts), self.generation.vocabulary), np.int32)
+                for in_prompt, prompt in zip(counts, prompts, strict=True):
+                    in_prompt[np.asarray(prompt)] = _PROMPT_BIT
+                with on_default_stream(self._device), self._turns:
+                    fill(self._require().kept[COUNTS], counts)
             self.feed(ids[:, start : start + chunk])
         left = room + 1 if most is None else min(most, room + 1)
         ended, texts = [False] * len(prompts), [list[int]() for _ in prompts]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,13 +57,15 @@ class TorchPeer:
         if not hasattr(self._module, "generate"):
             raise PeerError(f"{self._order.factory} returned {type(self._module).__name__}, which has no `generate`")
         prompts = torch.tensor(ids, device=self._device)
-        arrivals = _Arrivals()
+        seconds, started = list[float](), time.perf_counter()
+        # It gets the prompts first.
+        arrivals = SimpleNamespace(put=lambda _: seconds.append(time.perf_counter() - started), end=lambda: None)
         with torch.inference_mode():
             text = self._module.generate(
                 prompts, attention_mask=torch.ones_like(prompts), do_sample=False, min_new_tokens=new,
                 max_new_tokens=new, cache_implementation="static", streamer=arrivals, pad_token_id=0,
             )  # fmt: skip
-        return arrivals.seconds[1:], text[:, prompts.shape[1] :].T.tolist()
+        return seconds[1:], text[:, prompts.shape[1] :].T.tolist()
 
     def _caller(self, call: Any, inputs: Mapping[str, np.ndarray], *, own_stream: bool) -> Caller:
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in inputs.items()}
@@ -80,20 +83,6 @@ class TorchPeer:
                     torch.cuda.current_stream().synchronize()
 
         return Caller(run, lambda: _arrays(last["returned"], self._order.outputs))
-
-
-class _Arrivals:
-    """Notes when tokens come; transformers gives it the prompts first."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._started = time.perf_counter()
-
-    def put(self, _tokens: torch.Tensor) -> None:
-        self.seconds.append(time.perf_counter() - self._started)
-
-    def end(self) -> None:
-        pass
 
 
 def _factory(reference: str) -> Any:

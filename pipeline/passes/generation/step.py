@@ -238,13 +238,12 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
     def _mentions(self, expr: object) -> bool:
         return isinstance(expr, tirx.Expr) and any(used.same_as(self._total) for used in used_vars(expr))
 
-    def _with_total(self, expr: tirx.Expr, total: tirx.Expr) -> tirx.Expr:
-        replaced = structural_map(expr, [(tirx.Var, lambda var: total if var.same_as(self._total) else var)])
-        return self._analyzer.simplify(replaced)
-
-    def _first(self, expr: tirx.Expr) -> tirx.Expr:
-        """Return a number less P: with S in the place of T."""
-        return self._with_total(expr, self._state.new_tokens)
+    def _first(self, expr: tirx.Expr, total: tirx.Expr | None = None) -> tirx.Expr:
+        """Return a number less P: with S in the place of T, or with another number there."""
+        total = self._state.new_tokens if total is None else total
+        return self._analyzer.simplify(
+            structural_map(expr, [(tirx.Var, lambda var: total if var.same_as(self._total) else var)])
+        )
 
     def _numbers(self, call: relax.Call) -> tvm.ir.Expr | None:
         """Return sizes as numbers: P is the position."""
@@ -259,7 +258,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
 
     def _times(self, expr: tirx.Expr) -> int:
         """Return how often P is in a number."""
-        one = self._analyzer.simplify(self._with_total(expr, self._total + 1) - expr)
+        one = self._analyzer.simplify(self._first(expr, self._total + 1) - expr)
         if not isinstance(one, tirx.IntImm):
             raise NoDecoderError(self._model, f"it computes the number {expr} of the size of its caches")
         return int(one)
@@ -294,7 +293,7 @@ class _Step(PyExprMutator):  # type: ignore[misc]  # TVM's classes carry no type
         if isinstance(value, relax.Call):
             sizes += [arg for arg in value.args if isinstance(arg.ty, tvm.ir.PrimType)]
         for size in filter(self._mentions, sizes):
-            rest = self._with_total(size, tirx.IntImm(INDEX, 0))
+            rest = self._first(size, tirx.IntImm(INDEX, 0))
             if not isinstance(rest, tirx.IntImm) or int(rest) != 0:
                 past = self._analyzer.simplify(size)
                 raise NoDecoderError(self._model, f"{var.name} has a size made of the past alone ({past})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def test_each_prompt_and_batch_has_its_times(artifact: Path) -> None:  # noqa: F
 def test_peer_with_other_tokens_is_named(monkeypatch: pytest.MonkeyPatch, artifact: Path) -> None:  # noqa: F811
     class Peers:
         def __init__(self, module: object, _request: object) -> None:
-            self._own = generation._runs(module)
+            self._own = partial(generation._run, module)
 
         def __enter__(self) -> dict[str, generation.Run]:
             def run(ids: np.ndarray, new: int) -> tuple[list[float], list[list[int]]]:
