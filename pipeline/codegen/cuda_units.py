@@ -42,6 +42,9 @@ _CREATE = "ffi.Module.create.cuda"
 _THREAD = threading.local()
 #: Modules of fewer kernels stay one unit, whose kernels NVRTC optimises side by side as far as it does.
 KERNELS_MIN = 20
+# What was compiled in this process: a model is compiled untuned and tuned, and most of its kernels are the same.
+_CUBINS: dict[CubinRequest, bytes] = {}
+_CUBINS_MAX = 1024
 _WORKER = "relaxtune.pipeline.codegen.cuda_compiler"
 # A worker takes 100 MB.
 _WORKERS_MAX = 16
@@ -78,7 +81,10 @@ def compile_unit(
     """
     request = replace(request, code=written.source.decode())
     here = request.toolchain.kind is not CompilerKind.NVRTC or on_log is not None
-    cubin = (None if here else _ask(worker, request)) or request.compile(on_log)
+    cubin = None if here else _CUBINS.get(request) or _ask(worker, request)
+    cubin = cubin or request.compile(on_log)
+    if len(_CUBINS) < _CUBINS_MAX:
+        _CUBINS[request] = cubin
     module: tvm.runtime.Module = _create()(cubin, "cubin", written.functions, {written.format: request.code})
     return module
 

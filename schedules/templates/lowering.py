@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import chain, count, islice
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from tvm.s_tir.transform import UnifyThreadBinding
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.compilation_pipeline import PIPELINE_MAP, register_tir_pipeline
+from tvm_ffi import StructuralKey
 
 from relaxtune.schedules.divisions_without_signs import divides_by_sizes, truncate_divisions
 from relaxtune.schedules.marks import ASYNC_COPIES, is_kernel, is_scheduled
@@ -122,11 +124,16 @@ def _mixed_pipeline() -> tuple[tvm.transform.Pass, MadePasses, MadePasses]:
 
 def _lower_tables(mod: IRModule) -> IRModule:
     """Return the functions of several kernels lowered as TVM's "tirx" pipeline does it, but each kernel apart."""
-    split_passes, pack_passes = _kernel_passes()
+    context = PassContext.current()
+    settings = f"{sorted(context.config.items(), key=str)} {sorted(map(str, context.disabled_pass))}"
     tables = {name: split_table(func) for name, func in mod.functions.items()}
     # A module has one function: in modules of several, passes rename the variables that two of them share.
-    parts = [IRModule({name: one}) for name, table in tables.items() for one in (table.choice, *table.kernels)]
-    lowered = iter(map_side_by_side(split_passes, parts))
+    parts = [
+        (name.name_hint, StructuralKey(IRModule({name: one})), settings, one is table.choice)
+        for name, table in tables.items()
+        for one in (table.choice, *table.kernels)
+    ]
+    lowered = iter(map_side_by_side(lambda part: _lowered_part(*part), parts))
     joined = {}
     for name, table in tables.items():
         function = name.name_hint
@@ -142,7 +149,17 @@ def _lower_tables(mod: IRModule) -> IRModule:
                 joined[renamed[known]] = device.with_attr("global_symbol", renamed[known])
             hosts.append(with_kernel_names(host, renamed))
         joined[function] = join_table(choice, hosts)
-    return pack_passes(IRModule(joined, attrs=mod.attrs))
+    return _kernel_passes()[1](IRModule(joined, attrs=mod.attrs))
+
+
+# A model is compiled untuned and tuned: most of its kernels are the same.
+@lru_cache(maxsize=512)
+def _lowered_part(_name: str, part: StructuralKey, _settings: str, chooses: bool) -> IRModule:
+    # The host's few comparisons. To simplify 45 lines, one in another, took a second.
+    slow = ("tirx.StmtSimplify",) if chooses else ()
+    with context_like(PassContext.current(), disabled=slow):
+        lowered: IRModule = _kernel_passes()[0](part.key)
+    return lowered
 
 
 def _kernel_passes() -> tuple[tvm.transform.Pass, tvm.transform.Pass]:

@@ -34,6 +34,20 @@ def test_every_candidate_can_be_applied_from_its_decision() -> None:
         assert isinstance(apply_decision(func, target, parameters.to_json()), tirx.PrimFunc)
 
 
+def test_equal_function_gets_the_kernel_that_was_made_and_lists_of_its_own() -> None:
+    target, (func, equal, other) = (
+        resolve_target("cuda:sm_90a"),
+        (CASE.func(), CASE.func(), replace(CASE, n=512).func()),
+    )
+    found, _ = list_candidates(func, target)
+    decision = found[0].to_json()
+    made = apply_decision(func, target, decision)
+    assert apply_decision(equal, target, decision).same_as(made)
+    assert not apply_decision(other, target, decision).same_as(made)
+    found.clear()
+    assert list_candidates(equal, target)[0]
+
+
 def test_quantised_weights_of_few_rows_stream_where_nothing_was_measured() -> None:
     case = GemvCase(rows=(1,), n=4096, k=4096, bits=4, group=128)
     found, _ = list_candidates(case.func(), resolve_target("cuda:sm_90a"))

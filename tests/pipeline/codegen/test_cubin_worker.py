@@ -25,6 +25,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[CubinRequest]:
     compile_here = CubinRequest.compile
     monkeypatch.setattr(CubinRequest, "compile", lambda one, log=None: found.append(one) or compile_here(one, log))
     monkeypatch.setattr(cuda_units, "KERNELS_MIN", 2)
+    monkeypatch.setattr(cuda_units, "_CUBINS", {})
     return found
 
 

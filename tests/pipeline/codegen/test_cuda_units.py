@@ -56,6 +56,19 @@ def test_module_of_several_units_has_every_kernel(monkeypatch: pytest.MonkeyPatc
         assert len(holders) == 1
 
 
+def test_kernel_is_compiled_once_for_several_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_units, "KERNELS_MIN", 2)
+    asked = []
+    ask = cuda_units._ask
+    monkeypatch.setattr(cuda_units, "_CUBINS", {})
+    monkeypatch.setattr(cuda_units, "_ask", lambda *given: asked.append(given) or ask(*given))
+    with device_toolchain(TARGET), TARGET:
+        for count in (2, 3, 3):
+            built = tvm.compile(scaled(count), TARGET).mod
+            assert built.imports[0].implements_function("scale_1_kernel", query_imports=True)
+    assert len(asked) == 3
+
+
 def test_module_of_another_thread_is_compiled_while_a_thread_keeps_what_it_writes() -> None:
     with device_toolchain(TARGET), TARGET, ThreadPoolExecutor(1) as pool:
         kept = cuda_units._THREAD.written = list[tuple[object, ...]]()
