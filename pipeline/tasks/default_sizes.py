@@ -124,18 +124,21 @@ def _tokens(model: OnnxModel, sizes: Mapping[str, int]) -> int | None:
     if any(one.problem(whole) for one in model.relations):
         return None
 
-    def count(spec: TensorSpec) -> int:
-        return math.prod(size for axis in spec.shape if isinstance(size := evaluate_dim(axis, whole), int))
+    def sizes_of(spec: TensorSpec) -> list[int]:
+        return [size for axis in spec.shape if isinstance(size := evaluate_dim(axis, whole), int)]
 
-    if any(count(spec) > _ELEMENTS_MAX for spec in model.outputs):
-        return None
     tokens, cached = 1, 0
     for spec in model.inputs:
-        elements = count(spec)
+        elements = math.prod(sizes_of(spec))
         if _is_cache(spec):
             cached += elements
         elif "mask" not in spec.name.lower():
             tokens = max(tokens, elements // _NUMBERS_OF_TOKEN if "float" in spec.dtype else elements)
+    for spec in model.outputs:
+        known = sizes_of(spec)
+        # Exporters give axes of results names of their own: those are the tokens.
+        if math.prod(known) * (tokens if len(known) < len(spec.shape) else 1) > _ELEMENTS_MAX:
+            return None
     return None if cached > _CACHED_MAX else tokens
 
 

@@ -61,9 +61,10 @@ def test_calls_that_take_long_are_left_out_but_for_one(tmp_path: Path) -> None:
     assert names(model_of(tmp_path, IDS, 10**8), "cuda")[-1] == "batch=32 sequence=512"
 
 
-def test_calls_whose_results_have_more_elements_than_kernels_count_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axes", [("batch", "sequence"), ("logits_dim_0", "logits_dim_1")])
+def test_calls_whose_results_have_more_elements_than_kernels_count_are_left_out(tmp_path: Path, axes) -> None:
     model = model_of(tmp_path, IDS)
-    logits = TensorSpec("logits", "float32", ("batch", "sequence", 262_144))
+    logits = TensorSpec("logits", "float32", (*axes, 262_144))
     assert "batch=32 sequence=512" in names(model)
     assert names(replace(model, outputs=(logits,))) == [one for one in names(model) if one != "batch=32 sequence=512"]
 
