@@ -95,9 +95,9 @@ class SearchOptions:
         metavar="N",
         rare=True,
     )
-    graph_search: bool = option(
-        True,
-        "Time the whole model with passes left out; keep what is faster.",
+    graph_search: bool | None = option(
+        None,
+        "Time the whole model with passes left out; keep what is faster. Default: on GPUs.",
         "--graph-search/--no-graph-search",
         rare=True,
     )
@@ -118,7 +118,8 @@ class SearchOptions:
             build_timeout_s=self.build_timeout,
             run_timeout_s=self.run_timeout,
             rerank=level.rerank if self.rerank is None else self.rerank,
-            graph_s=level.graph_s if self.graph_search else 0.0,
+            graph_s=0.0 if self.graph_search is False else level.graph_s,
+            graph_on_cpus=level.graph_on_cpus or self.graph_search is True,
         )
 
 

@@ -150,6 +150,8 @@ def tune_model(
     with open_databases(urls, mode=tune_request.tuning.mode) as database:
         prepared = prepare_model(request)
         require_device(prepared)
+        if prepared.target.kind != "cuda" and not tune_request.tuning.graph_on_cpus:
+            tune_request = replace(tune_request, tuning=replace(tune_request.tuning, graph_s=0.0))
         if prepared.sizes:
             logger.info("%s", sizes_text(prepared.sizes, prepared.tasks))
         budget_s = tune_request.tuning.time_budget_s

@@ -44,6 +44,8 @@ class TuningOptions:
     # Seconds for graph decisions at most, before kernels are searched (`pipeline.choose.graph_search`); 0 leaves them
     # out. Of a time budget, a quarter.
     graph_s: float = 0.0
+    # Whether they are tried on CPUs too, where a build takes long and the passes as they are were best in each trial.
+    graph_on_cpus: bool = False
     graph_spent_s: float = 0.0  # Seconds of the search that graph decisions took.
     seed: int = 0  # Of the search and of the arguments' values.
     # Seconds for building and for measuring one candidate.
@@ -93,6 +95,7 @@ LEVELS: Mapping[Effort, TuningOptions] = {
         all_templates=True,
         rerank=6,
         graph_s=180.0,
+        graph_on_cpus=True,
     ),
 }
 
