@@ -45,7 +45,12 @@ def _layer(kind: str, hidden: int, *, lengths: bool = False, begins: bool = Fals
     [
         ("LSTM", 16, {"direction": "bidirectional", "lengths": True}),
         ("LSTM", 24, {"begins": True}),
-        ("GRU", 16, {"linear_before_reset": 1, "direction": "bidirectional", "lengths": True, "begins": True}),
+        ("GRU", 16, {"linear_before_reset": 1, "direction": "reverse", "lengths": True, "begins": True}),
+        # LLVM takes 0.2 s for it or half a minute, by the order in which the stock pipeline's code comes.
+        pytest.param(
+            *("GRU", 16, {"linear_before_reset": 1, "direction": "bidirectional", "lengths": True, "begins": True}),
+            marks=pytest.mark.slow,
+        ),
         ("RNN", 7, {"direction": "reverse", "lengths": True}),
         ("RNN", 8, {"activations": ["Relu"]}),
     ],
