@@ -19,9 +19,9 @@ from tests.command_line import Ended, all_words
 
 # They lower, compile, run or measure, or ask for a target's attributes, which TVM knows.
 NEED_TVM = {
-    "tune", "compile", "validate", "compare", "bench", "run", "generate", "gate", "inspect", "doctor",
-    "artifact promote", "artifact rebuild", "artifact refit", "batch plan", "batch run", "batch resume",
-    "cluster check", "db explain",
+    "tune", "compile", "validate", "compare", "bench", "run", "generate", "embed", "calibrate", "gate", "inspect",
+    "doctor", "artifact promote", "artifact rebuild", "artifact refit", "artifact export-ep", "batch plan", "batch run",
+    "batch resume", "cluster check", "db explain",
 }  # fmt: skip
 # It says what each command ended with, and whether TVM was there then.
 _PROGRAM = """
