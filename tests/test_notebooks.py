@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,15 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
 
 def test_every_notebook_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_notebook_imports_is_there(name: str) -> None:
+    cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+    code = "\n".join(line for cell in cells if cell.cell_type == "code" for line in cell.source.splitlines())
+    for node in ast.walk(ast.parse("\n".join(line for line in code.splitlines() if not line.startswith(("%", "!"))))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(node), {})
 
 
 @pytest.mark.slow
