@@ -352,7 +352,10 @@ def measure_load(
 
 
 def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
-    """Return an arm that runs a module on inputs already where it reads them, and waits for the result."""
+    """Return an arm that runs a module on inputs already where it reads them, and waits for the result.
+
+    The arm raises `UsageError`: the module refuses inputs of these sizes.
+    """
     tensors = module.to_device(inputs)
     if module.input_buffers is not None:
         for tensor, buffer in zip(tensors, module.input_buffers, strict=True):
@@ -360,7 +363,11 @@ def module_arm(module: Module, inputs: Mapping[str, np.ndarray]) -> Arm:
         tensors = module.input_buffers
 
     def run() -> None:
-        module.run_device(tensors)
+        try:
+            module.run_device(tensors)
+        except ValueError as e:
+            sizes = ", ".join(f"{name} {shape_text(array.shape)}" for name, array in inputs.items())
+            raise UsageError(f"a call of {sizes} cannot run: {e}") from e
         module.synchronise()
 
     return run

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 import numpy as np
+import pytest
 import tvm
 import tvm_ffi
 from scipy import special
@@ -14,6 +16,29 @@ from tvm import te, tirx, topi
 from relaxtune.schedules.cpu.packing import pack_weight, packed_matmul, panel_width
 from relaxtune.schedules.fallback import fallback_with_rules
 from relaxtune.schedules.targets import ResolvedTarget, resolve_target
+
+_UNEVEN = [
+    (1, 1, 1),
+    (7, 13, 5),
+    (17, 33, 65),
+    (31, 48, 7),
+    (64, 101, 16),
+    (1, 200, 37),
+    (2, 3001, 11),
+    (13, 64, 3),
+]
+_EPILOGUES = ("none", "bias", "gelu")
+
+
+def odd_shapes(test: Callable[..., None]) -> Callable[..., None]:
+    """Give a test of (m, n, k, epilogue) matmuls that do not fit the tile; one epilogue a shape is quick."""
+    quick = [f"{m}-{n}-{k}-{_EPILOGUES[number % 3]}" for number, (m, n, k) in enumerate(_UNEVEN)]
+    marks = (
+        pytest.mark.parametrize(("m", "n", "k"), _UNEVEN),
+        pytest.mark.parametrize("epilogue", _EPILOGUES),
+        pytest.mark.quick_cases(*quick),
+    )
+    return reduce(lambda marked, mark: mark(marked), marks, test)
 
 
 @dataclass

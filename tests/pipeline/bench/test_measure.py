@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from relaxtune.pipeline.bench.measure import (
     arm_of_calls,
     measure,
     measure_load,
+    module_arm,
     onnxruntime_peer,
 )
 from relaxtune.pipeline.bench.tables import render, render_sizes, run_conditions
@@ -239,3 +240,18 @@ def test_each_call_of_a_peer_is_timed_on_its_own_inputs(tmp_path: Path) -> None:
     arm = onnxruntime_peer(load_model(tmp_path / "m.onnx"), calls, threads=1).arms["ort"]
     taken = measure({"ort": arm}, runs=3, warmup=1).arm("ort").by_sizes
     assert min(taken["512"]) > 10 * min(taken["2"])
+
+
+def test_sizes_that_a_module_refuses_are_an_error_of_the_user() -> None:
+    class Refusing:
+        input_buffers = None
+
+        def to_device(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+            return list(inputs.values())
+
+        def run_device(self, _tensors: Sequence[np.ndarray]) -> None:
+            raise ValueError("a tensor has more than 2147483647 elements; make smaller batches")
+
+    arm = module_arm(Refusing(), {"ids": np.zeros((32, 512))})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"a call of ids 32x512 cannot run: .*make smaller batches"):
+        arm()

@@ -14,23 +14,10 @@ from relaxtune.schedules.cpu.tiling import contraction_rule, find_tiled_matmul
 from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.scheduled_blocks import list_blocks
-from tests.schedules.kernel_cases import Case, host, loop_kinds, matmul_case, prim_func, rows_case, run
-
-ODD_SHAPES = [(1, 1, 1), (7, 13, 5), (17, 33, 65), (31, 48, 7), (64, 101, 16), (1, 200, 37), (2, 3001, 11), (13, 64, 3)]
+from tests.schedules.kernel_cases import Case, host, loop_kinds, matmul_case, odd_shapes, prim_func, rows_case, run
 
 
-@pytest.mark.quick_cases(
-    "1-1-1-none",
-    "7-13-5-bias",
-    "17-33-65-gelu",
-    "31-48-7-none",
-    "64-101-16-bias",
-    "1-200-37-gelu",
-    "2-3001-11-none",
-    "13-64-3-bias",
-)
-@pytest.mark.parametrize("epilogue", ["none", "bias", "gelu"])
-@pytest.mark.parametrize(("m", "n", "k"), ODD_SHAPES)
+@odd_shapes
 def test_matmul_matches_numpy_when_shapes_do_not_fit_the_tile(m, n, k, epilogue):
     assert run(matmul_case(m, n, k, epilogue=epilogue)) == "cpu-matmul"
 

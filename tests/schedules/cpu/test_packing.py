@@ -11,10 +11,8 @@ from relaxtune.schedules.fallback import apply_fallback
 from relaxtune.schedules.search.space import list_designs
 from relaxtune.schedules.targets import CpuLimits
 from relaxtune.schedules.tir.scheduled_blocks import list_blocks
-from tests.schedules.kernel_cases import check, host, loop_kinds, packed_matmul_case, run
+from tests.schedules.kernel_cases import check, host, loop_kinds, odd_shapes, packed_matmul_case, run
 from tests.schedules.search.test_space import candidates
-
-ODD_SHAPES = [(1, 1, 1), (7, 13, 5), (17, 33, 65), (31, 48, 7), (64, 101, 16), (1, 200, 37), (2, 3001, 11), (13, 64, 3)]
 
 
 @pytest.mark.parametrize(("rows", "columns", "width"), [(3, 32, 16), (5, 37, 16), (1, 1, 48)])
@@ -28,18 +26,7 @@ def test_pack_keeps_every_element_and_fills_the_last_panel_with_zeros(rows, colu
     assert not unpacked[:, columns:].any()
 
 
-@pytest.mark.quick_cases(
-    "1-1-1-none",
-    "7-13-5-bias",
-    "17-33-65-gelu",
-    "31-48-7-none",
-    "64-101-16-bias",
-    "1-200-37-gelu",
-    "2-3001-11-none",
-    "13-64-3-bias",
-)
-@pytest.mark.parametrize("epilogue", ["none", "bias", "gelu"])
-@pytest.mark.parametrize(("m", "n", "k"), ODD_SHAPES)
+@odd_shapes
 def test_packed_matmul_matches_numpy_when_shapes_do_not_fit_the_tile(m, n, k, epilogue):
     assert run(packed_matmul_case(m, n, k, epilogue=epilogue)) == "cpu-matmul"
 
